@@ -1,17 +1,16 @@
-"""The cost of LoRA adapters: a batch without any, with one for all, with one for each.
+"""Cost of LoRA adapters: a batch without adapters, with one adapter, with one per request.
 
     python bench/adapters.py [--shape demo|qwen2.5-0.5b] [--threads 2] [--rank 16] [--rounds 15]
                              [--cpu-clock]
 
-Eight requests decode side by side, then eight prompts of 256 tokens are computed in one step: in
-an engine that never saw an adapter, in one that holds eight but is asked for none, with one
-adapter for all eight, with eight different ones. They take turns, step by step, so that a noisy
-machine is noisy for all; figures are medians. Limits: none asked for costs nothing (1.02), eight
-at most 1.3 times what one does. An adapter changes every linear layer of the decoder; its cost is
-reading its matrices (2.5 % of the weights at rank 16) and two small products a layer.
-`--cpu-clock` counts the process's own CPU seconds, which other processes change little; with one
-thread only.
-Ends in one JSON line.
+Eight requests decode in one batch, then eight prompts of 256 tokens are computed in one step. Four
+variants: an engine without adapters, an engine with eight loaded adapters of which none is used,
+one adapter for all requests, and eight different adapters. Steps of the variants are interleaved,
+so that other load on the machine affects all alike. Figures are medians. Limits: unused adapters
+1.02 times no adapters, eight adapters 1.3 times one. An adapter changes every linear layer of the
+decoder. Its cost is reading its matrices (2.5 % of the weights at rank 16) and two small products
+per layer. `--cpu-clock` measures the CPU seconds of the process, for one thread only: other
+processes affect them little. Ends in one JSON line.
 """
 
 import argparse
@@ -58,7 +57,7 @@ def make_adapter(model: DecoderModel, folder: Path, rank: int, seed: int) -> Pat
 
 
 class Way:
-    """An engine and the adapters that its eight requests ask for."""
+    """An engine, and the adapters of its eight requests."""
 
     def __init__(
         self, llm: headstart.LLM, adapters: Sequence[str | None], clock: Callable[[], float]
@@ -69,26 +68,26 @@ class Way:
         self._rng = random.Random(0)
 
     def submit(self, tokens: int, answer: int) -> None:
-        """Queue one request for each adapter, all of them new to the cache."""
+        """Queue one request for each adapter; none hits the cache."""
         params = headstart.SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
         for adapter in self._adapters:
             prompt = [self._rng.randrange(3, 512) for _ in range(tokens)]
             self._engine.submit(self._frontend.prepare(prompt, params, adapter=adapter))
 
     def step(self) -> float:
-        """Seconds that a step takes."""
+        """Run a step; return its seconds."""
         start = self._clock()
         self._engine.step()
         return self._clock() - start
 
     def drain(self) -> None:
-        """Steps until nothing is left."""
+        """Run steps until all requests are finished."""
         while self._engine.has_unfinished:
             self._engine.step()
 
 
 def measure_decode(ways: list[Way], rounds: int) -> list[float]:
-    """Median seconds of a step in which eight requests decode, by way."""
+    """Return the median seconds of a step in which eight requests decode, for each variant."""
     for way in ways:
         way.submit(16, rounds + WARM_UP + 2)
         for _ in range(1 + WARM_UP):
@@ -97,7 +96,7 @@ def measure_decode(ways: list[Way], rounds: int) -> list[float]:
 
 
 def measure_prefill(ways: list[Way], rounds: int) -> list[float]:
-    """Median seconds of a step that computes eight prompts, by way."""
+    """Return the median seconds of a step that computes eight prompts, for each variant."""
 
     def prefill(way: Way) -> Callable[[], float]:
         def run() -> float:
@@ -122,7 +121,7 @@ def _take_turns(measures: list[Callable[[], float]], rounds: int, ways: list[Way
 
 
 def open_ways(options: argparse.Namespace, folder: Path) -> tuple[list[Way], list[headstart.LLM]]:
-    """The four ways, each over an engine of its own, so that their requests can run by turns."""
+    """Make the four variants, each with a separate engine, so that their steps can interleave."""
     model = model_folder(options.shape)
     engines = [
         headstart.LLM(

@@ -1,13 +1,13 @@
-"""Four loads on the CPU: seconds, and how near that is to what the machine can do.
+"""Four loads on the CPU: seconds, and the ratio to the least time that the machine allows.
 
     python bench/cpu.py [--threads 1] [--cpu-clock] [--loads 1,2,3,4,ready] [--rounds 1]
 
-What the loads are says `loads.py`; `ready` is a fresh process: from its start until a saved
-checkpoint can be asked. `peers.py` has other engines beside headstart do the same.
+`loads.py` describes the loads. `ready` is the time from the start of a new process until it can
+answer with a saved checkpoint. `peers.py` runs the loads in other engines too.
 
-`--cpu-clock` counts the process's own CPU seconds, which other processes change little; with one
-thread only. The table holds each figure against its floor: the time in which this machine, by
-its GEMM and memory speed measured in the same run, could do no better. Ends in one JSON line.
+`--cpu-clock` measures the CPU seconds of the process, for one thread only: other processes affect
+them little. The table compares each figure with its floor: the least possible time at the speed of
+GEMM and memory that was measured in the same run. Ends in one JSON line.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from rich.table import Table
 from roofline import Clock, Floor, Limits, Pass, floor, measure_limits, prefill
 from shapes import SHAPES, model_folder
 
-KEYS = {  # as the last line has them, by what is timed
+KEYS = {  # names in the JSON line, by timed part
     "cold": "cold_s",
     "warm": "warm_s",
     "per token": "per_token_ms",
@@ -62,7 +62,7 @@ class Bench:
     floors: dict[str, Floor] = field(default_factory=dict)
 
     def load(self, shape: str) -> Headstart:
-        """An engine for a shape, with every library warmed up."""
+        """Return an engine for a shape, with every library warmed up."""
         engine = Headstart(str(model_folder(shape)), self.threads, "auto")
         rng = random.Random("warm up")
         for count in (1, 8, 16):
@@ -70,19 +70,19 @@ class Bench:
         return engine
 
     def add(self, key: str, seconds: float) -> None:
-        """A measured value, of which the median over the rounds is told."""
+        """Add a measured value; the median over the rounds is reported."""
         self.figures.setdefault(key, []).append(seconds)
 
     def median(self, key: str) -> float | None:
-        """The median of what was measured; None if nothing was."""
+        """Return the median of the measured values; None if there are none."""
         return statistics.median(self.figures[key]) if key in self.figures else None
 
 
-Passes = list[tuple[int, Pass]]  # one after another, each so many times
+Passes = list[tuple[int, Pass]]  # passes in sequence, each with its number of repetitions
 
 
 def document_passes(asked: Asked) -> dict[str, Passes]:
-    """Load 1: the whole document once, then its questions; a token at the middle of an answer."""
+    """Return the passes of load 1: document, questions, and a token in the middle of an answer."""
     prefix, question = len(asked["document"]), len(asked["questions"][0])
     whole = prefix + question
     return {
@@ -93,7 +93,7 @@ def document_passes(asked: Asked) -> dict[str, Passes]:
 
 
 def chat_passes(asked: Asked) -> dict[str, Passes]:
-    """Load 2: what was said and answered before is cached."""
+    """Return the passes of load 2, in which earlier turns are cached."""
     users, said, out = len(asked["said"][0]), len(asked["said"][0][0]), asked["count"]
     passes: Passes = []
     for turn in range(len(asked["said"])):
@@ -106,7 +106,7 @@ def chat_passes(asked: Asked) -> dict[str, Passes]:
 
 
 def together_passes(asked: Asked) -> dict[str, Passes]:
-    """Loads 3 and 4: what the prompts share is computed and read once, by whom it may be."""
+    """Return the passes of loads 3 and 4, whose shared prefix is computed and read once."""
     users, prefix = len(asked["prompts"]), len(shared_head(asked["prompts"]))
     own, out = len(asked["prompts"][0]) - prefix, asked["count"]
     one = prefill(prefix, own)
@@ -121,7 +121,7 @@ PASSES = {"document": document_passes, "chat": chat_passes, "together": together
 
 
 def run_load(bench: Bench, name: str, engine: Headstart, at: int) -> None:
-    """One load, once: what it took, and its floors."""
+    """Run a load once; record its times and floors."""
     asked = make_load(name, at)
     kind, load = asked["load"], LOADS[name]
     for key, passes in PASSES[kind](asked).items():
@@ -136,7 +136,7 @@ def run_load(bench: Bench, name: str, engine: Headstart, at: int) -> None:
 
 
 def ready(bench: Bench) -> None:
-    """From the start of a process until a model can be asked."""
+    """Measure the time from the start of a process until its model can answer."""
     command = [sys.executable, "-c", READY, str(model_folder(BIG)), str(bench.threads)]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -151,7 +151,7 @@ def ready(bench: Bench) -> None:
 
 
 def run_loads(bench: Bench, chosen: list[str], rounds: int) -> None:
-    """All chosen loads, model by model."""
+    """Run the chosen loads, model by model."""
     for shape in (BIG, SMALL):
         names = [name for name in chosen if name in LOADS and LOADS[name].shape == shape]
         if not names:
@@ -176,7 +176,7 @@ def unit(key: str) -> int:
 
 
 def make_table(bench: Bench) -> Table:
-    """Each figure beside its floor."""
+    """Return a table of each figure and its floor."""
     gemm, memory = bench.limits
     title = f"{bench.threads} threads: GEMM {gemm:.0f} GFLOP/s, memory {memory:.1f} GB/s"
     table = Table("", "measured", "floor", "of floor", "limited by", title=title)
@@ -203,7 +203,7 @@ def read_options() -> argparse.Namespace:
     options.loads = options.loads.split(",")
     unknown = set(options.loads) - {*LOADS, "ready"}
     if unknown:
-        parser.error(f"no load {', '.join(sorted(unknown))}; there are {', '.join(LOADS)}, ready")
+        parser.error(f"no load {', '.join(sorted(unknown))}; allowed: {', '.join(LOADS)}, ready")
     if options.cpu_clock and options.threads != 1:
         parser.error("--cpu-clock adds up all threads' time: it needs --threads 1")
     return options

@@ -1,15 +1,15 @@
-"""Two curves: what a cached prefix saves at each length, and what sharing one saves in decoding.
+"""Two curves: time saved by a cached prefix of each length, and by sharing a prefix in decoding.
 
     python bench/curves.py [--shape demo|qwen2.5-0.5b] [--threads 1] [--save docs/performance.json]
 
-First token: a question of 40 tokens about a fresh document (cold), then three more about the
-same one (warm, their median), for documents of several lengths. Cold is limited by the GEMMs of
-all tokens, warm by those of 40 and by reading the document's K and V.
+First token: a question of 40 tokens about a new document (cold), then three more questions about it
+(warm, their median), for documents of several lengths. Cold is limited by the GEMMs of all tokens,
+warm by the GEMMs of 40 tokens and by reading the document's K and V.
 
-Decoding: requests on one cached prefix of 2,000 tokens, 20 tokens of their own, 33 out; output
-tokens a second after each one's first, with the prefix attended to once for all of them
-(`share_attention`) and by each for itself. Token ids and weights are random with a fixed seed.
-Ends in one JSON line, which `--save` writes to a file, from which `make figures` draws.
+Decoding: requests with one cached prefix of 2,000 tokens, 20 own tokens and 33 output tokens. The
+figure is output tokens per second after the first token, with attention to the prefix computed once
+for all requests (`share_attention`) and separately for each. Token ids and weights are random with
+a fixed seed. Ends in one JSON line. `--save` writes it to a file, from which `make figures` draws.
 """
 
 import argparse
@@ -40,17 +40,17 @@ progress = Console(stderr=True, highlight=False)
 
 
 def random_tokens(llm: headstart.LLM, rng: random.Random, count: int) -> list[int]:
-    """Token ids of the model's vocabulary."""
+    """Return random token ids."""
     return [rng.randrange(llm.engine.model.vocab_size) for _ in range(count)]
 
 
 def answer(count: int) -> headstart.SamplingParams:
-    """Greedy, exactly `count` tokens."""
+    """Return the parameters of a greedy answer of exactly `count` tokens."""
     return headstart.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
 
 
 def first_token(llm: headstart.LLM, length: int, rng: random.Random) -> tuple[float, float]:
-    """Seconds to the first token, cold and warm, behind a document of this length."""
+    """Return the seconds to the first token after a document, cold and warm."""
     document = random_tokens(llm, rng, length)
     seconds = []
     for at in range(4):
@@ -62,23 +62,23 @@ def first_token(llm: headstart.LLM, length: int, rng: random.Random) -> tuple[fl
 
 
 def decode_rate(llm: headstart.LLM, document: list[int], users: int, rng: random.Random) -> float:
-    """Output tokens a second of `users` requests on one cached document."""
+    """Return the output tokens per second of `users` requests on one cached document."""
     prompts = [document + random_tokens(llm, rng, OWN) for _ in range(users)]
     outputs = llm.generate(prompts, answer(OUT), use_tqdm=False)
     return users / statistics.mean(output.metrics.time_per_token or 0.0 for output in outputs)
 
 
 def measure(shape: str, threads: int) -> dict[str, list[float]]:
-    """All curves, each a list."""
+    """Return all curves, each as a list."""
     rng = random.Random(0)
     found: dict[str, list[float]] = defaultdict(list)
     rates: dict[bool, dict[int, list[float]]] = {key: defaultdict(list) for key in (True, False)}
-    # In both orders: memory that the system gives out later may be 5 to 10 % faster, or slower.
+    # Measure in both orders: memory that is allocated later may be 5 to 10 % faster or slower.
     for order in ((True, False), (False, True)):
         with ExitStack() as stack:
             engines = {share: stack.enter_context(_open(shape, threads, share)) for share in order}
             for llm in engines.values():
-                first_token(llm, 100, rng)  # warms the libraries up
+                first_token(llm, 100, rng)  # warm up
             for length in LENGTHS if order[0] else ():
                 progress.print(f"first token behind {length} tokens")
                 cold, warm = first_token(engines[True], length, rng)

@@ -1,6 +1,6 @@
-"""Screens and scenes in pairs of which the second has one more small point on an even ground.
+"""Pairs of screens and scenes; the second picture has an additional small point on an even ground.
 
-Codecs erase many of these points, so they show what a comparison does with a lost detail.
+Codecs erase many of these points, so they test how a comparison handles lost details.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ TRIES = 1000
 
 
 def draw_points(seed: int, size: tuple[int, int] | None = None) -> Pair:
-    """A pair by its number; its point has a place and colours drawn by chance."""
+    """Draw the pair of a seed, with a random position and color of the point."""
     picture = (draw_screens, draw_scenes)[seed % 2](seed, size).picture
     random = np.random.default_rng(seed)
     side = SIDES[seed // 2 % len(SIDES)]
@@ -34,7 +34,7 @@ def draw_points(seed: int, size: tuple[int, int] | None = None) -> Pair:
 
 
 def _even_place(random: np.random.Generator, pixels: np.ndarray, side: int) -> tuple[int, int]:
-    """The first place that is even around a point, or the last that was tried."""
+    """Return the first tried position with even pixels around it, or else the last one."""
     for _ in range(TRIES):
         y, x = (int(random.integers(AROUND, end - side - AROUND)) for end in pixels.shape[:2])
         around = pixels[y - AROUND : y + side + AROUND, x - AROUND : x + side + AROUND]

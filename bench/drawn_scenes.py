@@ -1,7 +1,8 @@
-"""Charts, meters, slanted labels, textures and icons, in pairs that differ in one small thing.
+"""Charts, meters, slanted labels, textures and icons, in pairs that differ in one small detail.
 
-No limit was chosen on these pictures; the search for a recoding was mended on 30 of them. Digits
-are strokes of our own, bitmap letters or slanted ones; grounds are gradients, grain and weave.
+No limit of `similar_images` was chosen with these pictures, but 30 of them helped to fix a bug of
+its search. Digits are strokes, bitmap letters or slanted letters. Grounds are gradients, grain and
+weave.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ __all__ = ["SCENES", "draw_scenes"]
 SIDES = (200, 232, 288, 320, 360, 420, 500, 640, 768, 1024)
 RATIOS = (0.5, 0.625, 0.75, 1.0, 1.4)
 LARGE_SHARE = 0.01
-SEGMENTS = {  # of a meter's digit, from the top clockwise, the middle last
+SEGMENTS = {  # of a seven-segment digit: clockwise from the top (a), the middle last (g)
     0: "abcdef", 1: "bc", 2: "abged", 3: "abgcd", 4: "fgbc",
     5: "afgcd", 6: "afgedc", 7: "abc", 8: "abcdefg", 9: "abcdfg",
 }  # fmt: skip
@@ -33,13 +34,13 @@ Scene = Callable[[Random, Image.Image], Image.Image]
 
 
 def draw_scenes(seed: int, size: tuple[int, int] | None = None) -> Pair:
-    """A pair by its number, of a size drawn by chance unless one is given."""
+    """Draw the pair of a seed; its size is random unless `size` is given."""
     random = np.random.default_rng([seed, 7])
     width = 3840 if random.random() < LARGE_SHARE else int(SIDES[random.integers(len(SIDES))])
     height = max(200, int(width * RATIOS[random.integers(len(RATIOS))]))
     ground = _ground(random, *(size or (width, min(height, 2160))))
     name = tuple(SCENES)[seed % len(SCENES)]
-    for _ in range(int(random.integers(2, 9))):  # things that both pictures show
+    for _ in range(int(random.integers(2, 9))):  # objects that both pictures show
         _things(random, ground)
     picture = ground.copy()
     other = SCENES[name](random, picture)
@@ -72,7 +73,7 @@ def _ground(random: Random, width: int, height: int) -> Image.Image:
 
 
 def _things(random: Random, image: Image.Image) -> None:
-    """A label, a polygon or a curve, anywhere."""
+    """Draw a label, a polygon or a curve at a random position."""
     x, y = _place(random, image, 60)
     kind = random.integers(3)
     if kind == 0:
@@ -90,7 +91,7 @@ def _place(random: Random, image: Image.Image, room: int) -> tuple[int, int]:
 
 
 def _ink(random: Random, image: Image.Image, place: tuple[int, int]) -> tuple[int, int, int]:
-    """A colour that can be told from the one at this place, faint or strong."""
+    """Return a color that differs, faintly or strongly, from the color at this position."""
     ground = np.asarray(image.getpixel(place), dtype=float)
     sign = np.where(ground < 128, 1, -1)
     red, green, blue = (ground + sign * random.uniform(40, 128, 3)).astype(int).tolist()
@@ -98,7 +99,7 @@ def _ink(random: Random, image: Image.Image, place: tuple[int, int]) -> tuple[in
 
 
 def _write(random: Random, image: Image.Image, place: tuple[int, int], text: str) -> None:
-    """The text in bitmap letters, or larger, slanted and outlined ones."""
+    """Write a text in bitmap letters, or in larger, slanted and outlined letters."""
     ink = _ink(random, image, place)
     if random.random() < 0.5:
         ImageDraw.Draw(image).text(place, text, fill=ink, font=ImageFont.load_default_imagefont())
@@ -114,7 +115,7 @@ def _write(random: Random, image: Image.Image, place: tuple[int, int], text: str
 
 
 def _meter(random: Random, image: Image.Image) -> Image.Image:
-    """One digit of a meter of segments."""
+    """Change one digit of a seven-segment meter."""
     side, count = int(random.integers(4, 14)), int(random.integers(1, 6))
     start = _place(random, image, 3 * side * count)
     ink = _ink(random, image, start)
@@ -133,7 +134,7 @@ def _meter(random: Random, image: Image.Image) -> Image.Image:
 
 
 def _chart(random: Random, image: Image.Image) -> Image.Image:
-    """One bar of a chart, longer by a few pixels."""
+    """Make one bar of a chart longer by a few pixels."""
     start, width = _place(random, image, 120), int(random.integers(4, 14))
     heights = random.integers(10, 80, 7).tolist()
     ink = _ink(random, image, start)
@@ -149,7 +150,7 @@ def _chart(random: Random, image: Image.Image) -> Image.Image:
 
 
 def _label(random: Random, image: Image.Image) -> Image.Image:
-    """One letter or digit of a label."""
+    """Change one letter or digit of a label."""
     text = f"{LABELS[random.integers(len(LABELS))]} {random.integers(100, 999)}"
     place = int(random.integers(len(text)))
     while text[place] == " ":
@@ -165,7 +166,7 @@ def _label(random: Random, image: Image.Image) -> Image.Image:
 
 
 def _dot(random: Random, image: Image.Image) -> Image.Image:
-    """A decimal point or a minus."""
+    """Add a decimal point or a minus sign."""
     other, (x, y) = image.copy(), _place(random, image, 12)
     ink = _ink(random, other, (x, y))
     width, height = ((2, 2), (3, 3), (5, 1), (6, 2))[random.integers(4)]
@@ -174,7 +175,7 @@ def _dot(random: Random, image: Image.Image) -> Image.Image:
 
 
 def _line(random: Random, image: Image.Image) -> Image.Image:
-    """A line of one pixel, anywhere, or along the border of the picture or of a JPEG block."""
+    """Add a line of one pixel: anywhere, or at the border of the picture or of a JPEG block."""
     other = image.copy()
     ends = [_place(random, image, 1), _place(random, image, 1)]
     kind = random.integers(3)
@@ -188,7 +189,7 @@ def _line(random: Random, image: Image.Image) -> Image.Image:
 
 
 def _lamp(random: Random, image: Image.Image) -> Image.Image:
-    """A lamp of another colour, as bright as before."""
+    """Change the color of a lamp, with the same brightness."""
     other, (x, y) = image.copy(), _place(random, image, 14)
     size = int(random.integers(3, 14))
     first = random.integers(40, 200, 3)
@@ -203,7 +204,7 @@ def _lamp(random: Random, image: Image.Image) -> Image.Image:
 
 
 def _icon(random: Random, image: Image.Image) -> Image.Image:
-    """An arrow that points the other way, or a tick where a cross was."""
+    """Reverse an arrow, or replace a cross by a tick."""
     other, (x, y), size = image.copy(), _place(random, image, 26), int(random.integers(8, 24))
     ink = _ink(random, image, (x, y))
     half = size // 2

@@ -1,6 +1,6 @@
-"""Screens and forms drawn in Pillow's own font, in pairs that differ in one small thing.
+"""Screens and forms in Pillow's default font, in pairs that differ in one small detail.
 
-The limits of `headstart.frontend.images.similar` were chosen on these pictures.
+The limits of `headstart.frontend.images.similar` were chosen with these pictures.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ SIZES = ((200, 150), (320, 240), (400, 300), (448, 448), (640, 480), (800, 600),
 LARGE = (3840, 2160)
 LARGE_SHARE = 0.01
 FONT_SIZES = (9, 10, 11, 12, 12, 13, 14, 16, 20, 28)
-CONTRASTS = (0.12, 0.25, 0.5, 1, 1, 1)  # of ink against paper
+CONTRASTS = (0.12, 0.25, 0.5, 1, 1, 1)  # between text and background
 MAX_LINES = 300
 WORDS = (
     "the", "dose", "patient", "total", "amount", "invoice", "left", "right", "open", "closed",
@@ -28,7 +28,7 @@ Colour = tuple[int, int, int]
 
 
 class Pair(NamedTuple):
-    """Two pictures that differ in one thing of this kind."""
+    """Two pictures that differ in one detail, and the kind of detail."""
 
     change: str
     picture: Image.Image
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """A line of text and its place."""
+    """A line of text and its position."""
 
     x: int
     y: int
@@ -44,7 +44,7 @@ class _Line(NamedTuple):
 
 
 def draw_screens(seed: int, size: tuple[int, int] | None = None) -> Pair:
-    """A pair by its number, of a size drawn by chance unless one is given."""
+    """Draw the pair of a seed; its size is random unless `size` is given."""
     random = np.random.default_rng(seed)
     if size is None:
         size = LARGE if random.random() < LARGE_SHARE else SIZES[random.integers(len(SIZES))]
@@ -67,7 +67,7 @@ def draw_screens(seed: int, size: tuple[int, int] | None = None) -> Pair:
 
 
 def _paper(random: Random, size: tuple[int, int]) -> tuple[Image.Image, Colour]:
-    """An empty window and the colour of its text."""
+    """Return an empty window and the color of its text."""
     dark = random.random() < 0.25
     paper = random.integers(0, 50, 3) if dark else random.integers(225, 256, 3)
     ink = random.integers(180, 256, 3) if dark else random.integers(0, 80, 3)
@@ -95,7 +95,7 @@ def _colour(levels: np.ndarray) -> Colour:
 
 
 def _uneven(random: Random, picture: Image.Image) -> Image.Image:
-    """The picture with waves of light, and noise in every second one."""
+    """Return the picture with waves of light and, in half of the cases, noise."""
     width, height = picture.size
     y, x = np.mgrid[0:height, 0:width].astype(np.float32)
     waves = 30 * np.sin(x / random.uniform(50, 300) + y / random.uniform(50, 300))
@@ -131,7 +131,7 @@ def _text(random: Random) -> str:
 
 
 def _edited(random: Random, lines: list[_Line], change: str) -> tuple[int, str]:
-    """A line's number and its new text; the old text if this change is none of a text."""
+    """Return a line's number and its new text, or its old text if the change is not in a text."""
     for place in random.permutation(len(lines)):
         text = _edit(random, lines[place].text, change)
         if text != lines[place].text:
@@ -163,7 +163,7 @@ def _edit(random: Random, text: str, change: str) -> str:
 def _mark(
     random: Random, picture: Image.Image, other: Image.Image, change: str, ink: Colour
 ) -> None:
-    """A small mark on both pictures, another one on the second."""
+    """Draw a small mark on both pictures, and a different one on the second."""
     side = int(random.integers(6, 20))
     x = int(random.integers(0, picture.width - 2 * side))
     y = int(random.integers(0, picture.height - side))
@@ -177,6 +177,6 @@ def _mark(
     elif change == "icon":
         left.ellipse(box, outline=ink)
         right.rectangle(box, outline=ink)
-    else:  # also where no line of text can be changed in the way that was asked for
+    else:  # also used if no line of text allows the requested change
         colour = _colour((np.asarray(picture.getpixel((x, y))) + 128) % 256)
         right.line((x, y, x + 2 * side, y), fill=colour)

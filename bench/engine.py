@@ -1,19 +1,20 @@
-"""The engine's own time per step: a model that costs nothing, so that only the rest is left.
+"""The engine's own time per step, measured with a model that takes no time.
 
     python bench/engine.py [--repeats 5]
 
-1 to 128 greedy requests of 512 tokens decode together over a vocabulary of 32,000. A step is
-scheduling, cache, batch assembly, and outputs; without a tokenizer, so no text. What limits it is
-the interpreter. Mean microseconds of CPU over 64 steps, in which every request fills four blocks;
-the least of the repeats. The limit is 150 us, and 5 us for each running request.
+1 to 128 greedy requests of 512 tokens decode together, with a vocabulary of 32,000. A step consists
+of scheduling, cache, batch assembly and outputs. There is no tokenizer and no text. Limiting
+resource: the interpreter. The figure is the mean CPU time of 64 steps, in which every request fills
+four blocks, and the least of all repeats. Its limit is 150 us plus 5 us per running request.
 
-A model in bfloat16 on compiled kernels gives greedy requests their likeliest tokens. Others give
-logits, of which the engine then takes the largest: the second figure, which memory limits where
-requests are many.
+The first figure is for models that return greedy tokens (bfloat16 on compiled kernels). The second
+is for models that return logits, whose maximum the engine computes. With many requests, memory
+limits it.
 
-Then 32 requests of which half have a JSON schema, and 32 of which none has, in turns: with the
-model that costs nothing, and with the passes of small-llama, which has ten million weights. There
-the limit is 1.25 times the step without. Medians. Ends in one JSON line.
+Then steps of 32 requests without a JSON schema alternate with steps of 32 requests of which half
+have one: with the model that takes no time, and with small-llama (ten million weights). With
+small-llama, the limit is 1.25 times the step without schemas. Figures are medians. Ends in one JSON
+line.
 """
 
 import argparse
@@ -62,9 +63,9 @@ SCHEMA: dict[str, Any] = {
 
 
 def make_engine(*, logits: bool, tokenizer: bool = False) -> tuple[EngineCore, Frontend]:
-    """An engine whose model answers every step at once, with what was made before.
+    """Return an engine whose model returns prepared logits or tokens at once.
 
-    With a tokenizer the logits are a copy each time, since a schema changes them in place.
+    With a tokenizer each step gets a copy of the logits, since a schema changes them in place.
     """
     engine, frontend = load(tokenizer=tokenizer)
     rows = torch.randn(max(COUNTS), SHAPES[SHAPE].vocab_size)
@@ -96,7 +97,7 @@ def make_engine(*, logits: bool, tokenizer: bool = False) -> tuple[EngineCore, F
 
 
 def load(*, tokenizer: bool) -> tuple[EngineCore, Frontend]:
-    """An engine with one thread, and its frontend."""
+    """Return an engine with one thread, and its frontend."""
     made = make_tokenizer(SHAPE) if tokenizer else None
     config = make_config({"num_threads": 1, "num_blocks": BLOCKS})
     engine = EngineCore.of_model(load_model(model_folder(SHAPE), "auto", "cpu"), made, config)
@@ -106,7 +107,7 @@ def load(*, tokenizer: bool) -> tuple[EngineCore, Frontend]:
 def time_steps(
     engine: EngineCore, frontend: Frontend, count: int, rng: random.Random, *, bound: int = 0
 ) -> float:
-    """Mean seconds of a step in which `count` requests decode, `bound` of them with a schema."""
+    """Return the mean seconds of a step of `count` decoding requests, `bound` with a schema."""
     form = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True) if bound else None
     for at in range(count):
         prompt = [rng.randrange(engine.model.vocab_size) for _ in range(PROMPT)]
@@ -129,7 +130,7 @@ def time_steps(
 
 
 def compare_bound(repeats: int) -> dict[str, float]:
-    """Medians of steps without a schema and with one for half of the requests, in turns."""
+    """Compare steps without schemas and steps with schemas for half of the requests."""
     figures: dict[str, float] = {}
     table = Table(
         f"{MIXED} requests", "no schema, us", f"{MIXED // 2} with one, us", "ratio", "limit"
@@ -159,7 +160,7 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
     figures = {}
-    table = Table("running requests", "us a step", "limit", "of limit", "where logits are given")
+    table = Table("running requests", "us per step", "limit", "of limit", "us with logits")
     columns = {
         kind: [
             min(time_steps(engine, frontend, count, random.Random(0)) for _ in range(repeats))

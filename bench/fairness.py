@@ -1,23 +1,23 @@
-"""Effects of one tenant's flood on another: its hit rate, and its time to the first token.
+"""Effects of one tenant's flood of requests on another tenant: hit rate and time to first token.
 
     python bench/fairness.py [--questions 60] [--flooders 24] [--answer 8] [--defaults]
 
-One tenant asks questions about four documents, one at a time, alone and while another keeps
-`--flooders` requests open, each a prompt that was never sent before. With keys the hit rate
-must stay within 5 points, and the 99th percentile of the time to the first token within 2 x of
-what it is alone. The same without keys shows what the flood does to who is not protected. All over
-a socket, to a server in a process of its own, with the demo model.
+One tenant sends questions about four documents, one at a time. It does so alone, and while another
+tenant always has `--flooders` requests open, each with a new prompt. With keys, the flood may lower
+the hit rate by at most 5 points and double the 99th percentile of the time to first token. The run
+without keys shows the effect without this protection. The server is a separate process with the
+demo model; requests go over a socket.
 
-`--defaults` measures what a server without options does: steps of 2,048 tokens, a pool that holds
-everything, questions that are hits up to their last 20 tokens, and a flood of 1,500 tokens each.
+`--defaults` measures a server with default options: steps of 2,048 tokens, a pool that holds
+everything, questions that hit except for their last 20 tokens, and flood prompts of 1,500 tokens.
 
-Questions alone and beside a flood take turns, a few at a time, so that what else the machine does
-meets both. A flood has had an answer for every second of its requests before a question counts, and
-its clients hang up at its end.
+A few questions alone alternate with a few questions during a flood, so that other load on the
+machine affects both. Questions count only after half of the flood's first requests have been
+answered. The flood's clients disconnect at its end.
 
-What limits it: a step that is under way when a question comes is waited for, and every step of the
-question's own prompt is filled up by the flood's. The clients that flood share the machine, and are
-one thread: the share of a core that they and the asker take is printed. Ends in one JSON line.
+Limiting factors: a question waits for the current step, and the flood's tokens fill up every step
+of the question's own prompt. All clients run in one thread on the same machine; the benchmark
+prints their share of a core. Ends in one JSON line.
 """
 
 import argparse
@@ -39,16 +39,16 @@ from serving import Answer, Server, serving
 HITS, TIMES = 0.05, 2.0
 DOCUMENT, DOCUMENTS = 960, 4
 SMALL = ["--max-num-batched-tokens", "128", "--num-blocks", "1024", "--max-num-seqs", "16"]
-TURN = 6  # questions alone, and then as many beside a flood
+TURN = 6  # questions alone, and then as many during a flood
 
 
 def text(rng: random.Random, count: int) -> str:
-    """A text of so many tokens: the demo model has one for each byte."""
+    """Return a text of `count` tokens: the demo model has a token for each byte."""
     return "".join(chr(rng.randrange(97, 123)) for _ in range(count))
 
 
 class Asker:
-    """Asks about the documents in turn."""
+    """A tenant that sends questions about the documents in turn."""
 
     def __init__(self, server: Server, question: int) -> None:
         self._server, self._question = server, question
@@ -57,7 +57,7 @@ class Asker:
         self._asked = 0
 
     def ask(self, questions: int) -> list[Answer]:
-        """The answers to so many questions, one after another."""
+        """Send questions one after another; return their answers."""
         return [self._ask() for _ in range(questions)]
 
     def _ask(self) -> Answer:
@@ -68,19 +68,19 @@ class Asker:
 
 
 class Flood:
-    """Another tenant, who keeps requests open from a thread of his own."""
+    """Another tenant, which always has requests open, in a separate thread."""
 
     def __init__(self, server: Server, flooders: int, answer: int, shortest: int) -> None:
         self._server, self._flooders, self._answer = server, flooders, answer
         self._shortest = shortest
         self._random = random.Random(100)
         self.answered = 0
-        self.seconds = self.cpu = 0.0  # that it lasted, and that this process computed meanwhile
+        self.seconds = self.cpu = 0.0  # its duration, and the CPU time of this process
         self._is_on = threading.Event()
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Flood meanwhile; half of its requests have been answered when this begins."""
+        """Flood within a context, which begins when half of the first requests are answered."""
         loop = asyncio.new_event_loop()
         task = loop.create_task(self._flood())
 
@@ -94,7 +94,7 @@ class Flood:
         thread.start()
         try:
             while not self._is_on.wait(1):
-                assert thread.is_alive(), "the flood broke off"
+                assert thread.is_alive(), "the flood failed"
             yield
         finally:
             loop.call_soon_threadsafe(task.cancel)
@@ -127,12 +127,12 @@ class Flood:
 
 
 def percentile(times: Sequence[float], share: int) -> float:
-    """Return a percentile of these times."""
+    """Return a percentile."""
     return sorted(times)[min(len(times) - 1, len(times) * share // 100)]
 
 
 def figures_of(answers: Sequence[Answer]) -> dict[str, float]:
-    """The hit rate of these answers, and how long they took to begin."""
+    """Return the hit rate of answers, and percentiles of their time to first token."""
     times = [answer.first_token for answer in answers]
     return {
         "hit_rate": sum(one.cached for one in answers) / sum(one.prompt for one in answers),
@@ -143,14 +143,14 @@ def figures_of(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def measure(asker: Asker, flood: Flood, questions: int) -> dict[str, dict[str, float]]:
-    """So many questions alone, and as many beside the flood, a few of each in turn."""
+    """Measure questions alone and questions during the flood, a few of each in turn."""
     asker.ask(DOCUMENTS)
     answers: dict[str, list[Answer]] = {"alone": [], "flooded": []}
     while (left := questions - len(answers["alone"])) > 0:
         answers["alone"] += asker.ask(min(TURN, left))
         with flood.going_on():
             answers["flooded"] += asker.ask(min(TURN, left))
-        asker.ask(1)  # by then the server has noticed that the flood is gone
+        asker.ask(1)  # by its answer, the server has noticed that the flood's clients left
     return {when: figures_of(given) for when, given in answers.items()}
 
 
@@ -165,7 +165,7 @@ def main() -> None:
     table = Table("time to the first token", "hits", *names, "the flood's answers")
     figures: dict[str, float] = {}
     engine, question, shortest = ([], 20, 1500) if options.defaults else (SMALL, 320, 100)
-    # Without keys every question waits for the whole flood: a few show it.
+    # Without keys every question waits for the whole flood, so a few questions are enough.
     modes = (("keys", ("asker", "flood"), options.questions), ("open", (), 4))
     for mode, tenants, questions in modes:
         with serving("demo", tenants, engine) as server:

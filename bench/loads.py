@@ -1,12 +1,12 @@
-"""The four loads that are timed: what an engine is asked. How it is asked is in `peer.py`.
+"""The prompts of the four timed loads. `peer.py` sends them to an engine.
 
 Token ids are random with fixed seeds; loads 1 to 3 are for the shape of Qwen2.5-0.5B, load 4 for a
 small Llama:
 
-    1  long document: 3,000 tokens, 16 questions of 40, 16 out, one after another
-    2  chat: 8 conversations at once, 4 turns of 120 tokens in and 40 out
-    3  shared prefix: 16 requests at once on 2,000 cached tokens, 20 of their own, 64 out
-    4  overhead: 32 requests at once of 512 tokens, 256 of them shared, 64 out
+    1  long document: 3,000 tokens, 16 questions of 40 in sequence, 16 output tokens
+    2  chat: 8 conversations in parallel, 4 turns of 120 tokens with 40 output tokens
+    3  shared prefix: 16 parallel requests on 2,000 cached tokens, 20 own, 64 output tokens
+    4  overhead: 32 parallel requests of 512 tokens, 256 of them shared, 64 output tokens
 """
 
 import random
@@ -18,43 +18,43 @@ from shapes import SHAPES
 BIG, SMALL = "qwen2.5-0.5b", "small-llama"
 
 Ids = list[int]
-Asked = dict[str, Any]  # what peer.py reads of a load
+Asked = dict[str, Any]  # a load in the form that peer.py reads
 
 
 def tokens(rng: random.Random, vocab: int, count: int) -> Ids:
-    """Random token ids of a model's vocabulary."""
+    """Return random token ids."""
     return [rng.randrange(vocab) for _ in range(count)]
 
 
 def long_document(rng: random.Random, vocab: int) -> Asked:
-    """Load 1: a cold question, fifteen warm ones."""
+    """Return load 1: one cold question and fifteen warm ones."""
     document = tokens(rng, vocab, 3000)
     questions = [tokens(rng, vocab, 40) for _ in range(16)]
     return {"load": "document", "document": document, "questions": questions, "count": 16}
 
 
 def chat(rng: random.Random, vocab: int) -> Asked:
-    """Load 2: eight conversations of four turns."""
+    """Return load 2: eight conversations of four turns."""
     said = [[tokens(rng, vocab, 120) for _ in range(8)] for _ in range(4)]
     return {"load": "chat", "said": said, "count": 40}
 
 
 def shared_prefix(rng: random.Random, vocab: int) -> Asked:
-    """Load 3: decoding of requests that begin alike, their beginning cached."""
+    """Return load 3: decoding of requests with a cached common prefix."""
     head = tokens(rng, vocab, 2000)
     prompts = [head + tokens(rng, vocab, 20) for _ in range(16)]
     return {"load": "together", "first": head, "prompts": prompts, "count": 64}
 
 
 def overhead(rng: random.Random, vocab: int) -> Asked:
-    """Load 4: so small a model that what surrounds it tells."""
+    """Return load 4: a model so small that the engine's overhead dominates."""
     head = tokens(rng, vocab, 256)
     prompts = [head + tokens(rng, vocab, 256) for _ in range(32)]
     return {"load": "together", "first": [], "prompts": prompts, "count": 64}
 
 
 class Load(NamedTuple):
-    """A load of `shape`, `times` times a round; `timed` names its time where `peer.py` does not."""
+    """A load for a shape. times: runs per round. timed: name of its time, if not `peer.py`'s."""
 
     shape: str
     times: int
@@ -71,6 +71,6 @@ LOADS = {
 
 
 def make_load(name: str, at: int) -> Asked:
-    """A load as it is asked for the `at`th time: each time with other prompts."""
+    """Return a load with the prompts of its run number `at`; each run has new prompts."""
     load = LOADS[name]
     return load.prompts(random.Random(f"load {name}, {at}"), SHAPES[load.shape].vocab_size)

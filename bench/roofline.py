@@ -1,11 +1,11 @@
-"""The limits of this machine, and the time that a load takes at least.
+"""The speed limits of this machine, and the least time of a load (roofline).
 
-A pass of the model must multiply its rows by every weight, and read every weight and every K and
-V once: the longer of the two is its floor (the roofline: Williams, Waterman, Patterson 2009). Rows
-without logits need nothing but K and V of the last layer, and the likeliest token can be told from
-8 bits of most of the LM head's weights.
+A pass of the model multiplies its rows by every weight, and reads every weight and every K and V
+once. The longer of the two times is the floor of the pass (Williams, Waterman, Patterson 2009).
+Rows without logits need only K and V in the last layer. For a greedy token, 8 bits of most weights
+of the LM head are enough.
 
-As a program it prints the limits, measured with so many threads: see `measure_limits`.
+As a program it measures and prints the limits: see `measure_limits`.
 """
 
 import json
@@ -30,24 +30,24 @@ _REPEATS = 7
 
 
 class Limits(NamedTuple):
-    """GEMM in GFLOP/s, in the dtype that "auto" computes in here, and reading of memory in GB/s."""
+    """GEMM in GFLOP/s, in the dtype of "auto" on this machine, and memory reads in GB/s."""
 
     gemm: float
     memory: float
 
 
 class Floor(NamedTuple):
-    """The least a piece of work can take, in seconds, and what that is due to."""
+    """The least possible seconds of some work, and the resource that limits it."""
 
     seconds: float
     limit: str
 
 
 def measure_limits(threads: int, clock: Clock = time.perf_counter) -> Limits:
-    """The best of a few products of square matrices, and of a few sums over 256 MB.
+    """Measure the fastest of several products of square matrices, and of sums over 256 MB.
 
-    In a process of its own, which binds each thread to a core: left alone, two of torch's often
-    share one for seconds.
+    Runs in a separate process that binds each thread to a core; otherwise two of torch's threads
+    may share a core for seconds.
     """
     command = [sys.executable, __file__, str(threads), clock.__name__]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "true"}
@@ -74,10 +74,10 @@ def _best(call: Callable[[], object], clock: Clock) -> float:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of a model: `rows` tokens are computed, `logit_rows` of them up to their logits.
+    """One pass of a model: it computes `rows` tokens, and logits for `logit_rows` of them.
 
-    `attended`: pairs of a row and a token that it attends to. `context`: tokens whose K and V
-    are read, each once however many rows share them.
+    attended: pairs of a row and a token that it attends to. context: tokens whose K and V are read;
+    a token that several rows share counts once.
     """
 
     rows: int
@@ -87,12 +87,12 @@ class Pass:
 
 
 def prefill(cached: int, new: int) -> Pass:
-    """One request computes `new` tokens after `cached` ones and samples."""
+    """Return the pass of one request that computes `new` tokens after `cached` tokens."""
     return Pass(new, 1, new * cached + new * (new + 1) // 2, cached + new)
 
 
 def floor(passes: list[tuple[int, Pass]], config: PreTrainedConfig, limits: Limits) -> Floor:
-    """The least that some passes, each `count` times, can take one after another."""
+    """Return the floor of passes in sequence, each repeated `count` times."""
     seconds = {"GEMM": 0.0, "memory": 0.0}
     for count, one in passes:
         gemm = _flops(one, config) / limits.gemm / 1e9

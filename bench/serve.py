@@ -1,24 +1,24 @@
-"""The server under load: times to first token, time per token, output tokens a second, hit rate.
+"""The server under load: time to first token, time per token, output tokens per second, hit rate.
 
     python bench/serve.py [--shape small-llama] [--threads 1] [--clients 1 8 64] [--rounds 5]
                           [--beside build/peers/vllm]
 
-The server is a process of its own, and so is what asks it: this one. Each client asks one request
-after another over a socket, streamed, greedy, of token ids, an exact number of tokens:
+The server and its clients (this program) are separate processes. Each client sends one request
+after another over a socket: streamed, greedy, token ids, an exact number of output tokens.
 
-    chat      8 system prompts of 512 tokens, conversations of 3 turns of 64 in and 32 out
-    document  4 documents of 2,000 tokens, questions of 32 in and 16 out
-    short     96 tokens that nobody else sends, 16 out
+    chat      8 system prompts of 512 tokens, conversations of 3 turns of 64 tokens, 32 output
+    document  4 documents of 2,000 tokens, questions of 32 tokens, 16 output
+    short     96 unique tokens, 16 output
 
-One client does this eight times in each round, eight do it four times each, and 64 once.
+In each round, one client runs a load eight times, eight clients four times each, 64 clients once.
 
-Each load runs with the cache and without, and the same requests go to the bare engine (`AsyncLLM`
-in a process without HTTP): the limit for the server's time is 1.10 times the engine's, in the
-median round. All are loaded at once and asked in turns, each round with prompts of its own, so that
-other programs take from all alike. `--beside` names a virtual environment that has vLLM, whose
-server gets the same; the limits are 0.8 of its median time to first token, and less than its 99th
-percentile and its time for all. What limits a small model here is the interpreter, twice: the
-engine's steps, and an event a token. Ends in one JSON line.
+Each load runs with the cache and without it. The bare engine (`AsyncLLM` in a process without HTTP)
+gets the same requests; the server may take 1.10 times the engine's time, in the median round. All
+are loaded at the same time and measured in turns, with new prompts in each round, so that other
+load on the machine affects all alike. `--beside` names a virtual environment with vLLM, whose
+server gets the same requests. The limits are 0.8 of its median time to first token, and less than
+its 99th percentile and its total time. Limiting resource for a small model: the interpreter, for
+the engine's steps and for one event per token. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ POOL_TOKENS, LONGEST = 65_536, 4096
 
 
 def over_http(session: aiohttp.ClientSession, url: str) -> Stream:
-    """Answers streamed by an OpenAI-compatible server."""
+    """Return a function that streams answers of an OpenAI-compatible server."""
 
     async def stream(prompt: Ids, count: int) -> AsyncIterator[tuple[int, dict[str, Any] | None]]:
         body = {
@@ -84,13 +84,13 @@ def over_http(session: aiohttp.ClientSession, url: str) -> Stream:
 
 
 async def connect(session: aiohttp.ClientSession, url: str) -> None:
-    """Open a connection, which is then kept, as clients keep theirs."""
+    """Open a connection that stays open, as clients do."""
     async with session.get(f"{url}/health") as response:
         await response.read()
 
 
 def ask_server(url: str, load: str, clients: int, vocab: int, seed: str) -> Timing:
-    """A load over HTTP."""
+    """Run a load over HTTP."""
 
     async def ask() -> Timing:
         limit = aiohttp.ClientTimeout(total=600)
@@ -104,7 +104,7 @@ def ask_server(url: str, load: str, clients: int, vocab: int, seed: str) -> Timi
 
 @contextmanager
 def server(command: list[str], environment: dict[str, str]) -> Iterator[str]:
-    """A server of this command line; `PORT` in it stands for a free one. Yields its address."""
+    """Start a server and yield its address; `PORT` in the command is replaced by a free port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     words = [word.replace("PORT", port) for word in command]
@@ -129,13 +129,13 @@ def server(command: list[str], environment: dict[str, str]) -> Iterator[str]:
 
 
 def tell(said: IO[bytes]) -> None:
-    """Print the end of what a process said."""
+    """Print the end of a process's output."""
     said.seek(0)
     print(said.read().decode(errors="replace")[-10_000:], file=sys.stderr)
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Raises RuntimeError when the process ends, or does not answer within ten minutes."""
+    """Wait for an answer; raise RuntimeError if the process ends or needs over ten minutes."""
     until = time.monotonic() + 600
     while time.monotonic() < until:
         if process.poll() is not None:
@@ -150,7 +150,7 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def bare_engine(folder: Path, threads: int) -> Iterator[Callable[[str, int, int, str], Timing]]:
-    """The engine without HTTP, in a process of its own."""
+    """Start the engine without HTTP in a separate process."""
     command = [sys.executable, __file__, "--engine", str(folder), "--threads", str(threads)]
     pipe = subprocess.PIPE
     with (
@@ -178,7 +178,7 @@ def bare_engine(folder: Path, threads: int) -> Iterator[Callable[[str, int, int,
 
 
 def be_the_engine(folder: str, threads: int) -> None:
-    """Read loads, a line each, and print what was seen of each."""
+    """Read a load from each line, run it, and print its figures."""
     import headstart
     from headstart.engine.params import RequestOutputKind
 
@@ -207,7 +207,7 @@ def be_the_engine(folder: str, threads: int) -> None:
 
 
 def engine_options(threads: int) -> dict[str, Any]:
-    """The options of our engine in every process."""
+    """Return the options of our engine in every process."""
     return {
         "num_threads": threads,
         "num_blocks": POOL_TOKENS // 16,
@@ -217,7 +217,7 @@ def engine_options(threads: int) -> dict[str, Any]:
 
 
 def our_command(folder: Path, threads: int, *more: str) -> list[str]:
-    """`headstart serve` with the options of `engine_options`."""
+    """Return the command `headstart serve` with the options of `engine_options`."""
     options = [
         word
         for name, value in engine_options(threads).items()
@@ -229,17 +229,17 @@ def our_command(folder: Path, threads: int, *more: str) -> list[str]:
 
 
 def their_command(folder: Path, venv: Path) -> list[str]:
-    """`vllm serve` with the same."""
+    """Return the command `vllm serve` with the same options."""
     return [
         *(str(venv / "bin" / "vllm"), "serve", str(folder), "--served-model-name", SERVED),
         *("--port", "PORT", "--host", "127.0.0.1", "--max-model-len", str(LONGEST)),
         *("--max-num-seqs", "64", "--enable-prompt-tokens-details", "--dtype", "bfloat16"),
-        *("--block-size", "32"),  # its attention has no smaller ones
+        *("--block-size", "32"),  # the smallest that vLLM's attention supports
     ]
 
 
 def prepare_model(shape: str) -> Path:
-    """The folder of a shape, with a tokenizer, which servers want."""
+    """Return the folder of a shape, with a tokenizer, which servers need."""
     folder = model_folder(shape)
     if not (folder / "tokenizer.json").exists():
         make_tokenizer(shape).save_pretrained(folder)
@@ -282,7 +282,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]
 
 
 def summarise(by_kind: dict[str, list[Timing]]) -> dict[str, dict[str, float]]:
-    """One row for each kind of server, of all its rounds; ours with what it adds to the engine."""
+    """Return the figures of each kind of server; ours also has the ratio to the bare engine."""
     rows = {}
     for kind, runs in by_kind.items():
         whole = Timing()
@@ -297,7 +297,7 @@ def summarise(by_kind: dict[str, list[Timing]]) -> dict[str, dict[str, float]]:
 
 
 def show(results: dict[str, dict[str, dict[str, float]]]) -> None:
-    """The table, and the shares that have a limit."""
+    """Print the table, and the ratios that have limits."""
     columns = {
         "first token, median ms": "first_p50_ms",
         "p99 ms": "first_p99_ms",
@@ -328,7 +328,7 @@ def show(results: dict[str, dict[str, dict[str, float]]]) -> None:
 
 
 def main() -> None:
-    """Read the options, measure, show."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", default="small-llama", choices=SHAPES)
     parser.add_argument("--threads", type=int, default=1)

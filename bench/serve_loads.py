@@ -1,4 +1,4 @@
-"""The clients of `serve.py`: their requests and timings. Its docstring names the loads."""
+"""The clients of `serve.py`: their requests and timings. `serve.py` describes the loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ids = list[int]
 
 @dataclass
 class Ask:
-    """One request: a prompt, or what is added to the conversation so far."""
+    """One request: tokens that start or continue a conversation, and the length of the answer."""
 
     prompt: Ids
     count: int
@@ -36,7 +36,7 @@ class Timing:
     seconds: float = 0.0
 
     def add(self, other: Timing) -> None:
-        """Count another run's requests among these."""
+        """Add the measurements of another run."""
         self.first += other.first
         self.per_token += other.per_token
         self.prompt_tokens += other.prompt_tokens
@@ -45,7 +45,7 @@ class Timing:
         self.seconds += other.seconds
 
     def summary(self) -> dict[str, float]:
-        """Medians, the 99th percentile, and rates."""
+        """Return medians, the 99th percentile, and rates."""
         ordered = sorted(self.first)
         return {
             "first_p50_ms": 1000 * statistics.median(ordered),
@@ -58,25 +58,25 @@ class Timing:
 
 
 def tokens(rng: random.Random, count: int, vocab: int) -> Ids:
-    """Random token ids, none of which is special."""
+    """Return random token ids without special tokens."""
     return [rng.randrange(300, vocab - 1) for _ in range(count)]
 
 
 def chat(rng: random.Random, vocab: int, shared: str) -> list[Ask]:
-    """Three turns behind a system prompt."""
+    """Return three turns after a system prompt."""
     system = tokens(random.Random(f"system {shared}"), 512, vocab)
     said = [tokens(rng, 64, vocab) for _ in range(3)]
     return [Ask(system + said[0], 32), *(Ask(one, 32, goes_on=True) for one in said[1:])]
 
 
 def document(rng: random.Random, vocab: int, shared: str) -> list[Ask]:
-    """Three questions about a document."""
+    """Return three questions about a document."""
     text = tokens(random.Random(f"document {shared}"), 2000, vocab)
     return [Ask(text + tokens(rng, 32, vocab), 16) for _ in range(3)]
 
 
 def short(rng: random.Random, vocab: int, shared: str) -> list[Ask]:
-    """Three prompts that have nothing in common."""
+    """Return three prompts without a common prefix."""
     del shared
     return [Ask(tokens(rng, 96, vocab), 16) for _ in range(3)]
 
@@ -86,15 +86,15 @@ LOADS: dict[str, Callable[[random.Random, int, str], list[Ask]]] = {
     "document": document,
     "short": short,
 }
-SHARED = {"chat": 8, "document": 4, "short": 1}  # prompts that clients share among them
+SHARED = {"chat": 8, "document": 4, "short": 1}  # number of different shared prompts
 Stream = Callable[[Ids, int], AsyncIterator[tuple[int, dict[str, Any] | None]]]
 
 
 async def run_load(stream: Stream, load: str, clients: int, vocab: int, seed: str) -> Timing:
-    """Let so many clients ask at once; each waits for its answer before it asks on.
+    """Run clients in parallel; each waits for an answer before it sends the next request.
 
-    Few clients have several conversations each, one after another: a run that is over in a tenth of
-    a second tells how a process begins again after others had the machine.
+    With few clients, each has several conversations in sequence: a run of a tenth of a second would
+    mainly measure how fast a process resumes after others used the machine.
     """
     timing = Timing()
     conversations = max(1, min(8, 32 // clients))
@@ -120,7 +120,7 @@ async def run_load(stream: Stream, load: str, clients: int, vocab: int, seed: st
                     timing.cached_tokens += usage["cached_tokens"]
             timing.first.append(first - start)
             timing.per_token.append((last - first) / (ask.count - 1))
-            # An answer's ids are not told over HTTP; any go on as well.
+            # HTTP answers have no token ids, so random ids replace the answer in the next prompt.
             so_far = so_far + tokens(rng, ask.count, vocab)
 
     start = time.perf_counter()

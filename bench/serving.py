@@ -1,4 +1,4 @@
-"""A server in a process of its own, for benchmarks that ask it over a socket."""
+"""A server in a separate process, for benchmarks over a socket."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ class Server:
         return {"Authorization": f"Bearer {self._keys.get(tenant, 'none')}"}
 
     def ask(self, tenant: str, path: str, body: Mapping[str, Any]) -> Answer:
-        """Ask as a tenant and read the answer to its end."""
+        """Send a tenant's request, and read the whole answer."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         first: float | None = None
         usage: dict[str, Any] = {}
@@ -59,7 +59,7 @@ class Server:
 def serving(
     model: str, tenants: Sequence[str] = (), options: Sequence[str] = ()
 ) -> Iterator[Server]:
-    """Serve a model, with a key for each tenant; without tenants, without keys."""
+    """Serve a model, with a key for each tenant, or without keys if there are no tenants."""
     with tempfile.TemporaryDirectory() as folder:
         kept = KeyFolder(folder)
         keys = {name: kept.add(name) for name in tenants}

@@ -1,8 +1,8 @@
-"""Models of known shapes with random weights, made on the spot and kept in `build/bench`.
+"""Models of known shapes with random weights, made when needed and stored in `build/bench`.
 
-A model with random weights costs what a real one of its shape costs, and needs no download.
-A folder has no tokenizer: prompts are token ids. `make_tokenizer` makes one where a vocabulary
-must be spelled.
+A model with random weights is as fast as a real model of its shape, and needs no download. The
+folders have no tokenizer: prompts are token ids. `make_tokenizer` makes one for benchmarks that
+need the texts of tokens.
 """
 
 import re
@@ -102,9 +102,9 @@ SHAPES: dict[str, PreTrainedConfig] = {
 
 
 def make_tokenizer(shape: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with the vocabulary's size: bytes, and the commonest words of Python's library.
+    """Make a tokenizer of the vocabulary's size: bytes, and common words of Python's library.
 
-    It merges nothing: it is there to say how tokens are spelled, as a grammar must know.
+    It has no merges. It provides the texts of tokens, which grammars need.
     """
     symbols = bytes_to_unicode()
     vocabulary = {symbol: token_id for token_id, symbol in enumerate(symbols.values())}
@@ -125,7 +125,7 @@ def make_tokenizer(shape: str) -> PreTrainedTokenizerFast:
 
 
 def model_folder(shape: str) -> Path:
-    """A saved bfloat16 checkpoint of this shape; written on the first call, whole or not at all."""
+    """Return a bfloat16 checkpoint of a shape. The first call writes it, all or nothing."""
     folder = FOLDER / shape
     if not folder.is_dir():
         FOLDER.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def model_folder(shape: str) -> Path:
 def gguf_file(shape: str, kind: str) -> Path:
     """Return the model as a GGUF file, its matrices in `kind` (BF16, Q8_0, Q4_0).
 
-    The first call writes it, in one piece. Like the folder it has no tokenizer.
+    The first call writes it, completely or not at all. It has no tokenizer.
     """
     path = FOLDER / "gguf" / f"{shape}-{kind}.gguf"
     if not path.exists():
@@ -177,7 +177,7 @@ def _write_gguf(model: PreTrainedModel, path: Path, kind: gguf.GGMLQuantizationT
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         data = tensor.numpy()
-        if is_llama and ("q_proj" in name or "k_proj" in name):  # pairs of rows stand side by side
+        if is_llama and ("q_proj" in name or "k_proj" in name):  # GGUF interleaves pairs of rows
             data = data.reshape(-1, 2, head // 2, data.shape[-1]).swapaxes(1, 2)
             data = data.reshape(tensor.shape)
         theirs = names.get_name(name, (".weight", ".bias"))
@@ -186,7 +186,7 @@ def _write_gguf(model: PreTrainedModel, path: Path, kind: gguf.GGMLQuantizationT
             writer.add_tensor(theirs, data)
         elif data.shape[-1] % 32 == 0:
             writer.add_tensor(theirs, gguf.quants.quantize(data, kind), raw_dtype=kind)
-        else:  # as llama.cpp does with rows that are no whole groups
+        else:  # as in llama.cpp, if a row is not a multiple of the group size
             writer.add_tensor(theirs, data.astype("float16"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

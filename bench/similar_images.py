@@ -1,19 +1,19 @@
-"""Pictures that `similar_images` takes for the same, and pictures that it does not.
+"""Rates of true and false matches of `similar_images`.
 
     python bench/similar_images.py [--pairs 2000] [--only screens|scenes|points]
 
-Look-alikes are drawn in pairs that differ in one small thing. Of every second pair one picture is
-also saved or scaled anew, as a copy would be: the second, or the first. A third each come from
-`drawn_screens`, on which the limits were chosen, from `drawn_scenes`, on which none was, and from
-`drawn_points`. Copies are of the same pictures, points excepted.
+Look-alikes are pairs of drawn pictures that differ in one small detail. In every second pair, one
+of the pictures is also saved or scaled again, as a copy would be. A third each come from
+`drawn_screens`, with which the limits were chosen, from `drawn_scenes`, with which no limit was
+chosen, and from `drawn_points`. The copies are made of the same pictures, except points.
 
-Held against: no look-alike is taken for the same, and at least 90 % of the copies are found by
-every kind of copying in COPIES. The copies in OTHER_COPIES are measured and held to nothing.
+Limits: no look-alike matches, and at least 90 % of the copies match for each kind of copy in
+COPIES. The copies in OTHER_COPIES are measured without a limit.
 
-Pairs that nowhere differ by MIN_CHANGE levels of 255, ink on a ground of its own colour, are left
-out. A codec may erase what was added: if both pictures of a pair have the same copy in every pixel,
-it is a true copy of the one without. Such a copy is compared with the other one, and counted.
-Limits: nothing here is a photograph. Codecs are those that Pillow has.
+Pairs whose pixels differ by less than MIN_CHANGE levels of 255 are left out: their detail is not
+visible. A codec may erase the detail. If both pictures of a pair have the same copy in every pixel,
+it is a true copy of the picture without the detail. Such a copy is compared with the other picture
+and counted. No picture is a photograph, and all codecs are Pillow's.
 """
 
 import argparse
@@ -49,22 +49,22 @@ GENERATORS: dict[str, Callable[[int], Pair]] = {
 
 
 def jpeg(quality: int, subsampling: int = 2) -> Copy:
-    """Saves a picture as JPEG."""
+    """Return a function that saves a picture as JPEG."""
     return lambda image: _saved(image, "jpeg", quality=quality, subsampling=subsampling)
 
 
 def webp(**options: Any) -> Copy:
-    """Saves a picture as WebP; without options as Pillow does, which loses details."""
+    """Return a function that saves a picture as WebP, by default with loss."""
     return lambda image: _saved(image, "webp", **options)
 
 
 def scaled(percent: int, how: Resampling) -> Copy:
-    """Scales a picture by one of Pillow's filters."""
+    """Return a function that scales a picture by one of Pillow's filters."""
     return lambda image: image.resize(_percent(image, percent), how)
 
 
 def interpolated(percent: int) -> Copy:
-    """Scales a picture by plain cubic interpolation, as other libraries than Pillow do."""
+    """Return a function that scales by plain cubic interpolation, unlike Pillow."""
 
     def copy(image: Image.Image) -> Image.Image:
         width, height = _percent(image, percent)
@@ -75,7 +75,7 @@ def interpolated(percent: int) -> Copy:
 
 
 def both(first: Copy, second: Copy) -> Copy:
-    """One after the other."""
+    """Return a function that makes one copy after the other."""
     return lambda image: second(first(image))
 
 
@@ -111,13 +111,13 @@ OTHER_COPIES: dict[str, Copy] = {
 
 
 def taken(one: Image.Image, other: Image.Image) -> bool:
-    """Return True if `SimilarImages` answers the second picture as the first."""
+    """Return True if `SimilarImages` replaces the second picture by the first."""
     is_near = distance(thumbnail_of(one), thumbnail_of(other)) is not None
     return is_near and are_same(other, one)
 
 
 class Counts:
-    """Pairs by what was done, and how many of them were taken for the same."""
+    """Numbers of pairs and of matches, by kind."""
 
     def __init__(self) -> None:
         self.pairs: dict[tuple[str, ...], int] = defaultdict(int)
@@ -133,7 +133,7 @@ class Counts:
         self.pairs[key] += 1
 
     def add_look_alike(self, name: str, pair: Pair, copy: Copy | None, of_other: bool) -> None:
-        """Compare a pair, with a copy of one of both if `copy` is given."""
+        """Compare a pair. copy: makes a copy of one of the two pictures first."""
         one, other = pair.picture, pair.other
         if copy is not None:
             copied = copy(one), copy(other)
@@ -143,13 +143,13 @@ class Counts:
         self.add(("look-alike", name, pair.change), one, other)
 
     def total(self, *start: str) -> tuple[int, int]:
-        """Count the pairs under keys that begin with `start`: those taken for the same, and all."""
+        """Return the number of matches and of pairs whose keys begin with `start`."""
         keys = [key for key in self.pairs if key[: len(start)] == start]
         return sum(self.taken[key] for key in keys), sum(self.pairs[key] for key in keys)
 
 
 def measure(counts: Counts, name: str, pairs: int) -> None:
-    """Compare so many look-alikes of one generator, and a copy of every second picture."""
+    """Compare `pairs` look-alikes of one generator, and a copy of every second picture."""
     copies = COPIES | OTHER_COPIES
     names = list(copies)
     for number in range(pairs):
@@ -166,7 +166,7 @@ def measure(counts: Counts, name: str, pairs: int) -> None:
 
 
 def report(counts: Counts) -> bool:
-    """Print tables and one line of JSON. Whether the limits are held."""
+    """Print tables and one line of JSON. Return True if all limits are met."""
     print(f"{'look-alikes':32}{'pairs':>7}{'taken for the same':>20}")
     for key in sorted(key for key in counts.pairs if key[0] == "look-alike"):
         print(f"{key[1] + ': ' + key[2]:32}{counts.pairs[key]:7}{counts.taken[key]:20}")
@@ -208,7 +208,7 @@ def main() -> None:
     for name in names:
         measure(counts, name, asked.pairs // len(names))
     if not report(counts):
-        raise SystemExit("the limits are not held")
+        raise SystemExit("a limit is not met")
 
 
 if __name__ == "__main__":

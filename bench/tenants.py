@@ -1,18 +1,18 @@
-"""The information about another tenant's prompts that response times give away.
+"""Information about another tenant's prompts that response times reveal.
 
     python bench/tenants.py [--prompts 300] [--images 100]
 
-Texts are sent alone and behind a public prefix, which all tenants share.
+The prompts are texts, texts after a public prefix that all tenants share, and images.
 
-A victim sends every other one of a set of prompts, or of images. A prober then sends all of them in
-random order and guesses which were sent before, once by the time to the first token and once by
-the `cached_tokens` of the answer. AUC is the chance that a sent prompt looks more cached than
-another, or less if that tells more: 0.5 is guessing, 1 is certainty. With keys both AUCs must stay
-under 0.55, without keys, where all share one cache, they must be over 0.95, or the attack itself
-is no good. All over a socket, to a server in a process of its own.
+A victim sends half of a set of prompts. A prober then sends all of them in random order, and
+guesses which ones the victim has sent: by the time to first token, and by `cached_tokens`. AUC is
+the probability that a sent prompt looks more cached than another one (or less cached, if that is
+larger): 0.5 is a random guess, 1 is certainty. With keys both AUCs must be below 0.55. Without keys
+all tenants share one cache; the AUCs must then be above 0.95, or the attack is too weak. The server
+is a separate process; requests go over a socket.
 
-What limits it: guessing has a standard error, which is printed; with 300 + 300 prompts it is 0.024.
-Ends in one JSON line.
+Limiting factor: the standard error of a random guess, which is printed; for 300 + 300 prompts it is
+0.024. Ends in one JSON line.
 """
 
 import argparse
@@ -42,22 +42,22 @@ Ask = Callable[[Server, str, int], Answer]
 
 
 def auc(sent: Sequence[float], others: Sequence[float]) -> float:
-    """The chance that one of `sent` is greater than one of `others`, or the opposite's if more."""
+    """Return the probability that a value of `sent` exceeds one of `others`, or the reverse."""
     pairs = list(itertools.product(sent, others))
     found = sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
     return max(found, 1 - found)
 
 
 def standard_error(count: int) -> float:
-    """Return the standard error of a guesser's AUC for two samples of this size.
+    """Return the standard error of the AUC of random guesses (Mann and Whitney, 1947).
 
-    By Mann and Whitney, 1947.
+    count: size of each of the two samples.
     """
     return float(((2 * count + 1) / (12 * count * count)) ** 0.5)
 
 
 def ask_text(server: Server, tenant: str, number: int) -> Answer:
-    """Ask for a text of random words."""
+    """Send a text of random letters."""
     rng = random.Random(number)
     text = "".join(chr(rng.randrange(97, 123)) for _ in range(TOKENS))
     body = {"model": "demo", "prompt": text, "max_tokens": 1}
@@ -65,14 +65,14 @@ def ask_text(server: Server, tenant: str, number: int) -> Answer:
 
 
 def ask_behind_prefix(server: Server, tenant: str, number: int) -> Answer:
-    """Ask for a text of random words behind the public prefix."""
+    """Send a text of random letters after the public prefix."""
     rng = random.Random(number)
     text = PREFIX + "".join(chr(rng.randrange(97, 123)) for _ in range(TOKENS))
     return server.ask(tenant, "/v1/completions", {"model": "demo", "prompt": text, "max_tokens": 1})
 
 
 def ask_image(server: Server, tenant: str, number: int) -> Answer:
-    """Ask about an image of noise."""
+    """Send an image of noise."""
     pixels = np.random.default_rng(number + 1).integers(0, 256, (224, 224, 3), np.uint8)
     data = io.BytesIO()
     Image.fromarray(pixels).save(data, "PNG")
@@ -84,9 +84,9 @@ def ask_image(server: Server, tenant: str, number: int) -> Answer:
 
 
 def attack(server: Server, ask: Ask, count: int, progress: Progress) -> dict[str, float]:
-    """The AUCs of one attack. Sent and other prompts are asked in one random order."""
+    """Run an attack; return its AUCs."""
     for tenant, number in (("victim", 10**6), ("prober", 10**6 + 1)):
-        ask(server, tenant, number)  # threads started, pages touched, the common head cached
+        ask(server, tenant, number)  # warm up; caches the public prefix
     for number in progress.track(range(count), description="the victim asks"):
         ask(server, "victim", number)
     order = list(range(2 * count))
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, prefix: str) -> None:
-    """Attack every kind of prompt with keys and without; `prefix` is the public one's file."""
+    """Attack every kind of prompt, with keys and without. prefix: file of the public prefix."""
     kinds: list[tuple[str, str, Ask, int, list[str]]] = [
         ("texts", "demo", ask_text, options.prompts, []),
         (

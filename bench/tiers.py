@@ -1,34 +1,33 @@
-"""The first token of a long prompt three ways, side by side: from memory, from disk, computed.
+"""Time to the first token of a long prompt: from memory, from disk, and computed.
 
     python bench/tiers.py [--tokens 3000] [--rounds 5] [--threads 1] [--model qwen2.5-0.5b]
                           [--beside build/peers/llama]
 
-Each round is a new process. Its engine, with an empty pool, is asked about a document whose K/V lie
-on disk, a question of 40 tokens (`disk`), and then another question, for which they are in memory
-(`memory`). A hit from disk ends at a block border, so a few tokens more are computed: `border` is
-a prompt in memory that ends there as well. The files are in the system's page cache, as after a
-restart of the process; once more they are dropped from it first (`posix_fadvise`), so that they
-come from the disk itself: `cold_disk` is the first token then, `cold_read` the store reading the
-same blocks alone, with checksums and no engine, `plain_read` a read of as many bytes into
-memory that was used before, and `direct_read` one past the page cache. Then requests decode beside
-a store that always has more to write, and without it. Weights are random: only times count.
+Each round is a new process with an empty pool. It gets a question of 40 tokens about a document
+whose K/V are on disk (`disk`), then another question about it, which hits memory (`memory`). A hit
+from disk ends at a block border, so a few more tokens are computed; `border` is a hit in memory
+that ends at the same border.
 
-Against the disk's own speed, which is `plain_read`, stand two limits. `cold_read` contains reading
-and checking, `cold_load` all of a load: what the first token takes longer than that of `border`,
-which is the lookup, reading, checking, and the copy into the pool. Without a limit, since they
-need no disk: `cold_disk` has the tokens after the border as well.
+In these cases the system's page cache has the files, as after a restart of the process. Then they
+are dropped from it (`posix_fadvise`), so that the disk itself is read: `cold_disk` is the time to
+first token, and `cold_read` the time in which the store alone reads and checks the same blocks.
+`plain_read` reads as many bytes into used memory, and `direct_read` bypasses the page cache. Last,
+requests decode while the store always has blocks to write, and without that. Weights are random.
 
-`--beside` names a virtual environment with llama.cpp (`peers.py` says how to make one), which gets
-the same document and questions, with weights and K/V of 16 bits, in turns: computed, restored in a
-new process from the file that it saves a sequence to, and from memory.
+Two figures are limited relative to `plain_read`, the disk's own speed: `cold_read`, and
+`cold_load`, the additional time to first token compared with `border`. That is lookup, reading,
+checking and the copy into the pool. `cold_disk` has no limit, as it also contains the computation
+of the tokens after the border.
 
-Where other programs share the cores, wall times say little: beside them stand the CPU's seconds
-(`*_cpu_s`, of all threads of the process), and decoding without the time that the engine's thread
-waited for a core (`beside_running`).
+`--beside` names a virtual environment with llama.cpp (`peers.py` explains how to make it). It gets
+the same document and questions in turns, with weights and K/V of 16 bits: computed, restored in a
+new process from its saved sequence, and from memory.
 
-What limits it: the tokens after the last whole block, which are computed again; then the bytes of
-the K/V, copied twice (from the file, into the pool), with a checksum over them. Ends in one JSON
-line.
+Other programs distort wall times. So CPU seconds of all threads are printed too (`*_cpu_s`), and
+the time of decoding without the time that the engine's thread waited for a core (`beside_running`).
+
+Limiting resources: the computation of the tokens after the last whole block, and the bytes of the
+K/V, which are copied twice (from the file, into the pool) and checksummed. Ends in one JSON line.
 """
 
 import argparse
@@ -86,7 +85,7 @@ FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 class Asked(NamedTuple):
-    """Seconds to the first token, seconds of the CPU, and tokens cached, and loaded."""
+    """Seconds to the first token, CPU seconds, cached tokens and loaded tokens."""
 
     seconds: float
     cpu: float
@@ -102,7 +101,7 @@ def ask(llm: LLM, prompt: list[int]) -> Asked:
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """The files' next reads come from the disk."""
+    """Drop a folder's files from the page cache, so that the next reads come from the disk."""
     for path in folder.glob("*.kv"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -110,9 +109,9 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def read_plainly(path: Path, nbytes: int, flags: int = 0) -> float:
-    """Seconds that reading so many bytes of a file takes, in parts of 8 MiB."""
+    """Return the seconds to read `nbytes` of a file in parts of 8 MiB."""
     with closing(mmap.mmap(-1, PART)) as memory, memoryview(memory) as part:
-        memory.write(bytes(PART))  # a good program reads into memory that it has
+        memory.write(bytes(PART))  # touch the memory before the timing
         fd = os.open(path, os.O_RDONLY | flags)
         try:
             begun = time.perf_counter()
@@ -124,7 +123,7 @@ def read_plainly(path: Path, nbytes: int, flags: int = 0) -> float:
 
 
 def read_blocks(kept: Path, model: ModelRecord, names: Sequence[BlockHash]) -> float:
-    """Seconds that a store takes to read and check these blocks."""
+    """Return the seconds that a store takes to read and check blocks."""
     with closing(DiskStore(kept, model, 10 << 30)) as store:
         assert store.find(names) == len(names), "a block is missing"
         begun = time.perf_counter()
@@ -133,7 +132,7 @@ def read_blocks(kept: Path, model: ModelRecord, names: Sequence[BlockHash]) -> f
 
 
 def time_cold(kept: Path, llm: LLM, tokens: list[int]) -> dict[str, float]:
-    """Seconds that reading the K/V of these tokens takes, by themselves and from the disk."""
+    """Return the seconds to read the K/V of tokens from the disk, without an engine."""
     names = llm.engine.manager.block_hashes(TokenSequence("bench", tokens))
     model = max(described_models(kept), key=lambda one: one.block_bytes)  # the other: embeddings
     path, nbytes, times = slot_path(kept, model), len(names) * model.block_bytes, {}
@@ -141,7 +140,7 @@ def time_cold(kept: Path, llm: LLM, tokens: list[int]) -> dict[str, float]:
     times["cold_read"] = read_blocks(kept, model, names)
     drop_from_page_cache(kept)
     times["plain_read"] = read_plainly(path, nbytes)
-    with suppress(OSError):  # some file systems have no such reads
+    with suppress(OSError):  # some file systems do not support direct reads
         drop_from_page_cache(kept)
         times["direct_read"] = read_plainly(path, nbytes, os.O_DIRECT)
     times["megabytes"] = nbytes / 1e6
@@ -149,17 +148,17 @@ def time_cold(kept: Path, llm: LLM, tokens: list[int]) -> dict[str, float]:
 
 
 def time_round(folder: Path, kept: Path, options: argparse.Namespace) -> dict[str, float]:
-    """One round, in a process that asks for the document for the first time."""
+    """Run one round, in a new process."""
     rng = random.Random(time.time())
     document = make_document(options)
 
     def prompt(kept: int | None = None) -> list[int]:
-        """The document, or its first tokens, and what was never asked, of the same length."""
+        """Return the document (or its first tokens) and a new question of constant length."""
         told = document[:kept]
         more = len(document) + QUESTION - len(told)
         return told + [rng.randrange(1000, 20_000) for _ in range(more)]
 
-    for path in kept.glob("*.kv"):  # the round before has dropped it from the page cache
+    for path in kept.glob("*.kv"):  # the previous round dropped the files from the page cache
         read_plainly(path, path.stat().st_size)
     asked: dict[str, Asked] = {}
     with closing(open_engine(folder, kept, options)) as llm:
@@ -174,7 +173,7 @@ def time_round(folder: Path, kept: Path, options: argparse.Namespace) -> dict[st
         assert llm.engine.tiers is not None and llm.engine.tiers.flush(60)
         drop_from_page_cache(kept)
         asked["cold_disk"] = ask(llm, prompt())
-        assert asked["cold_disk"].loaded == loaded, "not all of it came from the disk"
+        assert asked["cold_disk"].loaded == loaded, "not all tokens came from the disk"
         times = time_cold(kept, llm, document[:loaded])
     figures = {f"{name}_s": one.seconds for name, one in asked.items()}
     figures |= {f"{name}_cpu_s": one.cpu for name, one in asked.items()}
@@ -199,7 +198,7 @@ def open_engine(folder: Path, kept: Path, options: argparse.Namespace) -> LLM:
 
 
 def time_first_tokens(folder: Path, kept: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Medians over the rounds, in seconds."""
+    """Return the medians over the rounds, in seconds."""
     with closing(open_engine(folder, kept, options)) as llm:
         computed = ask(llm, make_document(options) + [7] * QUESTION)
         assert computed.cached == 0, "the folder is not new"
@@ -233,7 +232,7 @@ def ask_llama(kept: Path, options: argparse.Namespace) -> dict[str, float]:
 
 
 def compare(figures: dict[str, float]) -> dict[str, float]:
-    """The ratios that have limits, and those that explain them."""
+    """Return the ratios that have limits, and ratios that explain them."""
     plain, cold = figures["plain_read_s"], figures["cold_disk_s"]
     return {
         "disk": figures["disk_s"] / figures["memory_s"],
@@ -246,23 +245,23 @@ def compare(figures: dict[str, float]) -> dict[str, float]:
 
 
 def block_bytes(llm: LLM) -> int:
-    """Bytes of a block's K/V."""
+    """Return the bytes of a block's K/V."""
     return llm.engine.kv_cache_bytes // (llm.engine.manager.config.num_blocks + 1)
 
 
 @contextmanager
 def writing(kept: Path, nbytes: int) -> Iterator[Saver]:
-    """A saver of this process is offered blocks as fast as it takes them meanwhile."""
+    """Offer blocks to a saver, as fast as it accepts them, within a context."""
     over = threading.Event()
     payload = random.Random(2).randbytes(nbytes)
     record = ModelRecord("bench", "bench", 16, nbytes)
     with closing(DiskStore(kept, record, 2 << 30)) as store:
         saver = Saver(StoreChain([GuardedStore(store)]), 64 * nbytes, store.faults)
-        saver.rest(True)  # as an engine that computes on the CPU has it
+        saver.rest(True)  # as in an engine on the CPU
 
         def offer() -> None:
             for count in itertools.count():
-                while not saver.has_space(32 * nbytes):  # an engine asks before it copies as well
+                while not saver.has_space(32 * nbytes):  # an engine also checks before it copies
                     if over.wait(0.001):
                         return
                 if over.is_set():
@@ -286,7 +285,7 @@ def writing(kept: Path, nbytes: int) -> Iterator[Saver]:
 
 
 def waited() -> float:
-    """Seconds that the engine's thread was ready to run, and had no core."""
+    """Return the seconds that the engine's thread has waited for a core."""
     for thread in threading.enumerate():
         if thread.name == "headstart-engine":
             told = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
@@ -295,7 +294,7 @@ def waited() -> float:
 
 
 def time_decoding(folder: Path, kept: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds a token of four requests: alone, and beside a store that is written. In turns."""
+    """Return the seconds per token of four requests, alone and during writes, in turns."""
     params = SamplingParams(temperature=0, max_tokens=options.answer, ignore_eos=True)
     found: dict[str, list[tuple[float, float]]] = {"alone": [], "beside": []}
     written = 0.0
@@ -303,7 +302,7 @@ def time_decoding(folder: Path, kept: Path, options: argparse.Namespace) -> dict
         size = block_bytes(llm)
 
         def decode(at: int) -> tuple[float, float]:
-            """Seconds a token, with the wait for a core and without."""
+            """Return the seconds per token, with and without the wait for a core."""
             prompts = [{"prompt_token_ids": [1000 + 7 * n + at] * 20} for n in range(4)]
             begun, waiting = time.perf_counter(), waited()
             llm.generate(prompts, params, use_tqdm=False)
@@ -350,7 +349,7 @@ def main() -> None:
 
 
 def show(figures: dict[str, float], options: argparse.Namespace) -> None:
-    """The table, and the ratios in words."""
+    """Print the table, and the ratios in words."""
     table = Table(
         "", "seconds", "of the CPU", title=f"{options.tokens:,} tokens of {options.model}"
     )
@@ -363,17 +362,17 @@ def show(figures: dict[str, float], options: argparse.Namespace) -> None:
     console.print(table)
     console.print(
         f"{figures['megabytes']:.0f} MB; disk x {figures['disk']:.2f} of memory (limit "
-        f"{LIMITS['disk']}; of the CPU's seconds {figures['disk_cpu']:.2f}; of a prompt in memory "
-        f"that ends at the same block border {figures['disk_to_border']:.2f})"
+        f"{LIMITS['disk']}; in CPU seconds {figures['disk_cpu']:.2f}; of a hit in memory that ends "
+        f"at the same block border {figures['disk_to_border']:.2f})"
     )
     console.print(
-        f"From a cold page cache, of the disk's own speed: {figures['cold_read']:.0%} by reading "
-        f"and checking alone, {figures['cold_load']:.0%} by all of a load (limit of both "
-        f"{LIMITS['cold_load']:.0%}); {figures['cold_disk']:.0%} by what the first token takes "
-        "longer than from memory, in which are the tokens after the border"
+        f"With a cold page cache, of the disk's own speed: {figures['cold_read']:.0%} for reading "
+        f"and checking, {figures['cold_load']:.0%} for a whole load (limit of both "
+        f"{LIMITS['cold_load']:.0%}), {figures['cold_disk']:.0%} for the additional time to first "
+        "token, which includes computing the tokens after the border"
     )
     console.print(
-        f"Decoding beside {figures['written_mb_s']:.0f} MB/s of writing x {figures['beside']:.3f} "
+        f"Decoding during writes of {figures['written_mb_s']:.0f} MB/s x {figures['beside']:.3f} "
         f"(limit {LIMITS['beside']}; without waiting for a core {figures['beside_running']:.3f})"
     )
 

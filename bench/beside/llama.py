@@ -1,10 +1,11 @@
-"""llama.cpp: an engine of `peer.py`, in whose process it is loaded; needs llama-cpp-python.
+"""llama.cpp as an engine of `peer.py`; needs llama-cpp-python.
 
-    PYTHON bench/beside/llama.py FILE.gguf THREADS KEPT
+    PYTHON bench/beside/llama.py FILE.gguf THREADS SAVED
 
-For `tiers.py`: reads {"document": ids, "question": ids, "other": ids} and tells the seconds to the
-first token of the document and a question: computed, if the file KEPT is not there, and written
-there; else restored from it, and then, with another question, from memory.
+For `tiers.py`: reads {"document": ids, "question": ids, "other": ids} and prints the seconds to the
+first token of the document and a question. If the file SAVED does not exist, the document is
+computed and saved there. Otherwise it is restored from the file, and then hit in memory with
+another question.
 """
 
 import ctypes
@@ -26,8 +27,8 @@ Ids = list[int]
 class LlamaCpp:
     """llama.cpp by its C interface, which batches the tokens of several sequences.
 
-    A prompt takes over what a sequence holds of it, as its server does with a slot; where several
-    want the same, the others share those cells.
+    A prompt reuses the prefix of it that a sequence has, like a slot of llama.cpp's server. If
+    several prompts have the same prefix, they share its cells.
     """
 
     def __init__(self, folder: str, threads: int, weights: str) -> None:
@@ -63,7 +64,7 @@ class LlamaCpp:
             new = [(at, [token]) for at, token in zip(sequences, tokens, strict=True)]
 
     def _share(self, prompts: list[Ids]) -> list[int]:
-        """A sequence for each prompt, which then holds of it what any held."""
+        """Return a sequence for each prompt, with the longest prefix that any sequence has."""
         found = []
         for prompt in prompts:
             shared = [count_shared(held, prompt[:-1]) for held in self.held]
@@ -90,7 +91,7 @@ class LlamaCpp:
         return sequences
 
     def _decode(self, new: list[tuple[int, Ids]]) -> Ids:
-        """The next token of every sequence that gets these."""
+        """Compute new tokens of sequences; return the next token of each."""
         rows = [
             (sequence, token, len(self.held[sequence]) + at, at == len(tokens) - 1)
             for sequence, tokens in new
@@ -115,7 +116,7 @@ class LlamaCpp:
         return int(self.numpy.ctypeslib.as_array(logits, (self.num_tokens,)).argmax())
 
     def keep(self, path: str, prompt: Ids) -> None:
-        """Write what is held of the prompt, computed where it is not, to a file."""
+        """Compute the prompt if necessary, and save its sequence to a file."""
         list(self._steps([prompt], 1))
         at = self.held.index(prompt)
         tokens = (self.api.llama_token * len(prompt))(*prompt)
@@ -124,7 +125,7 @@ class LlamaCpp:
         )
 
     def restore(self, path: str) -> None:
-        """Hold what a file has."""
+        """Restore a sequence from a file."""
         tokens, count = (self.api.llama_token * CELLS)(), ctypes.c_size_t()
         require(
             self.api.llama_state_seq_load_file(
@@ -135,19 +136,19 @@ class LlamaCpp:
 
 
 def require(is_done: object) -> None:
-    """Raise RuntimeError for what llama.cpp says that it has not done."""
+    """Raise RuntimeError if a call of llama.cpp failed."""
     if not is_done:
-        raise RuntimeError("llama.cpp could not; its own words are above")
+        raise RuntimeError("a call of llama.cpp failed; its error is above")
 
 
 def count_shared(one: Ids, other: Ids) -> int:
-    """Count the tokens that both begin with."""
+    """Count the tokens of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what llama.cpp prints is not ours to print
+    os.dup2(2, 1)  # output of llama.cpp goes to stderr
     model, threads, kept = sys.argv[1:]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     asked = json.load(sys.stdin)

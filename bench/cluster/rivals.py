@@ -2,9 +2,9 @@
 
     python bench/cluster/rivals.py TRACE [flags of `headstart replay`]
 
-It is `headstart replay` with two more routers, `dynamo` and `sglang`, written from their published
-descriptions with the weights published there. `--router all` compares all. What limits it: the
-replay's cache managers, in one thread.
+This is `headstart replay` with two more routers, `dynamo` and `sglang`, written from their
+published descriptions, with the weights given there. `--router all` compares all routers. Limiting
+resource: one thread, in which the replay's cache managers run.
 """
 
 import sys
@@ -18,11 +18,11 @@ from headstart.cluster.router import POLICIES, Choice, ReplicaLoad, RouteRequest
 
 ABSOLUTE, RELATIVE, LEAST_MATCH = 32, 1.0001, 0.5
 MAX_BLOCKS = 1 << 16
-"""Blocks that the tree remembers of each replica; the least recently sent are forgotten."""
+"""Most blocks per replica in the tree; the least recently sent are forgotten first."""
 
 
 @dataclass(eq=False, slots=True)
-class _Books:
+class _Counts:
     """Counts of one replica. active: blocks of unfinished requests. queued: blocks to prefill."""
 
     active: Counter[PrefixKey] = field(default_factory=Counter)
@@ -33,7 +33,7 @@ class _Books:
 class _Sent:
     """The counts that a request was added to, and its blocks to prefill."""
 
-    books: _Books
+    counts: _Counts
     new: int
 
 
@@ -42,11 +42,12 @@ class Dynamo(RoutingPolicy):
 
         cost = s * max(0, P - C) + D + a * R
 
-    P: blocks to prefill there, the new request's included. C: credit for blocks it has,
+    P: blocks to prefill on the replica, including the new request. C: credit for blocks it has,
     c / (1 + k * (its active blocks - the least) / blocks of the request) * blocks held. D: blocks
-    decoding there with the new request, shared ones once. R: requests active there. The smallest
-    cost wins (its softmax at temperature 0); among equals the first, where Dynamo draws one: on the
-    traces of docs/replay.md that is better for it. Weights as it sets them: s = c = 1, k = a = 0.
+    that decode there with the new request; shared blocks count once. R: active requests. The least
+    cost is chosen (softmax at temperature 0). Among equal costs this router takes the first replica
+    and Dynamo a random one; on the traces of docs/replay.md the first is better. The weights are
+    Dynamo's defaults: s = c = 1, k = a = 0.
     """
 
     def __init__(
@@ -60,22 +61,22 @@ class Dynamo(RoutingPolicy):
         self.credit = credit
         self.crowding = crowding
         self.active = active
-        self._books: defaultdict[int, _Books] = defaultdict(_Books)  # by replica
+        self._counts: defaultdict[int, _Counts] = defaultdict(_Counts)  # by replica
         self._sent: dict[str, _Sent] = {}  # by request
-        self._choice: dict[int, int] = {}  # blocks to prefill, as of the last choice
+        self._choice: dict[int, int] = {}  # blocks to prefill by replica, at the last choice
 
     def choose(self, choice: Choice) -> ReplicaLoad:
         """Return the replica with the least cost; the first among equals."""
         assert choice.match is not None
         request, held = choice.request, choice.match.cached
         blocks = -(-request.num_tokens // request.block_size)
-        resident = {load.replica: len(self._books[load.replica].active) for load in choice.alive}
+        resident = {load.replica: len(self._counts[load.replica].active) for load in choice.alive}
         least = min(resident.values())
         costs = {}
         for load in choice.alive:
             at = load.replica
             crowd = 1 + self.crowding * (resident[at] - least) / blocks
-            to_prefill = self._books[at].queued + blocks - self.credit / crowd * held[at]
+            to_prefill = self._counts[at].queued + blocks - self.credit / crowd * held[at]
             decoding = resident[at] + self._not_resident(request, at, blocks)
             costs[at] = self.prefill * max(0.0, to_prefill) + decoding + self.active * load.active
         best = min(choice.alive, key=lambda load: costs[load.replica])
@@ -83,11 +84,11 @@ class Dynamo(RoutingPolicy):
         return best
 
     def _not_resident(self, request: RouteRequest, replica: int, blocks: int) -> int:
-        """Return the blocks that the request would add to those of unfinished requests there.
+        """Return how many blocks the request would add to the replica's active blocks.
 
-        Blocks of a prefix are there up to some depth, which bisection finds.
+        A bisection finds the depth up to which a prefix is active there.
         """
-        resident = self._books[replica].active
+        resident = self._counts[replica].active
         if not resident:
             return blocks
         low, high = 0, len(request.keys)
@@ -100,22 +101,22 @@ class Dynamo(RoutingPolicy):
         return blocks - low
 
     def sent(self, request: RouteRequest, replica: int) -> None:
-        """Count its blocks as active there, and those not held as to be prefilled."""
-        books, new = self._books[replica], self._choice.pop(replica, 0)
-        books.active.update(request.keys)
-        books.queued += new
-        self._sent[request.request_id] = _Sent(books, new)
+        """Count the request's blocks as active, and its missing blocks as to be prefilled."""
+        counts, new = self._counts[replica], self._choice.pop(replica, 0)
+        counts.active.update(request.keys)
+        counts.queued += new
+        self._sent[request.request_id] = _Sent(counts, new)
 
     def prompt_done(self, request: RouteRequest, replica: int) -> None:
-        """Count none of its blocks as to be prefilled."""
+        """Stop counting the request's blocks as to be prefilled."""
         sent = self._sent[request.request_id]
-        sent.books.queued -= sent.new
+        sent.counts.queued -= sent.new
         sent.new = 0
 
     def done(self, request: RouteRequest, replica: int) -> None:
-        """Count its blocks as no longer active."""
+        """Stop counting the request's blocks as active."""
         self.prompt_done(request, replica)
-        resident = self._sent.pop(request.request_id).books.active
+        resident = self._sent.pop(request.request_id).counts.active
         for key in request.keys:
             if resident[key] > 1:
                 resident[key] -= 1
@@ -124,21 +125,21 @@ class Dynamo(RoutingPolicy):
 
     def forget(self, replica: int) -> None:
         """Forget the counts of the replica that had this number."""
-        self._books.pop(replica, None)
+        self._counts.pop(replica, None)
         self._choice.pop(replica, None)
 
 
 class CacheAware(RoutingPolicy):
     """The `cache_aware` policy of SGLang's gateway.
 
-    If the loads are out of balance (the most active replica has more than the absolute bound above
-    the least active, and more than the relative bound times it), the least active one. Otherwise
-    the replica that matches best in an approximate tree, made of what was sent to each and not of
-    events, if it matches more than half of the prompt; else the one with the most room in its tree.
-    The bounds are those it was published with: 32 requests, 1.0001 times, half of the prompt.
+    If the loads are out of balance, choose the least active replica. Loads are out of balance if
+    the largest exceeds the least by more than 32 requests and by more than a factor of 1.0001.
+    Otherwise choose the replica with the longest match in an approximate tree, if it matches more
+    than half of the prompt; else the replica with the most space in its tree. The tree contains
+    what was sent to each replica; it uses no events. The limits are the published ones.
     """
 
-    needs_prefixes = False  # it keeps its own
+    needs_prefixes = False  # it maintains its own tree
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self.max_blocks = max_blocks
@@ -161,7 +162,7 @@ class CacheAware(RoutingPolicy):
         return min(choice.alive, key=lambda load: len(self._sent.get(load.replica, ())))
 
     def sent(self, request: RouteRequest, replica: int) -> None:
-        """Add its blocks to the replica's tree."""
+        """Add the request's blocks to the replica's tree."""
         assert self._tree is not None
         known = self._sent.setdefault(replica, OrderedDict())
         self._tree.expect(replica, request.keys)
@@ -170,7 +171,7 @@ class CacheAware(RoutingPolicy):
             known.move_to_end(key)
         while len(known) > self.max_blocks:
             self._tree.unexpect(replica, [known.popitem(last=False)[0]])
-        self._tree.sweep()  # no event ever comes to this index, which would do it
+        self._tree.sweep()  # this index gets no events, which would sweep it
 
     def forget(self, replica: int) -> None:
         """Forget what was sent to the replica that had this number."""

@@ -1,18 +1,18 @@
-"""The time that the router adds to a request, and the cost of its prefix index, without engine.
+"""Time that the router adds to a request, and the cost of its prefix index, without engines.
 
     python bench/cluster/router.py [--replicas 64] [--requests 2000] [--blocks 20000]
                                    [--store none|each|shared]
 
-Each replica holds `--blocks` blocks of 16 tokens, a third of them shared by many. Then requests of
-8,192 tokens come at random, 100 a second, while the replicas' events come at 10,000 a second, in a
-batch every 50 ms from each. With a store, one of each or one that all share, a replica holds as
-many blocks more there, and half of the events are of it. One thread serves both in the order they
-come. Every piece of work is really done and timed; the times of arrival are drawn, so that a
-request's latency is its own time (names, lookup, policy, books) and that of whatever came before it
-and is not done. Making the prompts and the events is in no figure, but for the garbage collections
-that it leads to. What is noted when it is on its way is of the latter: busy_ms is all that it keeps
-the thread for. What limits it: SHA-256 over the blocks of a prompt that are not remembered. Ends in
-one JSON line.
+Each replica holds `--blocks` blocks of 16 tokens, of which a third is shared by many replicas.
+Requests of 8,192 tokens arrive at random, 100 per second. Each replica sends a batch of events
+every 50 ms; together they send 10,000 events per second. With a store (one per replica, or one that
+all share) a replica holds as many blocks again in the store, and half of the events are about it.
+One thread handles requests and events in the order of their arrival. The work is done and timed;
+arrival times are simulated. A request's latency is its own time (hashes, lookup, policy, counts)
+and the time of unfinished work before it. Making prompts and events is not counted, except the
+garbage collections that it causes. busy_ms is the whole time of a request in the thread, including
+the records that are made after it was sent. Limiting resource: SHA-256 over the blocks of a prompt
+that are not cached. Ends in one JSON line.
 """
 
 import argparse
@@ -47,18 +47,18 @@ class _Arrival(NamedTuple):
 
 
 def shared_prompts(rng: random.Random) -> list[list[int]]:
-    """System prompts and documents that requests begin with."""
+    """Return the system prompts and documents with which requests begin."""
     return [[rng.randrange(150_000) for _ in range(TOKENS // 2)] for _ in range(50)]
 
 
 def names_of(tokens: list[int]) -> list[BlockHash]:
-    """The names of a prompt's full blocks."""
+    """Return the hashes of a prompt's full blocks."""
     sequence = TokenSequence("one", tokens)
     return NAMES.of_keys(sequence.root, sequence.cut(BLOCK))
 
 
 def fill(router: Router, tiers: Sequence[str], blocks: int, rng: random.Random) -> list[list[int]]:
-    """Tell the index what every replica holds; the prompts that requests may begin with."""
+    """Fill the index with the blocks of every replica; return the prefixes of requests."""
     prompts = shared_prompts(rng)
     named = [b"".join(names_of(prompt)) for prompt in prompts]
     for replica in range(len(router.loads)):
@@ -70,7 +70,7 @@ def fill(router: Router, tiers: Sequence[str], blocks: int, rng: random.Random) 
 
 
 def arrivals(replicas: int, requests: int, rng: random.Random) -> list[_Arrival]:
-    """Requests and batches in the order they come."""
+    """Return requests and batches in the order of their arrival."""
     found, now = [], 0.0
     for _ in range(requests):
         now += rng.expovariate(REQUESTS_A_SECOND)
@@ -92,7 +92,7 @@ class Feed:
         self.before = b""
 
     def batch(self) -> EventBatch:
-        """The next one."""
+        """Return the next batch."""
         self.number += 1
         removed, self.before = self.before, self.rng.randbytes(32 * self.size)
         return EventBatch(self.replica, 0, self.number, self.before, removed, tier=self.tier)
@@ -127,7 +127,7 @@ def serve(
     requests: int,
     rng: random.Random,
 ) -> Figures:
-    """Serve all arrivals on one thread; what it took, by the clock of that thread alone."""
+    """Handle all arrivals in one thread; return figures in CPU time of that thread."""
     replicas = len(router.loads)
     size = max(round(EVENTS_A_SECOND * BATCH_SECONDS / replicas / 2 / len(tiers)), 1)
     feeds = [[Feed(replica, tier, size, rng) for tier in tiers] for replica in range(replicas)]
@@ -168,12 +168,12 @@ def serve(
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """The value that so many of a hundred do not exceed."""
+    """Return a percentile."""
     return sorted(values)[min(len(values) * percent // 100, len(values) - 1)]
 
 
 def time_match(router: Router, prompts: list[list[int]], rng: random.Random) -> float:
-    """Median microseconds to look up a prompt of 8,192 tokens, half of which is cached."""
+    """Return the median microseconds to look up a prompt of 8,192 tokens, half of it cached."""
     times = []
     for _ in range(200):
         tail = [rng.randrange(150_000) for _ in range(TOKENS // 2)]
@@ -200,9 +200,9 @@ def time_full_match(index: ReplicaIndex, tiers: Sequence[str], rng: random.Rando
 
 
 def measure_memory(replicas: int, tiers: Sequence[str]) -> float:
-    """Bytes a block that one replica holds, where the dictionary has just grown: the worst.
+    """Return bytes per block of one replica in the worst case, after the dictionary has grown.
 
-    A block in the pool and in a store is two.
+    A block in the pool and in a store counts twice.
     """
     blocks = 2**18 * 2 // 3 + 10
     held = {tier: random.Random(0).randbytes(32 * blocks) for tier in tiers}
@@ -218,7 +218,7 @@ def measure_memory(replicas: int, tiers: Sequence[str]) -> float:
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """All figures."""
+    """Return all figures."""
     rng = random.Random(0)
     tiers = (POOL,) if options.store == "none" else (POOL, DISK)
     shares = options.store == "shared"

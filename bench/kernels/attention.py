@@ -1,10 +1,11 @@
-"""Time of attention alone, compiled, over K/V in 8 bits, and in torch operations.
+"""Time of attention alone: compiled, compiled over K/V in 8 bits, and in torch operations.
 
     python bench/kernels/attention.py [--threads 1] [--only decode]
 
 The shape is Qwen2.5-0.5B's: 24 layers, 14 query heads, 2 KV heads of 64, in float32, blocks of 16.
-All take turns, so that a noisy machine is noisy for all; with one thread the process's own CPU time
-is taken. Prints a table with the ratios to compiled attention in float32, and one JSON line.
+All variants are interleaved, so that other load on the machine affects them alike. With one thread,
+CPU time of the process is measured. Prints a table with the ratios to compiled attention in
+float32, and one JSON line.
 """
 
 import argparse
@@ -35,7 +36,7 @@ ROUNDS = 7
 
 
 def alone(requests: int, context: int, rows: int = 1) -> tuple[Span, ...]:
-    """Requests with blocks of their own, each with the last `rows` of its tokens in the step."""
+    """Return requests without shared blocks, each with its last `rows` tokens in the step."""
     blocks = -(-context // BLOCK)
     return tuple(
         Span(at * rows, rows, context, range(at * blocks, (at + 1) * blocks))
@@ -44,7 +45,7 @@ def alone(requests: int, context: int, rows: int = 1) -> tuple[Span, ...]:
 
 
 def sharing(requests: int, context: int) -> tuple[Span, ...]:
-    """Decoding requests that share `context` tokens, and have 20 of their own."""
+    """Return decoding requests that share `context` tokens and have 20 own tokens."""
     shared = context // BLOCK
     return tuple(
         Span(at, 1, context + 20, [*range(shared), shared + 2 * at, shared + 2 * at + 1])
@@ -66,7 +67,7 @@ CASES = {
 
 
 def make_memory(dtype: torch.dtype) -> PagedKVMemory:
-    """A memory of random numbers."""
+    """Return a KV memory filled with random numbers."""
     memory = PagedKVMemory([LAYOUT] * LAYERS, NUM_BLOCKS, BLOCK, dtype, "cpu")
     slots = torch.arange(memory.scratch_slot)
     for layer in range(LAYERS):
@@ -75,7 +76,7 @@ def make_memory(dtype: torch.dtype) -> PagedKVMemory:
 
 
 def milliseconds(backend: AttentionBackend, spans: tuple[Span, ...]) -> float:
-    """Time of a step of all layers."""
+    """Return the time of a step of all layers."""
     slots = [
         span.block_ids[position // BLOCK] * BLOCK + position % BLOCK
         for span in spans

@@ -1,8 +1,8 @@
-"""The load that a cache manager meets, and the turns in which two of them meet it.
+"""The load for cache managers, and the measurement of several managers in turns.
 
-Needs neither of them: each runs in a process of its own, in the environment that has it. The
-clock of these machines changes twofold from one second to the next, so two managers take turns
-of a few milliseconds, and a share is the median of the shares of the turns.
+Each manager runs in a separate process, in its own environment. The clock rate of the machine may
+change by a factor of two within a second, so managers alternate in turns of a few milliseconds. A
+ratio is the median of the ratios of all turns.
 """
 
 import gc
@@ -23,16 +23,16 @@ from typing import Any
 
 TOKENS, BLOCK, RUNNING = 8192, 16, 256
 REQUESTS = 5  # in a turn
-PARTS = ("naming", "lookup", "allocation", "free")
+PARTS = ("identity", "lookup", "allocation", "free")
 MICRO = 1e6
-MANY, SOME = 1_000_000, 20_000  # blocks: to make a pool of, and to fill for its memory
+MANY, SOME = 1_000_000, 20_000  # blocks of an empty pool to create, and blocks to fill
 Figures = dict[str, float]
 
 
 class Subject(ABC):
-    """A manager under the load, by what a request does to it, in thread seconds.
+    """A manager under load; figures are in CPU seconds of the thread.
 
-    A sequence is whatever the manager knows a request by.
+    A sequence is the manager's own object for a request.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -47,28 +47,29 @@ class Subject(ABC):
 
     @abstractmethod
     def free(self, sequence: Any) -> None:
-        """The request has ended."""
+        """Release the blocks of an ended request."""
 
     @abstractmethod
     def parts(self, name: str, tokens: list[int]) -> Iterable[None]:
-        """A prompt of which the first half is cached: goes on after each of `PARTS`."""
+        """Handle a prompt whose first half is cached; yield after each of `PARTS`."""
 
     @abstractmethod
     def decode(self, sequences: list[Any], tokens: list[int]) -> None:
-        """One step: a generated token for each sequence, and its slot."""
+        """Run a decode step: append a token to each sequence, and get its slot."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise AssertionError if something is wrong."""
+        """Raise AssertionError if an invariant is violated."""
 
     def tokens(self, count: int) -> list[int]:
-        """Token ids of a large vocabulary."""
+        """Return random token ids of a large vocabulary."""
         return [self._rng.randrange(150_000) for _ in range(count)]
 
     def turn(self, at: int) -> Figures:
-        """Microseconds of a request, and of a token in 16 steps in which each fills a block.
+        """Return microseconds of a request, and of a token in 16 steps that fill a block each.
 
-        Medians over a few, since the first find the other manager's data in the processor.
+        Figures are medians of several requests: at first the CPU's caches have the other manager's
+        data.
         """
         running = [
             self.run(f"decode {at}, {i}", self.tokens(512 + i % BLOCK)) for i in range(RUNNING)
@@ -100,7 +101,7 @@ class Subject(ABC):
         return spent / BLOCK / RUNNING * MICRO
 
     def _end(self, running: list[Any]) -> None:
-        """Each fills its last block first, so that no request of the next turn evicts a part."""
+        """End requests with full last blocks, so that no partial block is evicted later."""
         for at in range(BLOCK):
             for sequence in running[-at % BLOCK :: BLOCK]:
                 self.free(sequence)
@@ -109,7 +110,7 @@ class Subject(ABC):
 
 
 def measure_memory(make: Callable[[int], object], cached: Callable[[int], Subject]) -> Figures:
-    """Seconds to make an empty pool; bytes a cached block costs, all told."""
+    """Return the seconds to create an empty pool, and the total bytes per cached block."""
     start = time.thread_time()
     empty = make(MANY)
     init = time.thread_time() - start
@@ -127,7 +128,7 @@ def measure_memory(make: Callable[[int], object], cached: Callable[[int], Subjec
 
 
 def answer(subject: Subject, memory: Callable[[], Figures]) -> None:
-    """Take a turn for each line of standard input, and measure the memory at its end."""
+    """Run a turn for each line of standard input, and measure memory at its end."""
     for at, _ in enumerate(sys.stdin):
         print(json.dumps(subject.turn(at)), flush=True)
     subject.check()
@@ -135,10 +136,10 @@ def answer(subject: Subject, memory: Callable[[], Figures]) -> None:
 
 
 class Peer:
-    """A manager in a process of its own, which takes a turn when it is asked."""
+    """A manager in a separate process, which runs a turn on request."""
 
     def __init__(self, command: list[str], package: Path | None = None) -> None:
-        """`package`: the folder that it imports headstart from, if not the usual one."""
+        """Start the process. package: folder from which it imports headstart, if not the usual."""
         environment = dict(os.environ)
         if package is not None:
             environment["PYTHONPATH"] = str(package)
@@ -164,14 +165,14 @@ class Peer:
         self._process.wait()
 
     def turn(self) -> Figures:
-        """Its figures of one turn."""
+        """Return the figures of one turn."""
         assert self._process.stdin is not None
         self._process.stdin.write("turn\n")
         self._process.stdin.flush()
         return self._read()
 
     def end(self) -> Figures:
-        """Return the figures that it measures at the end."""
+        """Return the figures that are measured at the end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         return self._read()

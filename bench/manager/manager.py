@@ -1,17 +1,18 @@
-"""The cost of the cache manager in microseconds, without model and tensors.
+"""Cost of the cache manager in microseconds, without model and tensors.
 
     python bench/manager/manager.py [--blocks 100000] [--turns 20] [--beside build/peers/vllm]
         [--compiled build/compiled]
 
-A request of 8,192 tokens, half of which is cached, meets a full pool of blocks of 16, so that
-every new block evicts a cached one: naming, lookup, allocation, free. And 256 requests decode a
-token a step: `append` and `append_slots`. Medians over the turns, one thread. What limits it is
-the interpreter: a block costs an object made, one unlinked, and a handful of attribute stores.
+A request of 8,192 tokens, half of them cached, is handled in a full pool of blocks of 16 tokens, so
+that every new block evicts a cached one: identity, lookup, allocation, free. Then 256 requests
+decode a token per step: `append` and `append_slots`. Figures are medians over the turns, in one
+thread. Limiting resource: the interpreter, which per block makes an object, unlinks another one
+and stores a few attributes.
 
-`--beside` names a virtual environment that has vLLM (`peers.py` says how to make one). Its own
-manager then meets the same load, turn by turn, and the limits are shares of its figures: a fifth
-a request, a tenth a decode step. `--compiled` names a folder that has this manager compiled
-(`make compiled` makes one); it takes turns with the others. Ends in one JSON line.
+`--beside` names a virtual environment with vLLM (`peers.py` explains how to make it). vLLM's
+manager then gets the same load, in alternating turns. The limits are a fifth of its figure per
+request and a tenth per decode step. `--compiled` names a folder with this manager compiled (by
+`make compiled`), which is measured in turns too. Ends in one JSON line.
 """
 
 import argparse
@@ -30,8 +31,8 @@ from rich.table import Table
 import headstart.cache.manager
 from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
 
-LIMITS = {"request_us": 1 / 5, "decode_us": 1 / 10, "pool_init_s": 1.0}  # of vLLM's in one run
-MAX_BYTES = 302  # a cached block
+LIMITS = {"request_us": 1 / 5, "decode_us": 1 / 10, "pool_init_s": 1.0}  # of vLLM's figures
+MAX_BYTES = 302  # per cached block
 
 
 class Headstart(Subject):
@@ -83,7 +84,7 @@ def memory() -> Figures:
 
 
 def measure_in_turns(options: argparse.Namespace) -> dict[str, list[Figures]]:
-    """Return each manager's figures: one entry per turn, then those of the end."""
+    """Return each manager's figures: one entry per turn, then the figures of the end."""
     blocks = ["--blocks", str(options.blocks)]
     own = [sys.executable, __file__, "--answer", *blocks]
     with ExitStack() as running, Progress(console=Console(stderr=True)) as progress:
@@ -105,7 +106,7 @@ def measure_in_turns(options: argparse.Namespace) -> dict[str, list[Figures]]:
 
 
 def medians(found: list[Figures]) -> Figures:
-    """Return the median of every figure over the runs that have it."""
+    """Return the median of each figure over the entries that have it."""
     names = dict.fromkeys(name for figures in found for name in figures)
     return {name: statistics.median(f[name] for f in found if name in f) for name in names}
 
@@ -134,7 +135,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--beside", type=Path, help="a virtual environment that has vLLM")
     parser.add_argument("--compiled", type=Path, help="a folder with headstart compiled")
-    parser.add_argument("--answer", action="store_true", help="take a turn for each line of input")
+    parser.add_argument("--answer", action="store_true", help="run a turn for each line of input")
     parser.add_argument("--is-compiled", action="store_true", help="refuse an interpreted cache")
     options = parser.parse_args()
     if options.is_compiled and Path(headstart.cache.manager.__file__).suffix == ".py":

@@ -1,7 +1,7 @@
-"""vLLM's own KV cache manager under the load of `manager.py`, which starts this.
+"""vLLM's KV cache manager under the load of `manager.py`, which starts this program.
 
-vLLM's code as it is, with its default hash (SHA-256) and one group of full attention. What
-`manager.py` calls naming is here the request's construction and its block hashes. Needs nothing
+vLLM's code is unchanged, with its default hash (SHA-256) and one group of full attention. The part
+that `manager.py` calls identity is the request's construction with its block hashes. Needs nothing
 of headstart.
 """
 
@@ -25,7 +25,7 @@ SAMPLING = SamplingParams(max_tokens=TOKENS * BLOCK)
 
 
 def make_manager(num_blocks: int) -> KVCacheManager:
-    """A manager of one group of layers, prefix caching on."""
+    """Return a manager of one group of layers, with prefix caching."""
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     config = KVCacheConfig(
         num_blocks=num_blocks,

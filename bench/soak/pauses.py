@@ -1,14 +1,13 @@
-"""Longest pauses of the server's event loop during long bodies: every stream waits as long.
+"""Longest pauses of the server's event loop during long request bodies; all streams wait for them.
 
     python bench/soak/pauses.py [--mb 2] [--rounds 3]
 
-One server of headstart-tiny with room for 131,072 tokens a prompt, and a program beside it that
-sends one body at a time. What is measured is the longest time between two turns of the loop: by the
-clock, and in CPU time of this process, of which other programs take none. The second is no less
-than what single calls in C take, which no other thread of Python can interrupt, and the loop's own
-work; it is more where another thread computes meanwhile without the interpreter's lock (a tokenizer
-that encodes) and other programs have the loop's core. The limit is 20 ms for what has 2 MB. Ends in
-one JSON line.
+A server of headstart-tiny accepts prompts of 131,072 tokens, and another process sends one body at
+a time. The figure is the longest time between two iterations of the loop: wall time, and CPU time
+of the server's process, which other programs do not affect. The CPU time includes the loop's own
+work and single calls in C, during which no other Python thread can run. It is too large if another
+thread computes without the interpreter's lock (a tokenizer) while the loop waits for a core. The
+limit is 20 ms for bodies of 2 MB. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ for line in sys.stdin:
 
 
 class Pause(NamedTuple):
-    """The longest time between two turns of the loop, in seconds: of the clock, and of the CPU."""
+    """The longest time between two iterations of the loop, in seconds of wall and CPU time."""
 
     clock: float
     cpu: float
 
 
 class Beat:
-    """Turns of the loop, and the longest time between two since the last question."""
+    """A task that measures the longest time between two iterations of the loop."""
 
     def __init__(self) -> None:
         self._longest = Pause(0, 0)
@@ -74,16 +73,16 @@ class Beat:
             clock, cpu = now, used
 
     def take(self) -> Pause:
-        """And begin anew."""
+        """Return the longest pause since the last call."""
         longest, self._longest = self._longest, Pause(0, 0)
         return longest
 
 
 def bodies(num_bytes: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the requests: name, path, and a body of about so many bytes."""
+    """Yield the requests: name, path, and a body of about `num_bytes` bytes."""
     text = LINE * (num_bytes // len(LINE))
     ids = [random.randrange(100, 2000) for _ in range(num_bytes // 6)]
-    parts = [{"type": "text", "text": LINE}] * (num_bytes // 78)  # more tokens than are computed
+    parts = [{"type": "text", "text": LINE}] * (num_bytes // 78)  # too many tokens to be computed
 
     def chat(content: object) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
@@ -96,7 +95,7 @@ def bodies(num_bytes: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
     items = {"model": BUILT_IN, "input": chat(LINE)["messages"] * min(19_900, num_bytes // 90)}
     yield "items, Responses", "/v1/responses", items
     yield "token ids", "/v1/completions", {"prompt": ids}
-    prompts = [ids[:4000]] * (len(ids) // 4000)  # of which the first is computed
+    prompts = [ids[:4000]] * (len(ids) // 4000)  # only the first must be computed
     yield "prompts of ids", "/v1/completions", {"prompt": prompts, "max_tokens": 1}
     yield "wrong ids", "/v1/completions", {"prompt": [1.5] * min(num_bytes // 5, 260_000)}
     yield "stop_token_ids", "/v1/completions", {"prompt": "a", "stop_token_ids": ids}
@@ -106,7 +105,7 @@ def bodies(num_bytes: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 @contextmanager
 def long_model(longest: int) -> Iterator[Path]:
-    """headstart-tiny with so many positions; only its sizes count here."""
+    """Make a copy of headstart-tiny with more positions; its answers are irrelevant here."""
     with tempfile.TemporaryDirectory() as folder:
         for file in find_folder(BUILT_IN).iterdir():
             if file.name != "config.json":
@@ -118,7 +117,7 @@ def long_model(longest: int) -> Iterator[Path]:
 
 
 class Client:
-    """A process that sends what it is told: to start one stops the loop for 20 ms."""
+    """A process that sends requests. It is started early, as a start blocks the loop for 20 ms."""
 
     def __init__(self, url: str) -> None:
         command = [sys.executable, "-c", CLIENT]
@@ -126,7 +125,7 @@ class Client:
         self._url = url
 
     def send(self, path: str, file: str) -> str:
-        """The status of the answer to what is in a file."""
+        """Send the body in a file; return the status of the answer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{self._url}{path} {file}\n")
         return self._process.stdout.readline().strip()
@@ -137,7 +136,7 @@ class Client:
 
 
 async def measure(url: str, args: argparse.Namespace) -> list[tuple[str, str, int, Pause, Pause]]:
-    """Each body: name, bytes, status, and the longest pause without and with it."""
+    """Return for each body: name, bytes, status, and the longest pause without and with it."""
     beat = Beat()
     rows = []
     with closing(Client(url)) as client, tempfile.NamedTemporaryFile("w") as file:
@@ -159,7 +158,7 @@ async def measure(url: str, args: argparse.Namespace) -> list[tuple[str, str, in
 
 
 async def run(app: FastAPI, args: argparse.Namespace) -> list[Any]:
-    """Serve while it is measured."""
+    """Run the server during the measurement."""
     with listen(ServerOptions(port=0)) as address:
         server = HttpServer(app, address)
         await server.start()

@@ -1,12 +1,11 @@
-"""The server that `soak.py` treats badly, in a process of its own.
+"""The server of `soak.py`, in a separate process.
 
     python bench/soak/server.py REPLICAS [MODEL]
 
-It prints its port. Then for each line that it reads: how many blocks it has, how many are free, its
-memory in MB, and for a model with recurrent layers its slots for states, after the pool's own
-check. With 0 replicas the engine is in this process; else it tells the process ids of those that
-run (one that still starts answers nothing yet), and how many blocks of the one with the fewest are
-free, as that told last.
+It prints its port. For each line that it reads, it checks the pool, and prints the numbers of all
+blocks and of free blocks, its memory in MB, and for a model with recurrent layers its slots for
+states. With 0 replicas the engine is in this process. Otherwise it prints the process ids of the
+running replicas, and the free blocks of the replica with the fewest, as last reported.
 
 MODEL: a folder instead of headstart-tiny.
 """
@@ -29,15 +28,15 @@ from headstart.server.launch import serve as run
 from headstart.server.options import ServerOptions
 
 MODEL, BLOCKS, RUNNING, WAITING, LONGEST = "headstart-tiny", 96, 8, 16, 512
-LOST = 0.2  # of the messages of replicas' caches
+LOST = 0.2  # share of the replicas' cache messages that is dropped
 
 Json = dict[str, Any]
 
 
 def serve(replicas: int, model: str) -> None:
-    """Serve, and tell of the pool for each line that is read."""
+    """Serve, and print the state of the pool for each line of stdin."""
     told_to = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what Ray prints is not ours to print
+    os.dup2(2, 1)  # output of Ray goes to stderr
     engine: Json = {"num_blocks": BLOCKS, "max_num_seqs": RUNNING, "max_model_len": LONGEST}
     options = ServerOptions(port=0, api_keys=False, max_waiting=WAITING)
     at = listen(options)
@@ -85,7 +84,7 @@ def serve(replicas: int, model: str) -> None:
 
 
 def start_replicas(engine: Json, replicas: int) -> tuple[Any, Any]:
-    """A cluster of them, and the API of its caches; some of what they tell is lost on the way."""
+    """Start a cluster that loses some cache messages; return it and its cache API."""
     from headstart.cluster.options import ReplicaConfig
     from headstart.cluster.serving.cluster import ReplicaCluster
     from headstart.cluster.serving.llm import router
@@ -103,7 +102,7 @@ def start_replicas(engine: Json, replicas: int) -> tuple[Any, Any]:
 
 
 def count_held(told: Mapping[str, list[Metric]]) -> int:
-    """Blocks that somebody holds, of the replica with the most, by the metrics of each."""
+    """Return the held blocks of the replica that holds most, from the replicas' metrics."""
     usage = "vllm:kv_cache_usage_perc"
     shares = [
         metric.value
@@ -115,7 +114,7 @@ def count_held(told: Mapping[str, list[Metric]]) -> int:
 
 
 def find_processes(replicas: list[str]) -> list[int]:
-    """Process ids of the replicas that Ray Serve calls so."""
+    """Return the process ids of replicas, given their names in Ray Serve."""
     from ray._private.state import actors
 
     found = [one for one in actors().values() if one["State"] == "ALIVE"]

@@ -1,29 +1,27 @@
-"""The server under rough treatment for minutes: what it answers, what it loses, what it keeps.
+"""Robustness test: the server under misbehaving clients for minutes.
 
     python bench/soak/soak.py [--minutes 10] [--clients 12] [--seed 0] [--replicas 2 | --hybrid]
 
-A server of headstart-tiny with a pool too small for its traffic, in a process of its own. Clients
-ask through all its APIs at once, and most of them behave badly: they leave before, in and after an
-answer, send half a body, read slowly, send bodies that are no JSON or of other types, prompts that
-are too long, bursts beyond the queue; between these the cache is looked into, filled and emptied.
+The server of headstart-tiny runs in a separate process, with a pool that is too small for its load.
+Clients use all its APIs at once, and most misbehave: they disconnect before, during and after an
+answer, send half a body, read slowly, and send invalid JSON, wrong types, prompts that are too long
+and bursts beyond the queue. Other requests inspect, fill and empty the cache.
 
-    answers   six questions are answered as they were before it began, whatever else goes on
-    errors    no answer has a status of 500 or more; 429 is one of the answers of a full queue
-    pool      its own check of all invariants every few seconds; at the end no block is held, in
-              any replica
-    memory    the median of the last third is at most 1.02 times that of the second; with replicas
-              that is the server's process, without theirs
+    answers   six questions always get the same answers as before the test
+    errors    no answer has a status of 500 or more; 429 is allowed for a full queue
+    pool      all invariants hold, checked every few seconds; at the end no block is held, in any
+              replica
+    memory    its median in the last third is at most 1.02 times the median of the second third;
+              with replicas, only the server's process counts
 
-With --hybrid the model has recurrent layers: Qwen3.5's, tiny, with random weights and the tokenizer
-of headstart-tiny. Its checkpoints must stay within their slots, and at the end all other slots are
-free.
+With --hybrid the model has recurrent layers: a tiny Qwen3.5 with random weights and the tokenizer
+of headstart-tiny. At the end all its slots for states are free, except the slots of checkpoints.
 
-With --replicas several engines on a Ray of their own answer, each of which checks its pool after
-every step. Every 20 s one that runs is killed, or stopped for some seconds, and 1 in 5 messages of
-what their caches hold is lost. Streams that a killed one had begun may end with an error, no other
-request.
+With --replicas several engines on a separate Ray answer; each checks its pool after every step.
+Every 20 s a running replica is killed, or stopped for some seconds, and 1 in 5 cache messages is
+lost. Only streams that a killed replica had begun may end with an error.
 
-Ends in one JSON line, and with status 1 if one of these is broken.
+Ends in one JSON line, and with status 1 if a condition is violated.
 """
 
 from __future__ import annotations
@@ -58,8 +56,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from headstart.models.files import find_folder
 
 SERVER = Path(__file__).with_name("server.py")
-HARM = 20  # seconds between two blows to a replica
-GROWTH = 1.02  # limit: memory in the last third to that in the second
+HARM = 20  # seconds between two attacks on a replica
+GROWTH = 1.02  # limit of memory: last third relative to second third
 NAMES = ("Anna", "Ben", "Carl", "Dora", "Emil", "Fred")
 TABLE = "\n".join(f"{name} is {31 + 7 * at} years old." for at, name in enumerate(NAMES))
 ODD: list[Any] = [None, -1, 10**30, 1.5, "", "\ud800", [], {}, [[]], True, "x" * 5000, {"a": {}}]
@@ -80,10 +78,10 @@ class Soak:
     done: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    replicas: list[int] = field(default_factory=list)  # process ids of those that run
+    replicas: list[int] = field(default_factory=list)  # process ids of running replicas
 
     async def wait_until_ready(self) -> None:
-        """Return when the server accepts connections, which it does after it has named its port."""
+        """Wait until the server accepts connections; it prints its port before that."""
         while True:
             with suppress(aiohttp.ClientConnectorError):
                 async with self.session.get(f"{self.url}/health"):
@@ -91,19 +89,19 @@ class Soak:
             await asyncio.sleep(0.1)
 
     async def post(self, path: str, body: Json) -> tuple[int, str]:
-        """Status and text of an answer."""
+        """Send a request; return status and text of the answer."""
         async with self.session.post(self.url + path, json=body) as response:
             return self.note(path, response.status, await response.text())
 
     def note(self, path: str, status: int, text: str) -> tuple[int, str]:
-        """Count an answer; one that no client should get is a fault."""
+        """Count an answer; record a fault if no client should get it."""
         self.statuses[status] += 1
         if status >= 500:
             self.faults.append(f"{path}: {status} {text[:200]}")
         return status, text
 
     def chat(self, **more: Any) -> Json:
-        """A question about a table whose first lines many share."""
+        """Return a question about a table, whose first lines many questions share."""
         text = question(self.rng.choice(NAMES)) if self.rng.random() < 0.7 else self.noise(200)
         body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 24}
         return body | more
@@ -114,12 +112,12 @@ class Soak:
 
 
 def question(name: str) -> str:
-    """A question about the table."""
+    """Return a question about the table."""
     return f"{TABLE}\nHow old is {name}?"
 
 
 async def known_answer(soak: Soak, name: str | None = None) -> None:
-    """A greedy answer is always the first one."""
+    """Check that a greedy answer equals the first answer to its question."""
     name = name or soak.rng.choice(NAMES)
     messages = [{"role": "user", "content": question(name)}]
     body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 24}
@@ -132,7 +130,7 @@ async def known_answer(soak: Soak, name: str | None = None) -> None:
 
 
 async def conversation(soak: Soak) -> None:
-    """A chat of several turns, of which the last is asked again in other words: a fork."""
+    """Run a chat of several turns, and rephrase the last turn: a fork."""
     messages: list[Json] = [{"role": "system", "content": soak.rng.choice([TABLE, "old"])}]
     for _ in range(soak.rng.randrange(1, 4)):
         messages.append({"role": "user", "content": soak.noise(20)})
@@ -148,7 +146,7 @@ async def conversation(soak: Soak) -> None:
 
 
 async def streamed(soak: Soak) -> None:
-    """Read to the end, left in the middle, or read slowly."""
+    """Read a stream to its end, read it slowly, or disconnect within it."""
     body = soak.chat(stream=True, n=soak.rng.choice([1, 1, 2]))
     leaves = soak.rng.choice([None, 0, 1, 3])
     slow = soak.rng.random() < 0.2
@@ -167,7 +165,7 @@ async def streamed(soak: Soak) -> None:
 
 
 async def left_early(soak: Soak) -> None:
-    """Gone before the answer."""
+    """Disconnect before the answer."""
     task = asyncio.ensure_future(soak.post("/v1/chat/completions", soak.chat(max_tokens=64)))
     await asyncio.sleep(soak.rng.random() * 0.2)
     if not task.done():
@@ -245,7 +243,7 @@ async def cache_calls(soak: Soak) -> None:
         async with soak.session.get(soak.url + where) as response:
             first = await response.content.read(100)
             soak.note(where, response.status, first.decode(errors="replace"))
-            response.close()  # the live feed never ends
+            response.close()  # the live stream never ends
 
 
 async def burst(soak: Soak) -> None:
@@ -281,10 +279,10 @@ async def client(soak: Soak, until: float) -> None:
 
 
 async def harm(soak: Soak, until: float) -> None:
-    """Kill a replica that runs, or stop it for a while, every now and then; never the last one."""
+    """Kill or stop a running replica from time to time, but never the last one."""
     while time.monotonic() < until - 2 * HARM:
         await asyncio.sleep(HARM)
-        while len(soak.replicas) < 2:  # until one is back
+        while len(soak.replicas) < 2:  # wait until a replica is back
             if time.monotonic() > until:
                 return
             await asyncio.sleep(0.1)
@@ -299,7 +297,7 @@ async def harm(soak: Soak, until: float) -> None:
 
 
 class Server:
-    """The server's process; it tells of its pool and memory when it is asked."""
+    """The server's process, which reports its pool and memory on request."""
 
     def __init__(self, replicas: int, model: str) -> None:
         pipe = subprocess.PIPE
@@ -308,7 +306,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self._read()['port']}"
 
     def ask(self) -> Json:
-        """Its blocks, those that are free, and its memory in MB, after the pool's own check."""
+        """Check the pool; return its blocks, its free blocks, and the memory in MB."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -318,7 +316,7 @@ class Server:
         return told
 
     def close(self) -> int:
-        """The exit status, after SIGTERM."""
+        """Send SIGTERM; return the exit status."""
         self.process.terminate()
         return self.process.wait(60)
 
@@ -329,7 +327,7 @@ class Server:
 
 
 async def soak_server(server: Server, options: argparse.Namespace) -> Json:
-    """Rough treatment until the time is over; what came of it."""
+    """Run the test until its time is over; return its results."""
     memory: list[float] = []
     start = time.monotonic()
     until = start + options.minutes * 60
@@ -354,7 +352,7 @@ async def soak_server(server: Server, options: argparse.Namespace) -> Json:
                 shown.update(bar, completed=time.monotonic() - start, description=about)
         await asyncio.gather(*clients)
     last = await asyncio.to_thread(server.ask)
-    for _ in range(100):  # whoever left is noticed within a step
+    for _ in range(100):  # disconnected clients are noticed within a step
         if last["free"] == last["blocks"]:
             break
         await asyncio.sleep(0.1)
@@ -362,9 +360,9 @@ async def soak_server(server: Server, options: argparse.Namespace) -> Json:
     third = len(memory) // 3
     second, final = (statistics.median(part) for part in (memory[third:-third], memory[-third:]))
     if last["free"] != last["blocks"]:
-        soak.faults.append(f"{last['blocks'] - last['free']} blocks are held by nobody")
+        soak.faults.append(f"{last['blocks'] - last['free']} blocks are held without a request")
     if last.get("slots", 0) != last.get("checkpoints", 0) + last.get("free_slots", 0):
-        soak.faults.append("slots for states are held by nobody")
+        soak.faults.append("slots for states are held without a request")
     if final > GROWTH * second:
         soak.faults.append(f"memory grew from {second:.1f} to {final:.1f} MB in the last third")
     return {
@@ -406,7 +404,7 @@ def make_hybrid(folder: Path) -> str:
     model = Qwen3_5ForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1:  # wide, so that answers depend on the prompt
+            if parameter.dim() > 1:  # large values, so that answers depend on the prompt
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
     model.save_pretrained(folder)
     return str(folder)

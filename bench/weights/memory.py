@@ -1,11 +1,11 @@
-"""Peak memory while a model is loaded, compared with what stays, for each kind of weights.
+"""Peak memory while a model is loaded, relative to the final memory, by kind of weights.
 
     python bench/weights/memory.py [build/bench/qwen2.5-0.5b]      bench/shapes.py makes this folder
 
-Each kind is loaded in a process of its own, which then answers one prompt, as some weights are
-packed only when they are first needed. What counts is the process's resident memory, pages of the
-checkpoint's file and Python's libraries included. Linux only. The limit is 1.15 times what stays.
-The weights alone are counted, too: all tensors of the model, each once, in megabytes.
+Each kind is loaded in a separate process, which then answers one prompt, because some weights are
+packed at their first use. The figure is the resident memory of the process, including Python's
+libraries and pages of the checkpoint's file. Linux only. The limit of the peak is 1.15 times the
+final memory. The weights alone are counted too: all tensors of the model, each once, in megabytes.
 Prints a table, and one JSON line.
 """
 
@@ -45,7 +45,7 @@ print("figures", before, mebibytes("VmHWM"), mebibytes("VmRSS"), sum(weights.val
 
 
 def measure(folder: str, kind: str) -> dict[str, float]:
-    """MiB before the model is loaded, at most, and at the end; MB of its weights."""
+    """Return MiB before loading, at the peak and at the end, and MB of the weights."""
     command = [sys.executable, "-c", LOAD, folder, kind]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     line = next(line for line in said.splitlines() if line.startswith("figures"))
@@ -56,7 +56,7 @@ def measure(folder: str, kind: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", help="a folder; made if it is not given")
+    parser.add_argument("model", nargs="?", help="a folder; default: a generated model")
     folder = parser.parse_args().model or str(model_folder("qwen2.5-0.5b"))
     sizes = ("weights MB", "before MiB", "at most MiB", "stays MiB")
     table = Table("kind", *sizes, f"most / stays (<= {LIMIT})")

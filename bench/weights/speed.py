@@ -1,9 +1,8 @@
-"""Weights in 8, 5 and 4 bits: time of a token and of a prefill, against float.
+"""Weights in 8, 5 and 4 bits: time of a token and of a prefill, compared with float.
 
-A model runs once per kind, in turns in one process, so that a noisy machine is noisy for all; with
-one thread the process's own CPU time is taken, in which others do not count. A
-decode waits for memory, and reads fewer bytes; a prefill waits for multiplications. Prints a table,
-and one JSON line.
+All kinds run in one process, in turns, so that other load on the machine affects all alike. With
+one thread, CPU time of the process is measured. Limiting resource: memory for decoding, which
+reads fewer bytes with fewer bits; multiplications for a prefill. Prints a table, and one JSON line.
 
     python bench/weights/speed.py [build/bench/qwen2.5-0.5b]      bench/shapes.py makes this folder
 """
@@ -31,7 +30,7 @@ ROUNDS = 3
 
 
 def seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
-    """Time of a call, from prompt to last token; nothing is cached."""
+    """Return the time of a call, from prompt to last token; nothing is cached."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     begin = clock()
@@ -40,7 +39,7 @@ def seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
 
 
 def measure(llm: LLM, vocabulary: int, seed: int) -> dict[str, float]:
-    """Milliseconds: of a prefill, of a token, and of a token of each of several requests."""
+    """Return the milliseconds of a prefill, of a token, and of a step of several requests."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(3, vocabulary, (BATCH, PROMPT), generator=generator).tolist()
     prefill = seconds(llm, prompts[:1], 1)
@@ -88,5 +87,5 @@ def main(folder: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", help="a folder; made if it is not given")
+    parser.add_argument("model", nargs="?", help="a folder; default: a generated model")
     main(parser.parse_args().model or str(model_folder("qwen2.5-0.5b")))

@@ -29,7 +29,7 @@ _BATCH_BYTES = 16 << 20
 _REST = 15  # duration of a rest, in durations of the save before it
 _DRAIN_BYTES = 32 << 20  # saved bytes after which `drained` is called
 _MOST_STORED = 1 << 14  # names that wait for `take_saved`
-_STATES_AT_ONCE = 64  # names of states in a query
+STATES_AT_ONCE = 64  # names of states in a query
 
 
 class StateName(NamedTuple):
@@ -243,7 +243,7 @@ class Loader:
             return
         state.found, job.count = None, 0
         assert self._states is not None
-        while job.time_left() > 0 and (names := list(islice(state.rest, _STATES_AT_ONCE))):
+        while job.time_left() > 0 and (names := list(islice(state.rest, STATES_AT_ONCE))):
             index = self._states.first([name.name for name in names], job)
             if index == len(names):
                 continue

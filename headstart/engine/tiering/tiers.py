@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
+from operator import itemgetter
 
-from headstart.cache import BlockHash, KVCacheManager
+from headstart.cache import BlockHash, ComputedBlocks, KVCacheManager
 from headstart.engine.image_cache import ImageLoads
 from headstart.engine.request import Request
 from headstart.engine.step import Batch
 from headstart.engine.tiering.loads import BlockPayload, BlockText, ComputeRate, Loads, Offers
-from headstart.engine.tiering.states import StateOffers, StateStores
+from headstart.engine.tiering.states import StateOffers, StateStores, search_states
 from headstart.errors import TierError
 from headstart.machine import return_freed_memory
 from headstart.tiers import (
@@ -27,6 +29,7 @@ from headstart.tiers import (
     Worker,
 )
 from headstart.tiers.store import SILENT, SLOW
+from headstart.tiers.transfers import STATES_AT_ONCE
 
 _QUEUED_BYTES = 256 << 20  # limit of each queue: blocks to save, blocks to take in
 _LEAST_QUEUED_BYTES = 16 << 20
@@ -85,6 +88,7 @@ class Tiers:
         self._chain = StoreChain(self._tiers)
         self._manager = manager
         self._payload = payload
+        self._states = states
         self._stats = TierStats()
         self._rate = ComputeRate()
         self.queue_bytes = self.bound_queue(manager.config.num_blocks * payload.nbytes)
@@ -167,16 +171,42 @@ class Tiers:
     def _compute_seconds(self, blocks: int) -> float:
         return blocks * self._manager.block_size / (self._compute_rate or _SLOWEST)
 
-    def count_stored(self, names: Sequence[BlockHash]) -> dict[str, int]:
+    def count_stored(
+        self, names: Sequence[BlockHash], computed: ComputedBlocks | None = None
+    ) -> dict[str, int]:
         """Return how many tokens of a prompt would be loaded from each tier.
 
-        A tier continues where the tier before it ends. May be called from any thread.
+        A tier continues where the tier before it ends. computed: the lookup in the pool, which a
+        model with recurrent layers needs. May be called from any thread.
         """
         counts: dict[str, int] = {}
         for store in self._tiers:
             num_stored = self._calls.call(partial(store.find, names), 0)
             counts[store.tier] = num_stored * self._manager.block_size
             names = names[num_stored:]
+        if self._states is None or computed is None:
+            return counts
+        return self._count_to_state(computed, sum(counts.values()) // self._manager.block_size)
+
+    def _count_to_state(self, computed: ComputedBlocks, num_stored: int) -> dict[str, int]:
+        """Return the tokens up to the deepest state within the stored blocks, by its tier."""
+        assert self._states is not None
+        counts = {store.tier: 0 for store in self._state_tiers}
+        size, has_tail = self._manager.block_size, self._states.payload.has_tail
+        hashes = self._manager.block_hashes(computed.sequence)
+        num_tokens = len(computed.sequence.token_ids) - 1
+        search = search_states(computed, num_tokens, hashes, size, has_tail=has_tail)
+        candidates = search.candidates(num_stored)
+        while states := list(islice(candidates, STATES_AT_ONCE)):
+            names = [state.name for state in states]
+            firsts = [
+                (self._calls.call(partial(store.first, names), len(names)), store.tier)
+                for store in self._state_tiers
+            ]
+            index, tier = min(firsts, key=itemgetter(0))
+            if index < len(states):
+                counts[tier] = states[index].position - computed.num_tokens
+                break
         return counts
 
     def take_in(self) -> None:

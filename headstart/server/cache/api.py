@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headstart.cache import MissExplanation, MissReason
+from headstart.cache import ComputedBlocks, MissExplanation, MissReason
 from headstart.server.bodies import Body, CacheFields, Flag, Many, Whole, refusals
 from headstart.server.chats import prepare_chat
 from headstart.server.errors import ApiError, JsonResponse
@@ -68,21 +68,21 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
     sequence = prepared.requests[0].sequence
     manager = service.llm.manager
 
-    def look() -> tuple[int, MissExplanation, list[BlockHash]]:
+    def look() -> tuple[int, MissExplanation, list[BlockHash], ComputedBlocks | None]:
         if not prepared.requests[0].reads_cache:
-            return 0, MissExplanation(MissReason.NOT_READ, 0), []
+            return 0, MissExplanation(MissReason.NOT_READ, 0), [], None
         computed = manager.get_computed_blocks(sequence)
         hashes = manager.block_hashes(sequence)[len(computed.blocks) :]
         missed = manager.explain(sequence, across_salts=tenant_of(request).is_admin)
-        return computed.num_tokens, missed, hashes
+        return computed.num_tokens, missed, hashes, computed
 
-    num_cached, missed, uncached = await service.llm.call(look)
+    num_cached, missed, uncached, computed = await service.llm.call(look)
     answer: dict[str, Any] = {
         "prompt_tokens": len(prepared.prompt_token_ids),
         "cached_tokens": num_cached,
     }
     if service.llm.tiers is not None:
-        stored = await asyncio.to_thread(service.llm.tiers.count_stored, uncached)
+        stored = await asyncio.to_thread(service.llm.tiers.count_stored, uncached, computed)
         answer["stored_tokens"] = sum(stored.values())
         answer["stored_tokens_by_tier"] = stored
     explain = service.watch.explain

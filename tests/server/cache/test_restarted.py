@@ -9,6 +9,7 @@ from headstart.tiers import DiskStore
 from tests.engine.internals import remembered_chats
 from tests.engine.tiny_llm import save_smallest
 from tests.server.running import Running, running
+from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 pytestmark = pytest.mark.usefixtures("loads_always")
@@ -51,6 +52,23 @@ def test_a_restarted_server_is_warm(model: Path, tmp_path: Path) -> None:
         metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
         line = next(line for line in metrics.splitlines() if "loaded_tokens_total{" in line)
         assert 'tier="disk"' in line and float(line.split()[-1]) == 2 * whole
+
+
+def test_stored_tokens_of_a_model_with_recurrent_layers_end_at_a_state(tmp_path: Path) -> None:
+    model = save_tiny("lfm2", tmp_path)
+    prompt = [3 + i * 7 % 120 for i in range(150)]
+    kept = {"cache_dir": str(tmp_path / "kept"), **OPTIONS}
+
+    def explain(server: Running, prompt: list[int]) -> int:
+        answer = httpx.post(f"{server.url}/cache/explain", json={"prompt": prompt}, timeout=60)
+        return int(answer.json()["stored_tokens"])
+
+    with running(model, **kept) as server:
+        complete(server, prompt=prompt)
+    with running(model, **kept) as server:
+        assert explain(server, prompt) == explain(server, [*prompt, 5]) == 149
+        assert explain(server, [*prompt[:140], 5]) == 128  # the last regular state
+        assert complete(server, prompt=prompt)["cached_tokens"] == 149
 
 
 def test_many_clients_of_a_restarted_server_load_a_prefix_once(model: Path, tmp_path: Path) -> None:

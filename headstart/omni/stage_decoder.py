@@ -25,6 +25,7 @@ from headstart.models.dtypes import fast_dtype, find_device, find_dtype
 from headstart.models.files import FileStamp, check_files, find_folder, stamp_files
 from headstart.models.transformers_backend.decoder import TransformersDecoder, fingerprint_memory
 from headstart.models.transformers_backend.loader import check_speaker, load_config, load_weights
+from headstart.models.transformers_backend.probe import check_config
 from headstart.models.transformers_tools import silence_transformers
 from headstart.omni.media import Media, PlacedItem
 
@@ -134,9 +135,13 @@ class StageParts:
 
 
 class StageDecoder(TransformersDecoder):
-    """A `TransformersDecoder` whose passes also give rows for the next stage."""
+    """A `TransformersDecoder` whose passes also give rows for the next stage.
+
+    Raises UnsupportedModelError for a text model with recurrent layers.
+    """
 
     def __init__(self, parts: StageParts) -> None:
+        check_config(parts.text_model.config)
         source = parts.checkpoint
         folder = source.folder if source is not None else None
         config = parts.text_model.config.get_text_config()

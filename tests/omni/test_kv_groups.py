@@ -19,12 +19,14 @@ from transformers import (
 
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
+from headstart.errors import UnsupportedModelError
 from headstart.omni.engine_stage import EngineStage, Feed, PromptFeed, StagePrompt
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.pipeline import Pipeline, Progress
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Output, StageSpec
 from headstart.omni.stage_decoder import StageDecoder, StageParts
 from tests.omni.pipelines import start
+from tests.tiny_models import HYBRIDS, tiny_config, tiny_model
 
 WINDOW, WORDS, BLOCK = 8, 5, 4
 SIZES: dict[str, Any] = {
@@ -163,3 +165,11 @@ def test_rows_evicted_while_both_groups_stay_and_both_evicted_while_rows_stay() 
     assert writer.cache.stats.written == written
     assert writer.run(PROMPTS[0]) == [24]
     writer.pipeline.close()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_stage_with_recurrent_layers_is_refused(name: str) -> None:
+    whole: Any = tiny_model(tiny_config(name))
+    parts = StageParts(text_model=whole.model, head=whole.lm_head, give=lambda tensors: {})
+    with pytest.raises(UnsupportedModelError, match="has layers of type"):
+        StageDecoder(parts)

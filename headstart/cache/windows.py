@@ -39,7 +39,7 @@ class WindowPool:
         self._empty: list[int] = []
         self._passed: OrderedDict[int, None] = OrderedDict()  # unused, evicted first
         self._ends: OrderedDict[int, None] = OrderedDict()  # unused, at the end of a window
-        self._fresh: list[int] = []  # attached in the step under way
+        self._fresh: set[int] = set()  # attached in the step under way
         self._sequences: dict[TokenSequence, SequenceWindow] = {}
         self.clear()
 
@@ -88,7 +88,7 @@ class WindowPool:
         block after them.
         """
         end = known
-        if end > len(blocks) * self.block_size and head not in self._attached:
+        if end > len(blocks) * self.block_size and not self._is_written(head):
             end = len(blocks) * self.block_size
         for index in range(min(len(blocks), -(-end // self.block_size)) - 1, -1, -1):
             if index < self.first(end):
@@ -96,6 +96,11 @@ class WindowPool:
             if blocks[index] not in self._attached:
                 end = index * self.block_size
         return end
+
+    def _is_written(self, block: KVCacheBlock | None) -> bool:
+        """Return True if a block has a window block whose rows earlier steps have written."""
+        block_id = self._attached.get(block) if block is not None else None
+        return block_id is not None and block_id not in self._fresh
 
     # Steps
 
@@ -179,7 +184,7 @@ class WindowPool:
                 self._attached[block] = own
                 self._owners[own] = block
                 if not is_written:
-                    self._fresh.append(own)
+                    self._fresh.add(own)
             elif attached != own:
                 self._claim(attached)
                 self._release(own, is_end=False)

@@ -245,7 +245,11 @@ def rm(name: str, folder: str | None) -> None:
 def _describe_memory(llm: AsyncLLM) -> str:
     """Describe the memory that the caches of an engine may take."""
     facts, tiers = llm.frontend.facts, llm.tiers
-    text = f"K/V pool {show_bytes(llm.kv_cache_bytes)}"
+    tokens = llm.num_blocks * llm.block_size
+    text = f"K/V pool {show_bytes(llm.kv_cache_bytes)} for {tokens:,} tokens"
+    if facts.num_window_blocks:
+        tokens = facts.num_window_blocks * llm.block_size
+        text += f", in layers with a window of {facts.window:,} tokens for {tokens:,}"
     if facts.num_states:
         size = show_bytes(facts.state_bytes)
         text += f", {facts.num_states} states of recurrent layers {size}"

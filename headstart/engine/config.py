@@ -51,6 +51,12 @@ class EngineConfig(CacheOptions):
         "states of recurrent layers, of running requests and for reuse; default: by memory",
         _COUNTS,
     )
+    num_window_blocks: int | None = option(
+        None,
+        "KV blocks of layers with a sliding window, if only some layers have one; default: a tenth "
+        "of num_blocks, or enough for the longest step",
+        _COUNTS,
+    )
     max_model_len: int | None = option(
         None, "longest prompt and answer together, in tokens", _COUNTS
     )

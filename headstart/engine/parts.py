@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -179,13 +179,26 @@ def kv_dtype(config: EngineConfig, decoder: DecoderModel) -> torch.dtype:
     return torch.int8 if config.kv_cache_dtype == "int8" else decoder.dtype
 
 
-def plan_memory(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> tuple[int, int]:
-    """Return the number of blocks of the pool, and of slots for states of recurrent layers.
+class MemoryPlan(NamedTuple):
+    """The sizes of an engine's memory, by their names in `CacheConfig`.
 
-    By default as many as the K/V budget holds. Without attention, blocks only identify tokens, and
-    the budget is for states. encoder_row: bytes of a row of the encoder cache,
-    for which memory is reserved; 0 for a model without vision. Raises OutOfMemoryError if the
-    budget is smaller than one block or exceeds the free memory.
+    num_states: slots for states of recurrent layers. num_window_blocks: blocks of the layers with
+    a sliding window, of `window` tokens at most; 0 if these have the blocks of the other layers.
+    """
+
+    num_blocks: int
+    num_states: int = 0
+    num_window_blocks: int = 0
+    window: int = 0
+
+
+def plan_memory(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> MemoryPlan:
+    """Return the sizes of the memory: by default as many blocks as the K/V budget holds.
+
+    Without attention, blocks only identify tokens, and the budget is for states. encoder_row: bytes
+    of a row of the encoder cache, for which memory is reserved; 0 for a model without vision.
+    Raises OutOfMemoryError if the budget is smaller than one block or exceeds the free memory, and
+    ConfigError for too few window blocks.
     """
     block = _block_bytes(config, decoder)
     rows = config.encoder_cache_rows * encoder_row
@@ -193,7 +206,10 @@ def plan_memory(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -
     budget = config.kv_cache_memory or int(free * config.kv_cache_fraction)
     states = _count_states(config, decoder, budget)
     state_bytes = states * StateMemory.bytes_per_slot(decoder.state_layouts)
-    blocks = config.num_blocks
+    window = window_width(config, decoder)
+    blocks, window_blocks = _plan_windows(config, decoder, budget) if window else (None, 0)
+    if not window_blocks:
+        window, blocks = 0, config.num_blocks
     if blocks is None:
         blocks = (budget - state_bytes) // block if block else DEFAULT_MAX_BLOCKS
         if config.kv_cache_memory is None:
@@ -204,14 +220,69 @@ def plan_memory(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -
             f"the memory for K/V is {budget:,} bytes; allowed: at least {block + state_bytes:,}, "
             f"for {needed}"
         )
-    if blocks * block + state_bytes > free:
+    nbytes = blocks * block
+    if window:
+        nbytes -= (blocks - window_blocks) * _window_block_bytes(config, decoder)
+    if nbytes + state_bytes > free:
         free = max(free - state_bytes, 0)
         reserved = f" after {rows:,} for image embeddings (encoder_cache_rows)" if rows else ""
         reserved += f" after {state_bytes:,} for states (num_states)" if states else ""
+        windows = f" and {window_blocks:,} window blocks" if window else ""
         raise OutOfMemoryError(
-            f"{blocks:,} KV blocks need {blocks * block:,} bytes, and {free:,} are free{reserved}"
+            f"{blocks:,} KV blocks{windows} need {nbytes:,} bytes, and {free:,} are free{reserved}"
         )
-    return blocks, states
+    return MemoryPlan(blocks, states, window_blocks, window)
+
+
+def has_stores(config: EngineConfig) -> bool:
+    """Return True if K/V outlive the pool."""
+    return config.enable_prefix_caching and bool(config.disk_folder or config.remote_cache)
+
+
+def window_width(config: EngineConfig, decoder: DecoderModel) -> int:
+    """Return the widest sliding window of a layer if K/V behind it can be released, else 0.
+
+    Prefixes are found by the blocks of the other layers, so there must be some. Recurrent states
+    and stores need blocks with the K/V of all layers.
+    """
+    windows = {layout.window for layout in decoder.layouts}
+    if decoder.state_layouts or has_stores(config) or None not in windows:
+        return 0
+    return max(window or 0 for window in windows)
+
+
+def _plan_windows(config: EngineConfig, decoder: DecoderModel, budget: int) -> tuple[int, int]:
+    """Return the blocks of the pool, and the window blocks: 0 if they would save nothing.
+
+    There is a window block for every ten blocks, but at least as many as the longest step reads
+    and writes. Raises ConfigError for fewer.
+    """
+    tokens, window = config.max_num_batched_tokens, window_width(config, decoder)
+    least = -(-(tokens + window) // config.block_size) + 2
+    count = config.num_window_blocks
+    if count is not None and count < least:
+        raise ConfigError(
+            f"num_window_blocks is {count}; allowed: at least {least}, for steps of {tokens} "
+            f"tokens (max_num_batched_tokens) and sliding windows of {window}"
+        )
+    blocks = config.num_blocks
+    if blocks is None:
+        window_block = _window_block_bytes(config, decoder)
+        block = _block_bytes(config, decoder) - window_block
+        blocks = (budget - (count or least) * window_block) // block
+        if count is None:
+            blocks = min(blocks, 10 * (budget - window_block) // (10 * block + window_block))
+        if config.kv_cache_memory is None:
+            blocks = min(blocks, DEFAULT_MAX_BLOCKS)
+    if count is None:
+        count = max(least, -(-blocks // 10))
+    return blocks, count if count < blocks else 0
+
+
+def _window_block_bytes(config: EngineConfig, decoder: DecoderModel) -> int:
+    """Return the bytes of a block in the layers with a sliding window."""
+    layouts = [layout for layout in decoder.layouts if layout.window is not None]
+    return PagedKVMemory.bytes_per_block(layouts, config.block_size, kv_dtype(config, decoder))
 
 
 def _block_bytes(config: EngineConfig, decoder: DecoderModel) -> int:
@@ -336,17 +407,18 @@ def make_engine_parts(
         backend = load_module("headstart.models.transformers_backend.image_encoder")
         vision = backend.TransformersVision(decoder, decoder.folder, tokenizer)
     encoder_row = vision.bytes_per_row if vision is not None else 0
-    blocks, num_states = plan_memory(config, decoder, encoder_row)
-    limit = longest_sequence(config, decoder.max_model_len, blocks)
+    plan = plan_memory(config, decoder, encoder_row)
+    limit = longest_sequence(config, decoder.max_model_len, plan.num_blocks)
+    dtype, device = kv_dtype(config, decoder), decoder.device
     memory = PagedKVMemory(
-        decoder.layouts, blocks, config.block_size, kv_dtype(config, decoder), decoder.device
+        decoder.layouts, plan.num_blocks, config.block_size, dtype, device, plan.num_window_blocks
     )
     states: StateMemory | None = None
     if decoder.state_layouts:
-        states = StateMemory(decoder.state_layouts, num_states, decoder.device)
+        states = StateMemory(decoder.state_layouts, plan.num_states, device)
     folder, model = config.disk_folder, None
     stores: Sequence[BlockStore] = ()
-    if config.enable_prefix_caching and (folder is not None or config.remote_cache):
+    if has_stores(config):
         if folder is not None and not make_folder(folder):
             _LOG.warning("cache folder %s is not writable; its blocks are only read", folder)
         model = identify(decoder, memory, config, folder, rows)
@@ -357,9 +429,8 @@ def make_engine_parts(
         memory.prefault(loaded)
         decoder.prepare(min(loaded * config.block_size, _MOST_PREPARED))
     cache = CacheConfig(
-        num_blocks=blocks,
+        **plan._asdict(),
         events=is_observed or bool(stores),
-        num_states=num_states,
         state_interval=max(128, tokens_per_state(config, decoder) // 4),
         states_at_borders=config.deterministic,
         **config.shared() | {"partial_hits": config.partial_hits and not config.deterministic},

@@ -108,7 +108,7 @@ class Runner:
         it gets those of its last row and its draft if it samples, and none if it does not.
         """
         self._nonfinite.clear()
-        self._memory.copy_rows([copy[:3] for copy in batch.copies])
+        self._memory.copy_rows(batch.copies)
         parts: list[_Rows] = []
         greedy_only = not self._deterministic
         for request, start, stop, samples, draft in batch.scheduled:
@@ -182,7 +182,9 @@ class Runner:
         embeddings, places = None, self._tensor(positions)
         if any(rows.extras is not None for rows in parts):
             embeddings, places = self._extras(parts), self._places(parts, places)
-        plan = StepPlan(self._tensor(slots), tuple(spans), contiguous_gather=self._deterministic)
+        plan = StepPlan(
+            self._tensor(slots), tuple(spans), self._deterministic, self._plan_windows(parts, spans)
+        )
         try:
             uses_adapters = any(rows.sequence.namespace.adapter for rows in parts)
             self._adapters.begin_step(
@@ -201,6 +203,20 @@ class Runner:
             return answer
         finally:
             self.end_step()
+
+    def _plan_windows(self, parts: list[_Rows], spans: list[Span]) -> StepPlan | None:
+        """Return the plan of layers in window blocks; None if the memory has none."""
+        memory = self._memory
+        if not memory.num_window_blocks:
+            return None
+        slots: list[int] = []
+        own = []
+        for (sequence, start, stop, *_), span in zip(parts, spans, strict=True):
+            own.append(span._replace(block_ids=sequence.window_table()))
+            slots += sequence.window_slots(
+                start, stop, memory.block_size, memory.window_scratch_slot
+            )
+        return StepPlan(self._tensor(slots), tuple(own), self._deterministic)
 
     def _note_nonfinite(self, parts: list[_Rows]) -> None:
         """Record the sequences whose K or V of this pass are not finite. Ignores padding."""

@@ -160,6 +160,7 @@ class Facade:
         kv_cache_memory_bytes: int | None = None,
         kv_cache_fraction: float = 0.4,
         num_states: int | None = None,
+        num_window_blocks: int | None = None,
         kv_cache_dtype: str = "auto",
         enable_prefix_caching: bool = True,
         deduplicate: bool = True,

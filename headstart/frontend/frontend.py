@@ -348,7 +348,8 @@ class ModelFacts(NamedTuple):
 
     vocab_size: the width of the logits. hasher: for block hashes. shares: the owners of blocks.
     num_states, state_bytes: number and total bytes of slots for states of recurrent layers; 0 for
-    a model without such layers.
+    a model without such layers. num_window_blocks, window: blocks of layers with a sliding window,
+    and its tokens; 0 if these layers have the blocks of the others.
     """
 
     vocab_size: int
@@ -360,6 +361,8 @@ class ModelFacts(NamedTuple):
     shares: Shares
     num_states: int = 0
     state_bytes: int = 0
+    num_window_blocks: int = 0
+    window: int = 0
 
 
 class Frontend:
@@ -488,6 +491,8 @@ def make_frontend(core: EngineCore, tokenizer: PreTrainedTokenizerBase | None) -
         manager.shares,
         manager.config.num_states,
         core.state_bytes,
+        manager.config.num_window_blocks,
+        manager.config.window,
     )
     images = None
     if core.vision is not None and core.images is not None:

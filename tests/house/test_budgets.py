@@ -9,7 +9,7 @@ from tests.house.source import ROOT, FunctionNode, Module, read_modules
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8  # outside the public API, which spells out what users may pass
-MAX_OPTION_FIELDS = 80  # of all dataclasses of options
+MAX_OPTION_FIELDS = 82  # of all dataclasses of options
 MAX_COMPILED_LINES = 6_000  # of C++, all files together
 
 # Modules of the public API: their functions take as many parameters as users need.

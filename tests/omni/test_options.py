@@ -30,6 +30,7 @@ TAKEN: dict[str, Any] = {
     "max_bypassed": 3,
     "speculation": 0,
     "num_states": 4,
+    "num_window_blocks": 5,
     "eviction": "lru",
     "deduplicate": False,
     "partial_hits": False,

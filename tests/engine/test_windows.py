@@ -1,0 +1,298 @@
+"""An engine whose model has layers with and without a sliding window, in two pools of blocks.
+
+The model is a fake. A token's V is a hash of the token and its position, and attention is uniform,
+so a row's outputs count exactly the tokens that it saw. An answer that read a block of another
+sequence or position, or one token more or less, differs from the answer that plain Python computes.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headstart.attention import AttentionBackend, AttentionOptions, LayerLayout, PagedKVMemory
+from headstart.attention.memory import StateMemory
+from headstart.cache import TokenSequence
+from headstart.engine.config import EngineConfig, make_config
+from headstart.engine.engine import EngineCore
+from headstart.engine.params import SamplingParams
+from headstart.engine.parts import make_engine_parts, plan_memory
+from headstart.engine.request import Request, RequestGroup
+from headstart.engine.sampling import SamplingState
+from headstart.errors import ConfigError, OutOfMemoryError
+from headstart.frontend.text import Detokenizer, OutputText
+from headstart.models.decoder import DecoderModel, EmbeddingOverlay, Widths
+
+VOCABULARY = 50
+WINDOWS = (9, None, 5)
+
+
+def mark(token: int, position: int) -> int:
+    return (token * 37 + position * 11 + token * position) % 97
+
+
+def expected_answer(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        marks = [mark(token, position) for position, token in enumerate(tokens)]
+        sums = [sum(marks[-window:] if window else marks) for window in WINDOWS]
+        tokens.append(sum((i + 1) * total for i, total in enumerate(sums)) % VOCABULARY)
+    return tokens[len(prompt) :]
+
+
+class WindowDecoder(DecoderModel):
+    """Chooses the token that the sums of the marks in each window say."""
+
+    def __init__(self, windows: tuple[int | None, ...] = WINDOWS) -> None:
+        layouts = (LayerLayout(kv_heads=1, key_dim=8, value_dim=8, window=w) for w in windows)
+        super().__init__(tuple(layouts), None)
+        self.module = nn.Module()
+        self.vocab_size, self.max_model_len = VOCABULARY, 4096
+        self.eos_token_ids = frozenset()
+        self.dtype, self.device, self.output_layer = torch.float32, torch.device("cpu"), None
+        self.num_rows = 0
+        self._backend: AttentionBackend | None = None
+
+    def linear_widths(self) -> dict[str, Widths]:
+        return {}
+
+    def attach(self, backend: AttentionBackend, states: StateMemory | None = None) -> None:
+        self._backend = backend
+
+    def detach(self) -> None:
+        self._backend = None
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embeddings: EmbeddingOverlay | None = None,
+    ) -> Tensor:
+        assert self._backend is not None
+        self.num_rows += len(token_ids)
+        zeros = torch.zeros(len(token_ids), 1, 8)
+        marks = mark(token_ids, positions).float()  # type: ignore[arg-type, attr-defined]
+        chosen = torch.zeros(len(token_ids))
+        for layer, layout in enumerate(self.layouts):
+            options = AttentionOptions(1.0, layout.window)
+            value = marks.view(-1, 1, 1).expand(-1, 1, 8)
+            means = self._backend.attend(layer, zeros, zeros, value, options)[:, 0, 0]
+            seen = (positions + 1).clamp(max=layout.window or 10**6)
+            chosen += (layer + 1) * (means * seen).round()
+        logits = torch.nn.functional.one_hot(chosen.long() % VOCABULARY, VOCABULARY)
+        return logits.float()[logit_rows]
+
+
+class Harness:
+    """An engine core with the fake model, without a frontend."""
+
+    def __init__(self, **options: Any) -> None:
+        config = make_config(
+            {
+                "num_blocks": 100,
+                "block_size": 4,
+                "max_num_batched_tokens": 16,
+                "debug": True,
+                **options,
+            }
+        )
+        self.model = WindowDecoder()
+        parts = make_engine_parts(self.model, None, config)
+        self.memory = parts.memory
+        self.core = EngineCore(parts, config)
+        self.groups: list[RequestGroup] = []
+
+    def submit(self, prompt: list[int], count: int = 5, salt: str | None = None) -> RequestGroup:
+        name = f"r{len(self.groups)}"
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        group = RequestGroup(name, None, prompt, params, 0.0)
+        group.requests = [
+            Request(
+                group,
+                0,
+                TokenSequence(name, prompt, salt=salt),
+                SamplingState(params, prompt, [], None, frozenset()),
+                OutputText(Detokenizer(None), params, frozenset(), 10**6),
+            )
+        ]
+        self.groups.append(group)
+        self.core.submit(group)
+        return group
+
+    def finish(self) -> None:
+        while self.core.has_unfinished:
+            self.core.step()
+
+    def answer(self, group: RequestGroup) -> list[int]:
+        return list(group.output().outputs[0].token_ids)
+
+    def run(self, prompt: list[int], count: int = 5) -> int:
+        """Check an answer; return how many tokens of the prompt were hit."""
+        group = self.submit(prompt, count)
+        self.finish()
+        assert self.answer(group) == expected_answer(prompt, count)
+        return group.output().num_cached_tokens or 0
+
+
+@pytest.fixture(params=[False, True], ids=["", "deterministic"])
+def deterministic(request: pytest.FixtureRequest) -> bool:
+    return request.param  # type: ignore[no-any-return]
+
+
+TEXT = [i * i * 7 % 50 for i in range(200)]
+
+
+def test_blocks_behind_the_window_are_released(deterministic: bool) -> None:
+    """The window pool is an eighth of the prompt."""
+    harness = Harness(num_window_blocks=9, deterministic=deterministic)
+    assert harness.memory.num_window_blocks == 9
+    assert harness.run(TEXT, 40) == 0
+    assert harness.run([*TEXT, *expected_answer(TEXT, 40), 3], 40) >= 232
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_mixed_lengths(caching: bool, deterministic: bool) -> None:
+    harness = Harness(enable_prefix_caching=caching, deterministic=deterministic)
+    for _ in range(2):
+        groups = [harness.submit(TEXT[:n], n % 13 + 1) for n in (1, 3, 9, 33, 70, 120)]
+        harness.finish()
+        for group, n in zip(groups, (1, 3, 9, 33, 70, 120), strict=True):
+            assert harness.answer(group) == expected_answer(TEXT[:n], n % 13 + 1)
+
+
+def test_forks_within_and_behind_the_window(deterministic: bool) -> None:
+    harness = Harness(num_window_blocks=40, deterministic=deterministic)
+    harness.run(TEXT)
+    for n in (199, 196, 192, 191, 150, 100, 12, 3, 150, 199):
+        harness.run([*TEXT[:n], 1, 2])
+
+
+def test_no_rows_are_copied_before_the_step_that_writes_them() -> None:
+    """A block was cached, its window was not: a step computed this again and copied from it."""
+    harness = Harness(num_window_blocks=20, max_num_batched_tokens=40)
+    harness.run(TEXT[:30])
+    harness.run(TEXT[100:190])
+    prompts = [[*TEXT[:18], 1], [*TEXT[:14], 1, 2]]
+    groups = [harness.submit(prompt) for prompt in prompts]
+    harness.finish()
+    for group, prompt in zip(groups, prompts, strict=True):
+        assert harness.answer(group) == expected_answer(prompt, 5)
+
+
+def test_preempted_requests_resume(deterministic: bool) -> None:
+    harness = Harness(num_blocks=40, num_window_blocks=12, deterministic=deterministic)
+    groups = [harness.submit(TEXT[i : i + 30], 30) for i in range(6)]
+    harness.finish()
+    assert harness.core.num_preemptions
+    for i, group in enumerate(groups):
+        assert harness.answer(group) == expected_answer(TEXT[i : i + 30], 30)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_requests(seed: int) -> None:
+    draw = random.Random(seed)
+    tokens = draw.choice([7, 16, 40])
+    least = -(-(tokens + 9) // 4) + 2
+    harness = Harness(
+        num_blocks=draw.choice([40, 60, 100]),
+        num_window_blocks=least + draw.choice([0, 1, 5, 12]),
+        deterministic=draw.random() < 0.3,
+        partial_hits=draw.random() < 0.8,
+        deduplicate=draw.random() < 0.8,
+        enable_prefix_caching=draw.random() < 0.9,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=draw.choice([2, 4, 16]),
+    )
+    assert harness.memory.num_window_blocks
+    texts = [[draw.randrange(50) for _ in range(80)] for _ in range(2)]
+    lengths: dict[str, int] = {}
+    for _ in range(60):
+        for _ in range(draw.randrange(4)):
+            text = draw.choice(texts)
+            done = [g for g in harness.groups if g.finished and len(g.prompt_token_ids) < 60]
+            if done and draw.random() < 0.4:  # the next turn of a conversation
+                turn = draw.choice(done)
+                prompt = turn.prompt_token_ids + harness.answer(turn)
+            else:
+                prompt = text[: draw.randrange(1, 80)]
+            prompt = [*prompt, *(draw.randrange(50) for _ in range(draw.randrange(3)))]
+            count = draw.randrange(1, 20)
+            group = harness.submit(prompt, count, salt=draw.choice([None, None, "s"]))
+            lengths[group.request_id] = count
+        for _ in range(draw.randrange(6)):
+            if harness.core.has_unfinished:
+                harness.core.step()
+        if draw.random() < 0.1 and harness.groups:
+            harness.core.abort(draw.choice(harness.groups).request_id)
+        if draw.random() < 0.03:
+            harness.core.reset_prefix_cache(reset_running_requests=True)
+    harness.finish()
+    for group in harness.groups:
+        expected = expected_answer(group.prompt_token_ids, lengths[group.request_id])
+        answer = harness.answer(group)
+        reason = group.requests[0].finish_reason
+        assert answer == expected[: len(answer)]
+        assert reason == "abort" or len(answer) == len(expected), reason
+    assert not harness.core.manager.sequences
+
+
+GEMMA_3_1B = tuple(LayerLayout(1, 256, 256, None if layer % 6 == 5 else 512) for layer in range(26))
+BLOCK = 1 * 512 * 2 * 16  # K/V heads, elements, bf16, tokens: of a layer
+
+
+def gemma() -> WindowDecoder:
+    decoder = WindowDecoder()
+    decoder.layouts, decoder.dtype = GEMMA_3_1B, torch.bfloat16
+    return decoder
+
+
+def test_windows_take_a_quarter_of_the_memory_of_a_long_context() -> None:
+    config = EngineConfig(num_blocks=2000, cache_dir="off")
+    plan = plan_memory(config, gemma(), 0)
+    assert plan.num_blocks * config.block_size == 32_000
+    sizes = (config.block_size, torch.bfloat16, "meta")
+    grouped = PagedKVMemory(GEMMA_3_1B, plan.num_blocks, *sizes, plan.num_window_blocks)
+    assert grouped.nbytes <= PagedKVMemory(GEMMA_3_1B, plan.num_blocks, *sizes).nbytes / 4
+
+
+@pytest.mark.parametrize("budget", [100_000_000, 1_000_000_000])
+def test_blocks_and_window_blocks_share_the_memory(budget: int) -> None:
+    plan = plan_memory(EngineConfig(kv_cache_memory=budget), gemma(), 0)
+    assert plan.num_window_blocks == max(162, -(-plan.num_blocks // 10))
+    used = (plan.num_blocks * 4 + plan.num_window_blocks * 22) * BLOCK
+    assert budget - 48 * BLOCK < used <= budget
+    fixed = EngineConfig(kv_cache_memory=budget, num_window_blocks=200)
+    plan = plan_memory(fixed, gemma(), 0)
+    used = (plan.num_blocks * 4 + 200 * 22) * BLOCK
+    assert plan.num_window_blocks == 200
+    assert budget - 4 * BLOCK < used <= budget
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 162},
+        {"num_blocks": 1000, "cache_dir": "/tmp/never made"},
+        {"num_blocks": 1000, "remote_cache": "redis://localhost:1/0"},
+        {"num_blocks": 300, "num_window_blocks": 300},
+    ],
+    ids=str,
+)
+def test_all_layers_share_one_pool(options: dict[str, Any]) -> None:
+    plan = plan_memory(EngineConfig(**options), gemma(), 0)
+    assert (plan.num_blocks, plan.num_window_blocks) == (options["num_blocks"], 0)
+
+
+@pytest.mark.parametrize("windows", [(None, None), (512, 512)], ids=str)
+def test_layers_of_one_kind_share_one_pool(windows: tuple[int | None, ...]) -> None:
+    assert plan_memory(EngineConfig(num_blocks=1000), WindowDecoder(windows), 0).window == 0
+
+
+def test_numbers_of_window_blocks_that_cannot_serve_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_window_blocks is 161; allowed: at least 162, for"):
+        plan_memory(EngineConfig(num_blocks=1000, num_window_blocks=161), gemma(), 0)
+    with pytest.raises(OutOfMemoryError, match="10,000,000,000 KV blocks and 1,000,000,000 window"):
+        plan_memory(EngineConfig(num_blocks=10**10), gemma(), 0)

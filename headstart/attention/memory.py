@@ -171,7 +171,7 @@ class PagedKVMemory:
         advance. It changes no byte. Returns the thread; None for memory that is not on a CPU, and
         on systems other than Linux.
         """
-        count = min(num_blocks, self.num_blocks, _PREFAULTED // self.block_bytes)
+        count = min(num_blocks, self.num_blocks, _PREFAULTED // max(1, self.block_bytes))
         if self.device.type != "cpu" or count <= 0 or sys.platform != "linux":
             return None
 

@@ -137,6 +137,8 @@ class DecoderModel(ABC):
     """True if the model has a vision part."""
     state_layouts: tuple[StateLayout, ...] = ()
     """The states of one sequence, per recurrent layer; empty for a model without such layers."""
+    without_adapters: tuple[str, ...] = ()
+    """Prefixes of the names of layers that compute sequences separately, and take no adapters."""
 
     def __init__(self, layouts: tuple[LayerLayout, ...], folder: Path | None = None) -> None:
         self.folder = folder

@@ -294,7 +294,13 @@ def _check_layers(
 ) -> None:
     """Raise an error unless the file's layers are those that the configuration selects."""
     linear = set(stored_names.values())
-    if unknown := layers - linear:
+    unknown = layers - linear
+    if within := {name for name in unknown if name.startswith(model.without_adapters)}:
+        raise UnsupportedAdapterError(
+            f"{file} changes {_some(within)}: recurrent layers in transformers' modules compute "
+            "one sequence after another; allowed: adapters of other layers"
+        )
+    if unknown:
         raise UnsupportedAdapterError(
             f"{file} is for another model, or for layers that are not linear, as "
             f"{_some(unknown)} is not a linear layer of this model"

@@ -83,3 +83,30 @@ def test_adapters_of_recurrent_layers(name: str, targets: list[str], tmp_path: P
             assert list(output.outputs[0].token_ids) == expected
             assert output.num_cached_tokens == cached
     llm.close()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_bits_do_not_depend_on_the_cache(name: str, tmp_path: Path) -> None:
+    """With deterministic=True, from memory and from the disk of another engine."""
+    folder, answers = save_tiny(name, tmp_path / "model"), []
+    prompts = [TEXT[:40], TEXT[:77], [*TEXT[:60], 9, 9]]
+    for options in ({"enable_prefix_caching": False}, *[{"cache_dir": str(tmp_path / "kv")}] * 2):
+        llm = LLM(
+            str(folder),
+            dtype="float32",
+            num_blocks=200,
+            num_states=100,
+            debug=True,
+            max_num_batched_tokens=64,
+            deterministic=True,
+            **options,
+        )
+        outputs = [llm.generate([prompt], PARAMS, use_tqdm=False)[0] for prompt in prompts]
+        completions = [output.outputs[0] for output in outputs]
+        answers.append([(c.token_ids, c.cumulative_logprob, c.logprobs) for c in completions])
+        llm.close()
+    hits = [output.num_cached_tokens for output in outputs]
+    has_attention = name not in ("mamba", "mamba2", "falcon_mamba")
+    # Of states without K/V, stores have one for every 64 tokens.
+    assert hits == ([32, 64, 48] if has_attention else [0, 64, 32])
+    assert answers[1] == answers[0] and answers[2] == answers[0]

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
@@ -121,6 +121,7 @@ class TransformersDecoder(DecoderModel):
         super().__init__(layouts, folder)
         self.module, self.config = model, model.config
         self.state_layouts = tuple(mixer.layout for mixer in mixers)
+        self.without_adapters = tuple(f"{mixer.name}." for mixer in mixers)
         self._mixers = MixerStates(model, mixers) if mixers else None
         self._takes_positions = takes_positions(model)
         self.dtype, self.device = model.dtype, model.device
@@ -145,12 +146,10 @@ class TransformersDecoder(DecoderModel):
 
     def linear_widths(self) -> dict[str, Widths]:
         widths = {}
-        # Rows of single experts, of a vision tower and within mixers are not the batch's tokens.
+        # Rows of single experts and of a vision tower are not tokens.
         rows = {*text_part(self.module).modules(), self.module.get_output_embeddings()}
-        if self._mixers is not None:
-            rows -= self._mixers.modules()
         for name, module in self.module.named_modules():
-            if module not in rows or ".experts." in name:
+            if module not in rows or ".experts." in name or name.startswith(self.without_adapters):
                 continue
             if isinstance(module, Conv1D):
                 widths[name] = Widths(*module.weight.shape)
@@ -162,6 +161,11 @@ class TransformersDecoder(DecoderModel):
         if self.folder is not None:
             return super()._compute_fingerprint()
         return fingerprint_memory(self.module)
+
+    def products(self) -> str:
+        products = super().products()
+        # Recurrences are computed in chunks, which a version of transformers may change.
+        return products if self._mixers is None else f"{products}, transformers {__version__}"
 
     def attach(self, backend: AttentionBackend, states: StateMemory | None = None) -> None:
         self._release_backend()

@@ -317,11 +317,6 @@ class MixerStates:
         for mixer in self.mixers:
             del self._model.get_submodule(mixer.name).forward
 
-    def modules(self) -> set[nn.Module]:
-        """Return the mixers and all modules in them."""
-        mixers = (self._model.get_submodule(mixer.name) for mixer in self.mixers)
-        return {part for mixer in mixers for part in mixer.modules()}
-
     def make_memory(self, num_slots: int) -> StateMemory:
         """Return slots for the states of the mixers."""
         layouts = [mixer.layout for mixer in self.mixers]

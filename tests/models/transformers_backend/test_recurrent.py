@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
-from headstart.errors import UnsupportedModelError
+from headstart.errors import UnsupportedAdapterError, UnsupportedModelError
 from headstart.models.decoder import DecoderModel
 from headstart.models.loader import load_model
+from headstart.models.lora_files import read_weights
+from headstart.models.lora_layers import AdapterRun, LoraLayers, ResidentAdapter
 from headstart.models.transformers_backend.decoder import TransformersDecoder
 from headstart.models.transformers_backend.probe import check_config, probe_model
+from tests.models.paged import Paged
 from tests.models.stepper import BLOCK, LENGTH, Part, Stepper, check, expected_logits, random_tokens
+from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import RECURRENT, save_tiny, tiny_config, tiny_model
 
 
@@ -172,11 +176,22 @@ def test_modules_are_transformers_own_after_detaching(name: str) -> None:
     check(logits, expected(name))
 
 
-def test_linear_layers_within_mixers_take_no_adapters(name: str, model: DecoderModel) -> None:
-    """A mixer computes the rows of one sequence after another."""
-    widths = model.linear_widths()
-    assert not any(part in layer for layer in widths for part in ("in_proj", "linear_attn"))
-    assert any("lm_head" in layer for layer in widths)
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "lfm2_moe"])
+def test_adapters_of_attention_apply_and_of_mixers_do_not(family: str, tmp_path: Path) -> None:
+    base = save_tiny(family, tmp_path / "base")
+    paged = Paged(load_model(base, "float32"))
+    path = make_adapter(base, tmp_path / "mixers", target_modules="all-linear")
+    with pytest.raises(UnsupportedAdapterError, match=r"allowed: adapters of other layers"):
+        read_weights(path, paged.decoder, 64)
+    path = make_adapter(base, tmp_path / "attention", target_modules=["q_proj", "v_proj"])
+    weights = read_weights(path, paged.decoder, 64)
+    tokens = random_tokens(LENGTH).tolist()
+    sequence, layers = paged.add(tokens), LoraLayers(paged.decoder)
+    for count in (LENGTH - 5, 5):
+        layers.begin_step([AdapterRun(ResidentAdapter(weights), count, count)])
+        paged.step([(sequence, count)])
+        layers.end_step()
+    check(torch.stack(sequence.logits), Oracle(base, path).logits(tokens))
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])

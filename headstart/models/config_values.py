@@ -78,8 +78,16 @@ LAYER_COUNTS = frozenset(
 )
 """The keys of layer counts."""
 
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads")
-WIDTHS = frozenset({"hidden_size", "n_embd", "d_model", "head_dim", "intermediate_size", "ffn_dim"})
+_HEADS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads"),
+    "num_global_key_value_heads",
+)
+WIDTHS = frozenset(
+    {
+        *("hidden_size", "n_embd", "d_model", "head_dim", "intermediate_size", "ffn_dim"),
+        "global_head_dim",
+    }
+)
 """The keys of layer widths."""
 
 _EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
@@ -93,7 +101,8 @@ _RANGES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(_HEADS, (1, _MOST_HEADS)),
     **dict.fromkeys(WIDTHS, (1, _MOST_WIDTH)),
     **dict.fromkeys((*_EXPERTS, _USED), (0, _MOST_HEADS)),
-    "moe_intermediate_size": (0, _MOST_WIDTH),
+    **dict.fromkeys(("moe_intermediate_size", "hidden_size_per_layer_input"), (0, _MOST_WIDTH)),
+    "num_kv_shared_layers": (0, _MOST_LAYERS),
     "eos_token_id": (-1, _MOST_TOKENS),  # -1: none
     "vocab_size": (1, _MOST_TOKENS),
     "max_position_embeddings": (1, _MOST_TOKENS),

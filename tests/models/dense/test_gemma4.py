@@ -1,5 +1,6 @@
 """Gemma 4 in headstart's own modules: K and V of other layers, and inputs of single layers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import (
     Gemma4TextConfig,
 )
 
-from headstart.errors import UnsupportedModelError
+from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.decoder import DecoderModel
 from headstart.models.gptq import plan_quantization
 from headstart.models.loader import load_model
@@ -198,3 +199,17 @@ def test_an_adapter_on_all_linear_layers(name: str, tmp_path: Path) -> None:
         paged.step([(sequence, count)])
         layers.end_step()
     check(sequence.logits, Oracle(base, path).logits(tokens))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("num_global_key_value_heads", -1), ("global_head_dim", 0), ("num_kv_shared_layers", -2)],
+        ("hidden_size_per_layer_input", -1),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(name: str, value: int, tmp_path: Path) -> None:
+    path = save_tiny("gemma4_text", tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(DamagedModelError, match=f"{name} is {value}; allowed: an integer from"):
+        load_model(tmp_path)

@@ -70,7 +70,11 @@ LOADS = {
 }
 
 
-def make_load(name: str, at: int) -> Asked:
-    """Return a load with the prompts of its run number `at`; each run has new prompts."""
+def make_load(name: str, at: int, shape: str = "") -> Asked:
+    """Return a load with the prompts of its run number `at`; each run has new prompts.
+
+    shape: replaces the load's.
+    """
     load = LOADS[name]
-    return load.prompts(random.Random(f"load {name}, {at}"), SHAPES[load.shape].vocab_size)
+    vocabulary = SHAPES[shape or load.shape].vocab_size
+    return load.prompts(random.Random(f"load {name}, {at}"), vocabulary)

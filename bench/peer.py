@@ -1,6 +1,6 @@
 """One engine in a separate process: it runs the loads that it reads, and prints their times.
 
-    PYTHON bench/peer.py ENGINE FOLDER THREADS WEIGHTS
+    PYTHON bench/peer.py ENGINE FOLDER THREADS WEIGHTS CLOCK
 
 `peers.py` starts it with the Python of the engine's virtual environment; it needs only that engine.
 It prints {"ready": true} when the model is loaded. Then it reads a load from each line, and prints
@@ -11,11 +11,11 @@ a line with the answer: {"seconds": {name: seconds}, "tokens": [[ids], ...]}.
     {"load": "together", "first": ids or [], "prompts": [ids, ...], "count": n}
 
 Prompts are token ids. An answer is greedy and has exactly `count` tokens. WEIGHTS is auto (16
-bits), int8 or int4. Activations are bfloat16, or float32 if the CPU cannot multiply bfloat16. The
-KV cache has 16 bits in other engines, and the dtype of activations in headstart. Prefixes are
-cached. All other settings of an engine are the fastest that were found; comments explain them. The
-process is bound to as many cores as threads, because some engines start more threads than they are
-asked for.
+bits), int8 or int4. CLOCK is wall, or cpu for the CPU seconds of this process. Activations are
+bfloat16, or float32 if the CPU cannot multiply bfloat16. The KV cache has 16 bits in other engines,
+and the dtype of activations in headstart. Prefixes are cached. All other settings of an engine are
+the fastest that were found; comments explain them. The process is bound to as many cores as
+threads, because some engines start more threads than they are asked for.
 """
 
 import importlib
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, Protocol
 
 CACHE = 32_768  # tokens of KV memory; prompts hit only prompts of the same round
@@ -298,6 +298,7 @@ def together(
     return {"seconds": {"together": clock() - start}, "tokens": answers}
 
 
+CLOCKS: dict[str, Clock] = {"wall": perf_counter, "cpu": process_time}
 DRIVERS: dict[str, Callable[..., Answer]] = {
     "document": document,
     "chat": chat,
@@ -308,13 +309,13 @@ DRIVERS: dict[str, Callable[..., Answer]] = {
 def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of the engine goes to stderr
-    name, folder, threads, weights = sys.argv[1:]
+    name, folder, threads, weights, clock = sys.argv[1:]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     engine = ENGINES[name](folder, int(threads), weights)
     print(json.dumps({"ready": True}), file=out)
     for line in sys.stdin:
         asked = json.loads(line)
-        answer = DRIVERS[asked.pop("load")](engine, **asked)
+        answer = DRIVERS[asked.pop("load")](engine, **asked, clock=CLOCKS[clock])
         short = [tokens for tokens in answer["tokens"] if len(tokens) != asked["count"]]
         assert not short, f"{name} gave {len(short[0])} tokens, not {asked['count']}"
         print(json.dumps(answer), file=out)

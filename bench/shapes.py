@@ -24,6 +24,7 @@ from transformers import (
     Qwen2Config,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
 from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
@@ -87,6 +88,19 @@ SHAPES: dict[str, PreTrainedConfig] = {
         linear_num_key_heads=16,
         linear_num_value_heads=16,
         max_position_embeddings=32_768,
+        eos_token_id=248_044,
+        tie_word_embeddings=True,
+    ),
+    "gemma-3-1b": Gemma3TextConfig(
+        vocab_size=262_144,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        max_position_embeddings=32_768,
+        sliding_window=512,
         tie_word_embeddings=True,
     ),
     "small-llama": LlamaConfig(
@@ -155,40 +169,84 @@ def gguf_file(shape: str, kind: str) -> Path:
     return path
 
 
+_ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+}
+
+
 def _write_gguf(model: PreTrainedModel, path: Path, kind: gguf.GGMLQuantizationType) -> None:
     config = model.config
-    is_llama = config.model_type == "llama"
-    head = config.hidden_size // config.num_attention_heads
-    writer = gguf.GGUFWriter(path, config.model_type)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
-    architecture = gguf.MODEL_ARCH.LLAMA if is_llama else gguf.MODEL_ARCH.QWEN2
+    architecture = _ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    _write_metadata(writer, model)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        data = tensor.numpy()
-        if is_llama and ("q_proj" in name or "k_proj" in name):  # GGUF interleaves pairs of rows
-            data = data.reshape(-1, 2, head // 2, data.shape[-1]).swapaxes(1, 2)
-            data = data.reshape(tensor.shape)
-        theirs = names.get_name(name, (".weight", ".bias"))
-        assert theirs is not None, name
-        if data.ndim == 1:
-            writer.add_tensor(theirs, data)
+        data = _convert(name, tensor, config).numpy()
+        target = names.get_name(name.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias"))
+        assert target is not None, name
+        if data.ndim == 1 or tensor.ndim == 3:
+            writer.add_tensor(target, data)
         elif data.shape[-1] % 32 == 0:
-            writer.add_tensor(theirs, gguf.quants.quantize(data, kind), raw_dtype=kind)
+            writer.add_tensor(target, gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:  # as in llama.cpp, if a row is not a multiple of the group size
-            writer.add_tensor(theirs, data.astype("float16"))
+            writer.add_tensor(target, data.astype("float16"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _write_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    config = model.config
+    kind = config.model_type
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    angles = config.rope_parameters
+    kv_heads = config.num_key_value_heads
+    if kind == "lfm2":  # by layer
+        kv_heads = [kv_heads * (layer == "full_attention") for layer in config.layer_types]
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_feed_forward_length(model.model.layers[0].feed_forward.w1.out_features)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+    if kind == "gemma3_text":
+        writer.add_sliding_window(config.sliding_window)
+        angles = angles["full_attention"]
+    if kind == "qwen3_5_text":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(int(head * angles.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(angles["rope_theta"])
+    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+
+
+def _convert(name: str, tensor: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """Return a tensor as llama.cpp's converter changes it."""
+    kind = config.model_type
+    if tensor.ndim == 3:  # of a convolution
+        return tensor.squeeze(1).contiguous()
+    if kind == "llama" and ("q_proj" in name or "k_proj" in name):  # GGUF interleaves pairs of rows
+        half = config.hidden_size // config.num_attention_heads // 2
+        return tensor.view(-1, 2, half, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
+    if name.endswith("A_log"):
+        return -tensor.exp()
+    has_one_less = kind in ("gemma3_text", "qwen3_5_text") and "linear_attn.norm" not in name
+    return tensor + 1 if has_one_less and "norm" in name else tensor

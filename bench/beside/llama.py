@@ -18,8 +18,9 @@ from itertools import takewhile
 from pathlib import Path
 from time import perf_counter
 
-CELLS = 32_768  # tokens whose K and V fit
+CELLS = 65_536  # tokens whose K and V fit
 SEQUENCES = 64
+MIN_CHECKPOINT = 64  # tokens worth a checkpoint of a recurrent state
 
 Ids = list[int]
 
@@ -29,6 +30,8 @@ class LlamaCpp:
 
     A prompt reuses the prefix of it that a sequence has, like a slot of llama.cpp's server. If
     several prompts have the same prefix, they share its cells.
+    A recurrent state cannot be cut, so a prompt continues a sequence that it begins with. If it
+    only shares tokens with a sequence, those are computed into a checkpoint for the next prompts.
     """
 
     def __init__(self, folder: str, threads: int, weights: str) -> None:
@@ -47,6 +50,8 @@ class LlamaCpp:
         vocab = self.api.llama_model_get_vocab(self.model)
         self.num_tokens = self.api.llama_vocab_n_tokens(vocab)
         self.held: list[Ids] = [[] for _ in range(SEQUENCES)]  # by sequence
+        self.is_recurrent = self.api.llama_model_is_hybrid(self.model)
+        self.checkpoints: list[int] = []  # the last sequences
 
     def stream(self, prompt: Ids, count: int) -> Iterator[int]:
         return (row[0] for row in self._steps([prompt], count))
@@ -55,13 +60,39 @@ class LlamaCpp:
         return [list(tokens) for tokens in zip(*self._steps(prompts, count), strict=True)]
 
     def _steps(self, prompts: list[Ids], count: int) -> Iterator[Ids]:
-        sequences = self._share(prompts)
+        sequences = self._resume(prompts) if self.is_recurrent else self._share(prompts)
         asked = zip(sequences, prompts, strict=True)
         new = [(at, prompt[len(self.held[at]) :]) for at, prompt in asked]
         for _ in range(count):
             tokens = self._decode(new)
             yield tokens
             new = [(at, [token]) for at, token in zip(sequences, tokens, strict=True)]
+
+    def _resume(self, prompts: list[Ids]) -> list[int]:
+        """Return a sequence for each prompt that holds tokens from its beginning on, or none."""
+        sequences: list[int] = []
+        for prompt in prompts:
+            shared = [count_shared(held, prompt[:-1]) for held in self.held]
+            whole = [i for i, held in enumerate(self.held) if len(held) == shared[i]]
+            source = max(whole, key=shared.__getitem__)
+            if max(shared) > shared[source] + MIN_CHECKPOINT:
+                source = self._copy(source, sequences)
+                self.checkpoints.append(source)
+                self._decode([(source, prompt[len(self.held[source]) : max(shared)])])
+            if source in self.checkpoints or source in sequences:
+                source = self._copy(source, sequences)
+            sequences.append(source)
+        return sequences
+
+    def _copy(self, source: int, used: list[int]) -> int:
+        """Copy a sequence into the shortest unused sequence; return its number."""
+        unused = set(range(SEQUENCES)) - {source, *used, *self.checkpoints[-SEQUENCES // 4 :]}
+        target = min(unused, key=lambda i: len(self.held[i]))
+        self.checkpoints = [i for i in self.checkpoints if i != target]
+        self.api.llama_memory_seq_rm(self.memory, target, -1, -1)
+        self.api.llama_memory_seq_cp(self.memory, source, target, -1, -1)
+        self.held[target] = self.held[source]
+        return target
 
     def _share(self, prompts: list[Ids]) -> list[int]:
         """Return a sequence for each prompt, with the longest prefix that any sequence has."""

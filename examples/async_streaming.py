@@ -1,4 +1,4 @@
-"""Stream the answers to several prompts at once, each token as it comes."""
+"""Stream the answers to several prompts at once, token by token."""
 
 import asyncio
 

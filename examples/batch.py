@@ -1,4 +1,4 @@
-"""Many prompts with a progress bar: token ids, parameters of their own, and urgent ones first."""
+"""Many prompts with a progress bar, as token ids, with separate parameters and priorities."""
 
 from headstart import LLM, SamplingParams, TokensPrompt
 

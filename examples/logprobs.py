@@ -1,4 +1,4 @@
-"""The likeliest tokens at each place of an answer and of its prompt."""
+"""The likeliest tokens at each position of an answer and of its prompt."""
 
 from headstart import LLM, SamplingParams
 

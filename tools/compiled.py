@@ -1,9 +1,9 @@
-"""Runs the tests of the cache over the cache as it is compiled for some wheels.
+"""Run the tests of the cache with the cache compiled by mypyc.
 
     python tools/compiled.py [arguments for pytest]
 
-A copy of the sources in build/compiled is compiled as `setup.py` says, and the tests run in that
-copy; without a C compiler and Python's headers nothing is run. The copy stays, for
+`setup.py` compiles a copy of the sources in build/compiled, and the tests run in that copy. Without
+a C compiler and Python's headers, no tests run. The copy remains, for
 `bench/manager/manager.py --compiled build/compiled`.
 """
 
@@ -24,14 +24,14 @@ TESTS = (
 )
 LEFT_OUT = {
     "tests/server/test_cache_api.py::test_many_questions_cost_few_looks": "replaces a method",
-    "tests/cluster/serving": "asks nothing of the manager, and takes long",
+    "tests/cluster/serving": "hardly uses the manager, and takes long",
 }
 
 
 def main(arguments: list[str]) -> int:
     """Copy, compile, test; return the exit status of the tests."""
     if not can_compile():
-        print("headstart.cache is not compiled: no C compiler here, or no Python.h")
+        print("headstart.cache is not compiled: there is no C compiler, or no Python.h")
         return 0
     compile_copy()
     environment = {**os.environ, "PYTHONPATH": str(FOLDER), "OMP_NUM_THREADS": "1"}
@@ -41,13 +41,13 @@ def main(arguments: list[str]) -> int:
 
 
 def can_compile() -> bool:
-    """Return True if there are a C compiler and Python's headers."""
+    """Return True if a C compiler and Python's headers are installed."""
     compiler = shutil.which((os.environ.get("CC") or "cc").split()[0])
     return compiler is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
 def compile_copy() -> None:
-    """The sources in the folder, with the cache compiled; what is up to date stays as it is."""
+    """Copy the sources and compile the cache; unchanged modules are not compiled again."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     for old in FOLDER.iterdir():
         if old.is_dir() and old.name != "build":
@@ -56,7 +56,7 @@ def compile_copy() -> None:
             old.unlink()
     shutil.copytree(ROOT / "headstart", FOLDER / "headstart")
     shutil.copy2(ROOT / "setup.py", FOLDER)
-    # Without pyproject.toml, so that the kernels are left as they are.
+    # Without pyproject.toml, so that the kernels are not built.
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     environment = {**os.environ, "HEADSTART_COMPILED_CACHE": "1"}
     made = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True)

@@ -1,12 +1,12 @@
-"""Damages what engines keep on disk of prompts with adapters and images, and asks the next engine.
+"""Damage prefixes on disk, of prompts with adapters and images, and check a new engine's answers.
 
     python tools/damage_engine.py MODEL [--adapter FOLDER ...] [--images] [--faults 500] [--seed 0]
 
-For each fault a copy of the folder that an engine filled is damaged as `inject_faults.py` does it,
-and the clock jumps by years for every second one. A new engine on it must give the tokens of one
-without a store, whichever of the adapters bears the name this time; it must not fail, and `verify`
-must find nothing after a repair. What limits it: half a second a fault with the smallest model.
-Ends in one JSON line; exit status 1 if an answer differs, or anything else is wrong.
+For each fault, a copy of a folder that an engine filled is damaged as in `inject_faults.py`. For
+half of the faults the clock jumps by years. A new engine with this folder must not fail. It must
+generate the same tokens as an engine without a store, whichever adapter has the name now. After a
+repair, `verify` must find no damage. A fault takes half a second with the smallest model. Ends in
+one JSON line; exit status 1 if an answer differs or another check fails.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _TEXTS = ("What is {} here?", "Another text: {} and {}", "What is {} and {} here
 
 
 class World:
-    """A model, the adapters that a name may stand for, and what is asked."""
+    """A model, its prompts, and the adapters that may have the same name."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         random = Random(options.seed)
@@ -54,7 +54,7 @@ class World:
         ]
 
     def ask(self, folder: Path | None, adapter: str | None) -> tuple[list[list[int]], int]:
-        """The answers of a new engine, without and with an adapter, and tokens that were loaded."""
+        """Return a new engine's answers without and with an adapter, and its loaded tokens."""
         llm = LLM(
             self.model,
             dtype="float32",
@@ -80,7 +80,7 @@ class World:
     def _prompts(self, llm: LLM) -> Sequence[Any]:
         if not self.images:
             return [{"prompt_token_ids": tokens} for tokens in self.prompts]
-        assert llm.frontend.images is not None, "the model takes no images"
+        assert llm.frontend.images is not None, "the model has no vision"
         place = llm.frontend.images.placeholder
         return [
             {
@@ -93,14 +93,14 @@ class World:
 
 @contextmanager
 def jumping(random: Random) -> Iterator[None]:
-    """The clock jumps by years, every second time."""
+    """Make the clock jump by years, in half of the cases."""
     now, jumps = time.time(), random.random() < 0.5
     with patch("time.time", (lambda: now + random.uniform(-3e8, 3e8)) if jumps else time.time):
         yield
 
 
 def make_templates(world: World, base: Path) -> Templates:
-    """Folders that engines filled: with all, without adapters, and with one adapter's alone."""
+    """Fill folders with engines: with all prompts, without adapters, and with one adapter only."""
     whole, old, foreign = base / "whole", base / "old", base / "foreign"
     for folder, adapters in (
         (whole, world.adapters),
@@ -113,7 +113,7 @@ def make_templates(world: World, base: Path) -> Templates:
 
 
 def run(world: World, options: argparse.Namespace) -> Counter[str]:
-    """Damage as often as asked for; what came of it."""
+    """Inject the faults; return the counts of their outcomes."""
     counts = Counter[str](wrong=0, failed=0)
     alone = {adapter: world.ask(None, adapter)[0] for adapter in world.adapters}
     assert len(set(map(str, alone.values()))) == len(alone), "adapters that change nothing"
@@ -148,7 +148,7 @@ def run(world: World, options: argparse.Namespace) -> Counter[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 0 if every answer was right."""
+    """Run the tool; return exit status 0 if every answer was right."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--adapter", action="append", default=[])

@@ -1,17 +1,17 @@
-"""Runs the tests of the kernels on any CPU, for whoever changes them.
+"""Run the tests of all kernels on any x86 CPU.
 
     python tools/emulate.py [--sanitize] [arguments for pytest]
 
-A copy of the sources is built with `emulation/immintrin.h`, which writes the AVX-512 instructions
-out, and the tests run in that copy: its answers are right where the kernels' are, its times say
-nothing. Needs GCC and Linux.
+A copy of the sources is built with `emulation/immintrin.h`, which implements AVX-512 and AMX
+instructions in C++, and the tests run in that copy. Results are the kernels'; times mean nothing.
+Needs GCC and Linux.
 
-`--sanitize` tries a thousand cases where a test draws them, and adds AddressSanitizer and
-UndefinedBehaviorSanitizer: the first access beyond a tensor ends the run with its place in the C++.
-torch's and numpy's tensors are watched, too, as their memory comes from `malloc`, and so are loads
-and stores under a mask, which GCC leaves alone where they are instructions.
+`--sanitize` draws a thousand cases per random test, and adds AddressSanitizer and
+UndefinedBehaviorSanitizer: the first access outside of a tensor ends the run and shows its line of
+C++. Tensors of torch and numpy are checked too, since `malloc` allocates them, and so are masked
+loads and stores, which GCC would not check as instructions.
 
-Sources are compiled, and tests run, in one process for each core; `-n 0` runs tests in one alone.
+Sources are compiled and tests run in one process per core; `-n 0` runs the tests in one process.
 """
 
 import os
@@ -31,7 +31,7 @@ EMULATED = (
     *("-march=native", f"-I{EMULATION}", "-Wno-psabi"),
     *("-D__builtin_cpu_supports(feature)=1", "-DHEADSTART_EMULATED"),
 )
-# What runs on this CPU as it is.
+# Sources that run on this CPU without emulation.
 NOT_EMULATED = [
     f"headstart/native/{name}.cpp"
     for name in (
@@ -44,9 +44,9 @@ NOT_EMULATED = [
     )
 ]
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-# Written out there, too: an instruction that fewer CPUs have than AVX2's,
+# Also emulated: AVX-VNNI, which fewer CPUs have than AVX2.
 AVX_VNNI = ("-march=native", "-DHEADSTART_EMULATED", "-include", str(EMULATION / "avx_vnni.h"))
-# and a load under a mask, for the sanitizers to watch.
+# Masked loads, so that the sanitizers check them.
 WATCHED = ("-include", str(EMULATION / "watched_avx2.h"))
 SPREAD = ("-n", "logical", "--maxprocesses", "8", "--dist", "worksteal")
 TESTS = (
@@ -60,7 +60,7 @@ TESTS = (
 
 
 def main(arguments: list[str]) -> int:
-    """Copy, build, test; pytest's exit status."""
+    """Copy, build and test; return pytest's exit status."""
     sanitize = arguments[:1] == ["--sanitize"]
     tests = arguments[sanitize:] or TESTS
     with tempfile.TemporaryDirectory() as name:
@@ -72,8 +72,8 @@ def main(arguments: list[str]) -> int:
         environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "2"}
         if sanitize:
             environment |= sanitizer()
-        # Written-out instructions are slow: no limit, and each test named as it ends, so that a run
-        # which is stopped has told what failed.
+        # Emulated instructions are slow, so there is no time limit. Each test is printed when it
+        # ends, so that an interrupted run has shown its failures.
         options = [*SPREAD, "--capture=sys", "--timeout=0", "-vv"]
         if sanitize:
             options += ["--hypothesis-profile", "deep"]
@@ -83,23 +83,23 @@ def main(arguments: list[str]) -> int:
 
 def sanitizer() -> dict[str, str]:
     """Return the environment variables for a process that loads a library with sanitizers."""
-    # libstdc++ too, or the sanitizer ends the run at the first exception that torch throws.
+    # Without libstdc++ the sanitizer would end the run at torch's first exception.
     preloaded = [find_library(name) for name in ("libasan.so", "libstdc++.so.6")]
     return {
         "LD_PRELOAD": " ".join(preloaded),
-        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",  # Python's own are many
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",  # Python leaks at exit
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
 
 
 def find_library(name: str) -> str:
-    """Return the path of one of the compiler's own libraries."""
+    """Return the path of a library of the compiler."""
     command = [COMPILER, f"-print-file-name={name}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def build(folder: Path, flags: tuple[str, ...]) -> None:
-    """The library of the sources in `folder`, beside them."""
+    """Build the kernel library of the sources in `folder`."""
     settings = tomllib.loads((folder / "pyproject.toml").read_text())
     [module] = settings["tool"]["setuptools"]["ext-modules"]
     for old in (folder / "headstart" / "native").glob("_kernels.*"):

@@ -1,14 +1,13 @@
-"""Damages cache folders in every way we know, and checks what the disk store makes of it.
+"""Damage cache folders in all known ways, and check that the disk store handles it.
 
     python tools/inject_faults.py [--faults 10000] [--seed 0] [--kind "files cut"] [--folder PATH]
 
-After each fault no exception may leave the store, no block may have other bytes than it was saved
-with, new blocks must be kept at the second try at the latest, the files must be within their
-budget, no file may stay open or be left behind, and `verify` must find nothing after a repair.
-Each fault happens in a process of its own, so that a crash or a hang is one fault's. `--folder` on
-a small file system (`mount -t tmpfs -o size=700k`) fills that disk. What limits it: 200 faults a
-second and core, or 30 where processes are killed. Ends in one JSON line; exit status 1 if anything
-was wrong.
+After each fault, the store must raise no exception, return no wrong bytes, store new blocks at the
+second attempt at the latest, stay within its budget, and leave no open or superfluous files. After
+a repair, `verify` must find no damage. Each fault runs in a separate process, so that a crash or a
+hang affects only one fault. With `--folder` on a small file system (`mount -t tmpfs -o size=700k`)
+the disk becomes full. Speed: 200 faults per second and core, or 30 if processes are killed. Ends in
+one JSON line; exit status 1 if a check failed.
 """
 
 import argparse
@@ -56,15 +55,15 @@ _HANGS = 60  # seconds after which a fault is a hang
 
 
 class Fault(NamedTuple):
-    """One fault; the same number does the same."""
+    """One fault, which its kind and number determine."""
 
     kind: str
     number: int
 
 
 def damaged(fault: Fault, random: Random, folder: Path, templates: Templates) -> Outcome:
-    """Damage a folder while a store has it open, or not."""
-    if "journal" in fault.kind or random.random() < 0.5:  # opening it would play it back
+    """Damage a folder that a store may have open."""
+    if "journal" in fault.kind or random.random() < 0.5:  # opening would replay the journal
         DAMAGES[fault.kind](random, folder, templates)
         return examine(folder)
     with closing(open_store(folder)) as store:
@@ -74,7 +73,7 @@ def damaged(fault: Fault, random: Random, folder: Path, templates: Templates) ->
 
 
 def happen(fault: Fault, folder: Path, templates: Templates) -> Outcome:
-    """Inject a fault into a copy of a template; what came of it."""
+    """Inject a fault into a copy of a template; return its outcome."""
     random = Random(f"{fault.kind} {fault.number}")
     is_journal = "journal" in fault.kind or random.random() < 0.1
     shutil.copytree(templates.journal if is_journal else templates.whole, folder)
@@ -95,9 +94,9 @@ def happen(fault: Fault, folder: Path, templates: Templates) -> Outcome:
 
 
 def inject(fault: Fault, base: Path, templates: Templates) -> Outcome:
-    """Inject a fault in a process of its own."""
+    """Inject a fault in a separate process."""
     shutil.rmtree(base / "fault", ignore_errors=True)
-    folder = base / "fault" / "folder"  # faults may leave something beside it
+    folder = base / "fault" / "folder"  # faults may leave files next to it
     folder.parent.mkdir(mode=0o711)
     reading, writing = os.pipe()
     child = os.fork()
@@ -118,7 +117,7 @@ def inject(fault: Fault, base: Path, templates: Templates) -> Outcome:
 
 
 def choose(count: int, seed: int, kinds: list[str]) -> list[Fault]:
-    """So many faults, of every kind by its share."""
+    """Return `count` faults, of each kind according to its share."""
     shares = {kind: share for kind, share in _SHARES.items() if not kinds or kind in kinds}
     total, numbers = sum(shares.values()), Counter[str]()
     for at in range(count):
@@ -128,13 +127,13 @@ def choose(count: int, seed: int, kinds: list[str]) -> list[Fault]:
 
 
 def run(faults: list[Fault], base: Path) -> dict[str, Counter[str]]:
-    """Inject all; what came of them by kind."""
+    """Inject all faults; return the counts of outcomes by kind."""
     console = Console(stderr=True)
     found: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory(prefix="headstart-faults-") as name:
         templates = make_templates(Path(name))
-        gc.freeze()  # so that looking for open files is quick in each process
-        Path(name).chmod(0o711)  # a process without permission gets as far as its folder
+        gc.freeze()  # makes the search for open files fast in each process
+        Path(name).chmod(0o711)  # allows a process without permissions to reach its folder
         where = base / Path(name).name
         where.mkdir(mode=0o711, exist_ok=True)
         with Progress(console=console, auto_refresh=False) as progress:
@@ -167,7 +166,7 @@ def show(found: dict[str, Counter[str]]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 0 if every fault cost blocks at the most."""
+    """Run the tool; return exit status 0 if no fault cost more than blocks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--faults", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,12 +1,12 @@
-"""Kills engines that keep their prefixes on disk, and asks the next one what the killed one was.
+"""Kill engines that store prefixes on disk, and check the answers of the next engine.
 
     python tools/kill_engine.py MODEL [--rounds 300] [--seed 0]
 
-Each round an engine with `cache_dir` answers prompts in a process of its own and gets SIGKILL,
-SIGTERM or SIGINT at a random moment; after SIGINT it answers again itself. Then an engine in a new
-process must give the tokens of one without a store. The budget of the store is too small for all
-prompts. What limits it: about two seconds a round with the smallest model. Ends in one JSON line;
-exit status 1 if an answer differs, or a process fails or hangs.
+In each round an engine with `cache_dir` answers prompts in a separate process and gets SIGKILL,
+SIGTERM or SIGINT at a random time; after SIGINT it answers again. Then an engine in a new process
+must generate the same tokens as an engine without a store. The budget of the store is too small for
+all prompts. A round takes about two seconds with the smallest model. Ends in one JSON line; exit
+status 1 if an answer differs, or a process fails or hangs.
 """
 
 import argparse
@@ -31,14 +31,14 @@ from rich.table import Table
 from headstart import LLM, SamplingParams
 from headstart.tiers import verify
 
-_BLOCKS = 30  # that the store has room for
-_PATIENCE = 120.0  # seconds after which a process hangs
+_BLOCKS = 30  # that fit into the store
+_PATIENCE = 120.0  # seconds after which a process counts as hanging
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 Answers = list[list[int]]
 
 
 def make_prompts(random: Random) -> list[list[int]]:
-    """Prompts that share their beginnings."""
+    """Return prompts with common prefixes."""
     begins = [[random.randrange(3, 140) for _ in range(80)] for _ in range(4)]
     return [
         begins[at % 4] + [random.randrange(3, 140) for _ in range(random.randrange(1, 60))]
@@ -73,7 +73,7 @@ def ask(model: str, prompts: list[list[int]], folder: str | None, tell: Callable
 
 
 def start(work: Callable[[Callable[[], None]], str]) -> tuple[int, int]:
-    """Begin work in a process of its own; its id, and the pipe that its answer comes from."""
+    """Start work in a separate process; return the process id and the pipe of its answer."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -82,7 +82,7 @@ def start(work: Callable[[Callable[[], None]], str]) -> tuple[int, int]:
             os.write(writing, work(lambda: _write(writing, b"!")).encode())
             status = 0
         except KeyboardInterrupt:
-            status = 2  # it came before or after the answers
+            status = 2  # the signal arrived before or after the answers
         finally:
             os._exit(status)
     os.close(writing)
@@ -115,7 +115,7 @@ def finish(child: int, reading: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 0 if every answer was right."""
+    """Run the tool; return exit status 0 if every answer was right."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--rounds", type=int, default=300)
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
         tempfile.TemporaryDirectory(prefix="headstart-killed-") as folder,
         Progress(console=Console(stderr=True), auto_refresh=False) as progress,
     ):
-        # In this process, which thereby has imported all that the others need.
+        # Run once in this process, to import all modules that the forked processes need.
         ask(options.model, prompts[:1], None, lambda: None)
         began = time.perf_counter()
         alone = json.loads(ask(options.model, prompts, None, lambda: None))[0]
@@ -155,7 +155,7 @@ def one_round(
     alone: Answers,
     counts: Counter[str],
 ) -> None:
-    """Send an engine a signal so many seconds after it is ready, and ask the next one."""
+    """Send an engine a signal `moment` seconds after it is ready; check the next engine."""
     counts[f"rounds with {kind.name}"] += 1
     child, reading = start(work)
     ready = read(reading)
@@ -177,7 +177,7 @@ def one_round(
 
 
 def show(counts: Counter[str]) -> int:
-    """Print the table, and the JSON line; the exit status."""
+    """Print the table and the JSON line; return the exit status."""
     found = {"wrong": 0, "failed": 0, **counts}
     table = Table("after the signal", "")
     for what, count in found.items():

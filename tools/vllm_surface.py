@@ -2,9 +2,9 @@
 
     python tools/vllm_surface.py .../site-packages/vllm > tests/data/vllm_surface.json
 
-The parameters of its functions and the fields of its classes, each with its default as Python
-source (null if it must be given, "..." if it is computed), the public names of its classes, the
-flags of `vllm serve`, and its modules, to the second level.
+The JSON has parameters of functions and fields of classes, each with its default as Python source
+(null if it is required, "..." if it is computed), public names of classes, the flags of
+`vllm serve`, and the modules up to the second level.
 """
 
 import ast
@@ -47,7 +47,7 @@ class Source:
         self.exports = _exports(package / "__init__.py")
 
     def lineage(self, name: str) -> list[ast.ClassDef]:
-        """A class and those of its bases that are known, itself first."""
+        """Return a class and its known base classes, itself first."""
         found = [self.classes[name]]
         for base in found[0].bases:
             base_name = ast.unparse(base)
@@ -56,7 +56,7 @@ class Source:
         return found
 
     def function(self, owner: str, name: str) -> FunctionNode:
-        """A method of a class or of its bases."""
+        """Return a method of a class or of its bases."""
         for node in self.lineage(owner):
             for statement in node.body:
                 if isinstance(statement, FunctionNode) and statement.name == name:
@@ -64,7 +64,7 @@ class Source:
         raise SystemExit(f"{owner} has no {name}")
 
     def parameters(self, owner: str, name: str) -> dict[str, str | None]:
-        """Parameters in their order; the last of several overloads counts."""
+        """Return the parameters of a function in order; of several overloads, of the last."""
         arguments = self.function(owner, name).args
         plain = [*arguments.posonlyargs, *arguments.args][1:]
         missing: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults))
@@ -76,7 +76,7 @@ class Source:
         }
 
     def fields(self, name: str) -> dict[str, str | None]:
-        """Annotated fields, inherited ones first; of an enumeration its members."""
+        """Return the annotated fields, inherited ones first, or the members of an enumeration."""
         found: dict[str, str | None] = {}
         for node in reversed(self.lineage(name)):
             for statement in node.body:
@@ -90,7 +90,7 @@ class Source:
         return {field: value for field, value in found.items() if not field.startswith("_")}
 
     def default(self, value: ast.expr) -> str:
-        """A default as source text; one that another class's field has is looked up there."""
+        """Return a default as source text; a reference to another class's field is resolved."""
         if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):
             return self.default_of(value.value.id, value.attr)
         if isinstance(value, ast.Call):
@@ -101,7 +101,7 @@ class Source:
             return "..."
 
     def default_of(self, owner: str, name: str) -> str:
-        """The default of a field of a class."""
+        """Return the default of a field of a class."""
         for node in self.lineage(owner) if owner in self.classes else []:
             for statement in node.body:
                 target = getattr(statement, "target", None)
@@ -111,7 +111,7 @@ class Source:
         return "..."
 
     def called_default(self, value: ast.Call) -> str:
-        """Return the default that `get_field(Config, "name")` or `Field(default=...)` means."""
+        """Return the default of `get_field(Config, "name")` or `Field(default=...)`."""
         texts = [ast.unparse(argument).strip("'\"") for argument in value.args]
         if ast.unparse(value.func) == "get_field" and len(texts) == 2:
             return self.default_of(texts[0], texts[1])
@@ -125,7 +125,7 @@ class Source:
         return "..."
 
     def public_names(self, name: str) -> list[str]:
-        """Public methods, properties and attributes that `__init__` sets."""
+        """Return the public methods, properties and attributes that `__init__` sets."""
         found: dict[str, None] = {}
         for node in self.lineage(name):
             for statement in node.body:
@@ -156,7 +156,7 @@ def _exports(path: Path) -> list[str]:
 
 
 def read_surface(package: Path) -> Surface:
-    """All that the table has a row for."""
+    """Return the surface of the package."""
     source = Source(package)
     surface: Surface = {"vllm": source.exports}
     for owner, names in CALLS.items():
@@ -174,7 +174,7 @@ def read_surface(package: Path) -> Surface:
 
 
 def read_flags(path: Path) -> list[list[str]]:
-    """The names of each flag that is written out where a parser is given it."""
+    """Return the names of each flag that is added to a parser with literal names."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
@@ -184,7 +184,7 @@ def read_flags(path: Path) -> list[list[str]]:
 
 
 def read_modules(package: Path) -> list[str]:
-    """The public modules of a package and of its packages, by their dotted names."""
+    """Return the dotted names of public modules, down to the second level."""
     found = set()
     for path in package.rglob("*.py"):
         names = path.relative_to(package).with_suffix("").parts

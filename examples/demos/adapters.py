@@ -1,10 +1,10 @@
-"""Share cached blocks between LoRA adapters: who hits whose, and why not.
+"""Show which cached blocks LoRA adapters share.
 
     python -m examples.demos.adapters [--model headstart-tiny]
 
 The adapters are generated, so that their effect is visible without training: where the model would
 end its answer, "cheerful" says "!" and "doubtful" says "?". They swap two rows of the output layer
-and change attention a little, so that each has K/V of its own.
+and change attention a little, so that each has its own K/V.
 """
 
 import argparse
@@ -47,7 +47,7 @@ JOHN = "What is the age of John Doe?"
 ZACK = "What is the age of Zack Blue?"
 WORK = "What is the occupation of Zack Blue?"
 EVERYBODY = (None, "cheerful", "doubtful")
-# Folders of adapters: the sign that each says, and the seed of its other weights.
+# Folders of adapters: the adapter's sign, and the seed of its other weights.
 FOLDERS = {"a": ("!", 1), "b": ("?", 2), "copy of a": ("!", 1), "a, trained again": ("!", 3)}
 ACTS = (
     Act(

@@ -28,12 +28,12 @@ from headstart.cli.pool_picture import color_of
 from headstart.cli.terminal import duration
 
 NOTE = (
-    "A generated Qwen2.5-Omni with random weights: its words are noise and its speech is notes, "
-    "one for each code, but every stage does the work of the real model."
+    "A generated Qwen2.5-Omni with random weights: its words are noise and its speech is one note "
+    "per code, but every stage does the work of the real model."
 )
 SAMPLING_RATE = 16_000
 CONTEXT = "This was said at the meeting: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
-MINUTES = "Its minutes, as far as they were taken down, are those of the other meetings. "
+MINUTES = "The minutes of this meeting are as long as the minutes of all other meetings. "
 QUESTIONS = ("Who was against it, and why?", "What was decided in the end?")
 
 
@@ -69,7 +69,7 @@ def make_recording(seed: int, seconds: int) -> NDArray[np.float32]:
 
 
 def draw_panel(number: int, question: str, answer: Answer, where: str) -> Panel:
-    """Draw the metrics of an answer's stages, its text, and where its speech is."""
+    """Draw the metrics of an answer's stages, its text, and the file of its speech."""
     output = answer.output
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for heading in ("stage", "computed", "cached", "rows from the store", "working", "done after"):
@@ -114,8 +114,8 @@ def draw_totals(cold: Answer, warm: Answer) -> Group:
         table.add_row(name, duration(first), duration(second), f"{first / second:.1f}×")
     vocoder = duration(warm.output.metrics["token2wav"].seconds)
     note = (
-        f"The vocoder took {vocoder} of the second answer's {duration(warm.seconds)}. It works on "
-        "whole answers and caches only answers that are the same code for code."
+        f"The vocoder took {vocoder} of the second answer's {duration(warm.seconds)}. It caches "
+        "whole answers, so it hits only if all codes of an answer are equal."
     )
     return Group(table, Padding(Text(note), (1, 0, 0, 0)))
 

@@ -1,13 +1,13 @@
-"""Parts that weights are wired from by hand: registers of the residual stream, heads, neurons.
+"""Parts of the hand-set weights: registers of the residual stream, heads, neurons.
 
 Glossary
-    register  some coordinates of the residual stream under a name; `Place` is (first, count)
-    form      a linear reading of registers, `{name: factor}` or rows of a matrix `[n, width]`
-    marker    a coordinate that is 1 at the tokens a head may look at
-    fast, slow  rotary pairs that turn much or hardly within the context
+    register  named coordinates of the residual stream; `Place` is (first, count)
+    form      a linear form of registers, `{name: factor}` or rows of a matrix `[n, width]`
+    marker    a coordinate that is 1 at the tokens to which a head may attend
+    fast, slow  rotary pairs that rotate much or hardly within the context
 
-A stock Llama has no biases; the register ONE is large before the norm (so the norm is nearly the
-same at every token, and what is read is what was written) and 1 after it.
+A Llama has no biases. The register ONE replaces them: it is large before the norm, so that the norm
+is nearly equal at all tokens and does not change other registers, and 1 after it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOUD = 256.0  # what the embedding holds at ONE: far more than all other registers together
-STEEP = 20.0  # how sharply a neuron's condition switches
-NEXT = 0.22  # rotary pairs that turn faster than this tell a token from its neighbour
-SOUGHT = 4000.0  # the score of a marked token that is looked for by distance
+LOUD = 256.0  # value of ONE in the embedding, far larger than all other registers together
+STEEP = 20.0  # steepness of a neuron's condition
+NEXT = 0.22  # rotary pairs that rotate faster than this distinguish adjacent tokens
+SOUGHT = 4000.0  # score of a marked token that is selected by distance
 Form = dict[str, float]
 
 
 class Registers:
-    """Hands out coordinates by name; a name may hold several.
+    """Allocation of coordinates by name; a name may have several.
 
-    A name in `later` takes over the place of another, once that has been cleared.
+    later: names that reuse the coordinates of another name after it is cleared.
     """
 
     def __init__(self, sizes: dict[str, int], later: dict[str, str], width: int) -> None:
@@ -45,11 +45,11 @@ class Registers:
         self.places |= {name: self.places[before] for name, before in later.items()}
 
     def rows(self, name: str) -> Tensor:
-        """`[count, width]`: reads a register as it is."""
+        """Return the rows `[count, width]` that read a register."""
         return torch.eye(self.width)[self.places[name]]
 
     def form(self, form: Form) -> Tensor:
-        """`[width]`: a weighted sum of one-coordinate registers; "name.3" is one of several."""
+        """Return the row `[width]` of a weighted sum of coordinates; "name.3" selects one."""
         row = torch.zeros(self.width)
         for key, factor in form.items():
             name, _, offset = key.partition(".")
@@ -57,13 +57,13 @@ class Registers:
         return row
 
     def forms(self, *forms: Form) -> Tensor:
-        """`[len(forms), width]`."""
+        """Return the rows of several forms, `[len(forms), width]`."""
         return torch.stack([self.form(form) for form in forms])
 
 
 @dataclass(frozen=True)
 class Match:
-    """A part of a head's score: `gain` x the product of what query and key read."""
+    """A part of a head's score: `gain` times the product of the query's and key's readings."""
 
     query: Tensor
     key: Tensor
@@ -71,7 +71,7 @@ class Match:
 
 
 class Wirer:
-    """Writes into the weights of one fresh Llama."""
+    """Writer of the weights of a new Llama."""
 
     def __init__(self, model: Any, registers: Registers) -> None:
         config = model.config
@@ -88,7 +88,7 @@ class Wirer:
         self.norms(model)
 
     def norms(self, model: Any) -> None:
-        """Every norm undoes itself, but for ONE, which it makes 1."""
+        """Set every norm's weight so that registers stay unchanged and ONE becomes 1."""
         for layer in self.layers:
             for norm in (layer.input_layernorm, layer.post_attention_layernorm):
                 norm.weight.fill_(LOUD / self.width**0.5)
@@ -100,8 +100,11 @@ class Wirer:
 
     def near(self, distance: Sequence[float], value: Sequence[float], low: float, high: float,
              ridge: float = 1e-2) -> tuple[list[int], Tensor]:  # fmt: skip
-        """Rotary pairs with angles in [low, high) and their amplitudes `[2 * pairs + 1]`, fitted
-        so that the score at each distance has its value; the last amplitude is a constant."""
+        """Return rotary pairs with angles in [low, high), and amplitudes `[2 * pairs + 1]`.
+
+        They are fitted so that the score at each distance has its value. The last amplitude is a
+        constant.
+        """
         d = torch.tensor(distance, dtype=torch.float64)
         goal = torch.tensor(value, dtype=torch.float64)
         chosen = [i for i, angle in enumerate(self.angles.tolist()) if low <= angle < high]
@@ -114,13 +117,13 @@ class Wirer:
         return chosen, torch.linalg.solve(left, right).float()
 
     def key_marker(self, layer: int, group: int, pairs: list[int], marker: Tensor) -> None:
-        """The keys of `group` show `marker` `[width]` in these rotary pairs."""
+        """Write `marker` `[width]` into these rotary pairs of the keys of `group`."""
         weight = self.layers[layer].self_attn.k_proj.weight
         weight[[group * self.size + i for i in pairs]] = 8.0 * marker
 
     def point(self, layer: int, head: int, pairs: list[int], amplitude: Tensor,
               gate: Tensor | None = None) -> None:  # fmt: skip
-        """Query head `head` scores marked keys by their distance; `gate` [width] scales it."""
+        """Let a head score marked keys by their distance; `gate` [width] scales the score."""
         half, weight = self.size // 2, self.layers[layer].self_attn.q_proj.weight
         gate = self.at.form({"ONE": 1.0}) if gate is None else gate
         scale = self.size**0.5 / 8.0
@@ -153,18 +156,21 @@ class Wirer:
         attention.k_proj.weight[slots + group * self.size] = key * share[:, None]
 
     def values(self, layer: int, group: int, read: Tensor) -> None:
-        """What the heads of `group` carry: `read` `[n, width]`."""
+        """Let the values of `group` be `read` `[n, width]`."""
         self.layers[layer].self_attn.v_proj.weight[self.span(group)][: len(read)] = read
 
     def write(self, layer: int, head: int, first: int, rows: Tensor, gain: float = 1.0) -> None:
-        """Carried coordinates from `first` on go to the residual stream through `rows`."""
+        """Write the head's values from `first` on to the residual stream through `rows`."""
         weight = self.layers[layer].self_attn.o_proj.weight
         start = head * self.size + first
         weight[:, start : start + len(rows)] += gain * rows.T
 
     def neurons(self, layer: int, condition: Form, read: Tensor, write: Tensor) -> None:
-        """Add `read` (`[n, width]`) to `write` (`[n, width]`) where `condition` is positive,
-        in proportion to it; conditions are sums of flags less a threshold, so 0.5 counts as 1."""
+        """Add `read` (`[n, width]`) to `write` (`[n, width]`) where `condition` is positive.
+
+        The addition is proportional to the condition, a sum of flags minus a threshold; 0.5 adds
+        `read` once.
+        """
         start, count = self.next_neuron[layer], len(read)
         self.next_neuron[layer] += count
         mlp = self.layers[layer].mlp
@@ -178,7 +184,7 @@ class Wirer:
     def flag(self, layer: int, condition: Form, *names: str) -> None:
         """Add 1 to registers where `condition` is positive; "-NAME" subtracts it.
 
-        Two neurons, whose difference stays 1 however far above its threshold the condition is.
+        It uses two neurons, whose difference is 1 for any condition above the threshold.
         """
         write = self.at.form({n.removeprefix("-"): -1.0 if n[0] == "-" else 1.0 for n in names})
         one = self.at.forms({"ONE": 1.0})
@@ -192,7 +198,7 @@ class Wirer:
         self.neurons(layer, {"ONE": 0.5}, read, -read)
 
     def squares(self, layer: int, name: str, into: str) -> None:
-        """Write the sum of a register's squares: silu(x) x + silu(-x) (-x) = x^2, exactly."""
+        """Write the sum of a register's squares, as silu(x) x + silu(-x) (-x) = x^2."""
         rows = self.at.rows(name)
         start = self.next_neuron[layer]
         self.next_neuron[layer] += 2 * len(rows)

@@ -1,15 +1,14 @@
-"""Synthetic documents and questions for training and judging `headstart-tiny`.
+"""Synthetic documents and questions to train and evaluate `headstart-tiny`.
 
 Glossary
     record    one person: the eight columns of the reference's table
-    document  the text that holds the facts: a table, key-value lists, a fact sheet in prose
-    query     a question, the words its answer begins with, and the value that ends it
-    episode   one document and many queries on it, as (text, supervised) segments in order
+    document  the text with the facts: a table, key-value lists, a fact sheet in prose
+    query     a question, the first words of its answer (the stem), and the value that ends it
+    episode   one document and many queries about it, as (text, supervised) segments in order
 
-Every answer to a look-up restates what was asked ("The age of John Doe is 29"), so the completion
-form of the reference and the chat form end in the same words, and one look-up serves both. Where
-a person is asked for it is "The person is ...". What the document does not say ends in `UNKNOWN`
-instead of a value.
+Every answer restates the question ("The age of John Doe is 29"), so the completion form of the
+reference and the chat form end in the same words. The answer to a question for a person is "The
+person is ...". If the document does not contain the value, the answer ends in `UNKNOWN`.
 
 Names, streets and towns come from Faker's word lists and from syllables. A fifth of the listed
 words, and all words of the reference's own table, are held out: the training split never uses
@@ -48,13 +47,13 @@ FUNCTION_WORDS = (
 
 
 def held_out(word: str) -> bool:
-    """Whether `word` belongs to the evaluation split; fixed by its hash, so no seed moves it."""
+    """Return True if `word` belongs to the evaluation split; its hash decides, not the seed."""
     return word in words.REFERENCE_WORDS or hashlib.sha1(word.encode()).digest()[0] < 51
 
 
 @cache
 def name_pools(evaluation: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """First and last names of one split from Faker's lists: Latin letters, one word each."""
+    """Return first and last names of one split from Faker's lists: one word of Latin letters."""
     pools: list[tuple[str, ...]] = []
     for kind in ("first_names", "last_names"):
         known: set[str] = set()
@@ -68,7 +67,7 @@ def name_pools(evaluation: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Query:
-    """A question, the stem its answer restates, and the value; `topic` is what it is about."""
+    """A question, the stem of its answer, the value, and the topic."""
 
     ask: str
     stem: str
@@ -80,7 +79,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Document:
-    """A text and the queries it can answer, drawn one at a time by `draw`."""
+    """A text, and a function that draws a query about it."""
 
     text: str
     draw: Callable[[random.Random], Query]
@@ -91,10 +90,10 @@ Record = dict[str, str]
 
 
 class World:
-    """Draws records of one split; every draw comes from the `random.Random` handed in.
+    """Generator of the records of one split; `rng` is its only source of randomness.
 
-    `columns` is how many columns a document shows at most beside the name, and `forward` the
-    share of look-ups by name among the queries; the rest are half reverse, half unanswerable.
+    columns: most columns of a document besides the name. forward: the share of look-ups by name
+    among the queries; half of the others are reverse look-ups, half are unanswerable.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class World:
         self.firsts, self.lasts = name_pools(evaluation)
 
     def syllables(self) -> str:
-        """A made-up capitalised word of two or three syllables."""
+        """Return an invented capitalized word of two or three syllables."""
         rng = self.rng
         parts = (
             rng.choice(words.ONSETS) + rng.choice(words.VOWELS) + rng.choice(words.CODAS)
@@ -116,7 +115,7 @@ class World:
         return "".join(parts).capitalize()
 
     def word(self, pool: tuple[str, ...]) -> str:
-        """A listed word of this split or, in training, one time in three a made-up one."""
+        """Return a listed word of this split; in training, every third word is invented."""
         if not self.evaluation and self.rng.random() < 0.35:
             made = self.syllables()
             return made if not held_out(made) else self.word(pool)
@@ -126,7 +125,7 @@ class World:
         return f"{self.word(self.firsts)} {self.word(self.lasts)}"
 
     def town(self) -> str:
-        """A known town, a made-up one, or a two-word one."""
+        """Return a known town, an invented town, or a town of two words."""
         roll = self.rng.random()
         if roll < 0.5:
             return self.rng.choice(words.TOWNS)
@@ -168,7 +167,7 @@ class World:
         return dict(zip(COLUMNS, values, strict=True))
 
     def records(self, count: int) -> list[Record]:
-        """`count` records with different full names; first or last names may repeat."""
+        """Return `count` records with different full names; first or last names may repeat."""
         rng = self.rng
         names: dict[str, None] = {}
         while len(names) < count:
@@ -201,7 +200,7 @@ _REVERSE = ("who has the {l} {v}?", "whose {l} is {v}?", "which person has the {
 
 
 class People:
-    """Draws queries about records that a document shows; `shown` are the columns it shows."""
+    """Generator of queries about a document's records. shown: the document's columns."""
 
     def __init__(self, world: World, records: list[Record], shown: tuple[str, ...]) -> None:
         self.world = world
@@ -210,7 +209,7 @@ class People:
         self.names = {r["Name"] for r in records}
 
     def draw(self, rng: random.Random) -> Query:
-        """A forward look-up mostly; else a reverse one, or one the document cannot answer."""
+        """Return a query: mostly a look-up by name, else a reverse or an unanswerable one."""
         roll = rng.random()
         share = self.world.forward
         if roll < share:
@@ -231,7 +230,7 @@ class People:
         return Query(ask, stem, answer, kind, name, label)
 
     def reverse(self, rng: random.Random) -> Query:
-        """Who has this value: asked only of values that one record alone has."""
+        """Return a question for the person with a value that only one record has."""
         columns = [c for c in self.shown if c != "Name"]
         for _ in range(8):
             record = rng.choice(self.records)
@@ -255,7 +254,10 @@ class People:
         return Query(ask, "The person is ", answer, kind)
 
     def missing(self, rng: random.Random) -> Query:
-        """A stranger (often one who shares a name with a row), a value nobody has, or no column."""
+        """Return an unanswerable query: an unknown person, value or column.
+
+        An unknown person often shares the first or last name with a record.
+        """
         roll = rng.random()
         column = rng.choice([c for c in self.shown if c != "Name"])
         if roll < 0.2:
@@ -282,7 +284,7 @@ class People:
 
 
 def table(records: list[Record], columns: tuple[str, ...], rng: random.Random) -> str:
-    """A markdown table; the widths of its rule vary as people's do."""
+    """Return a Markdown table, with a rule of varying width."""
     rule = [3 if rng.random() < 0.3 else max(3, max(len(r[c]) for r in records)) for c in columns]
     lines = [
         columns,
@@ -293,7 +295,7 @@ def table(records: list[Record], columns: tuple[str, ...], rng: random.Random) -
 
 
 def table_document(world: World, rows: int, narrow: float) -> Document:
-    """A table of `rows` people; with probability `narrow` some of the columns are left out."""
+    """Return a table of `rows` people; with probability `narrow` some columns are left out."""
     rng = world.rng
     columns: tuple[str, ...] = COLUMNS
     if world.columns < 7 or rng.random() < narrow:
@@ -307,7 +309,7 @@ def table_document(world: World, rows: int, narrow: float) -> Document:
 
 
 def card_document(world: World, rows: int) -> Document:
-    """The same people as key-value cards, or as a fact sheet in prose."""
+    """Return people as key-value cards, or as a fact sheet in prose."""
     rng = world.rng
     records = world.records(rows)
     most = world.columns
@@ -327,7 +329,7 @@ def card_document(world: World, rows: int) -> Document:
 
 
 def settings_document(world: World, count: int) -> Document:
-    """A list of `count` named settings, one `key: value` a line."""
+    """Return a list of `count` settings, one `key: value` per line."""
     rng = world.rng
     facts: dict[str, str] = {}
     while len(facts) < count:
@@ -357,7 +359,7 @@ Segment = tuple[str, bool]
 
 
 def completion_turn(query: Query) -> list[Segment]:
-    """The reference's form: question and answer in one running text."""
+    """Return a turn in the reference's form: question and answer in one text."""
     return [
         (f"Question: {query.ask} Your answer: ", False),
         (query.stem + query.answer + END, True),
@@ -365,13 +367,13 @@ def completion_turn(query: Query) -> list[Segment]:
 
 
 def chat_opening(document: Document, query: Query, system: str = "") -> list[Segment]:
-    """The first turn of a chat, the document in the user's message before the question."""
+    """Return the first turn of a chat, with the document before the question."""
     head = f"{SYSTEM}{system}{END}" if system else ""
     return [(f"{head}{USER}{document.text}\n{query.ask}{END}{ASSISTANT}", False), _reply(query)]
 
 
 def chat_turn(query: Query) -> list[Segment]:
-    """A later turn of a chat."""
+    """Return a later turn of a chat."""
     return [(f"{USER}{query.ask}{END}{ASSISTANT}", False), _reply(query)]
 
 
@@ -380,13 +382,13 @@ def _reply(query: Query) -> Segment:
 
 
 def capitalised(query: Query, rng: random.Random) -> Query:
-    """The query as typed in a chat: usually with a capital letter."""
+    """Return the query as users type it in a chat: usually with a capital letter."""
     ask = query.ask[0].upper() + query.ask[1:] if rng.random() < 0.7 else query.ask
     return Query(ask, query.stem, query.answer, query.kind, query.topic, query.label)
 
 
 def make_document(world: World, rows: int, plain: float) -> Document:
-    """A document with about `rows` records; with probability `plain` a table."""
+    """Return a document with about `rows` records; with probability `plain` a table."""
     rng = world.rng
     roll = rng.random()
     if roll < plain:

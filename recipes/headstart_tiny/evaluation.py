@@ -1,15 +1,15 @@
-"""Judges `headstart-tiny` on held-out names: greedy answers, exact match, one line a bar.
+"""Evaluate `headstart-tiny` on held-out names: greedy answers, exact match, one line per kind.
 
     python recipes/headstart_tiny/evaluation.py [FOLDER] [--cases 400] [--batch 8]
 
-Every case is a prompt and the one right continuation; an answer counts only if it is the same
-text to the letter and the model stops after it. The margin of a kind is the smallest lead that a
-token of a right answer has over the next one, also as a multiple of bfloat16's rounding of the
-larger logit: an answer that leads by little is another one on another machine.
+Every case is a prompt with one right continuation. An answer is right if its text is equal and the
+model stops after it. The margin of a kind is the smallest lead of a right token's logit over the
+second largest logit, also as a multiple of bfloat16's rounding of the larger logit. With a small
+lead, another machine may give another answer.
 
-Prompts go through transformers' own `generate` with its K/V cache, so what is judged is the
-checkpoint and not an engine. Half of the cases use the completion form ("... Your answer: The age
-of John Doe is "), half the chat template.
+Prompts run through transformers' `generate` with its K/V cache, so that the checkpoint is evaluated
+and not an engine. Half of the cases use the completion form ("... Your answer: The age of John Doe
+is "), half the chat template.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PEOPLE = FOLDER.parent / "people.md"  # the reference's table
 
 @dataclass(frozen=True)
 class Margin:
-    """The smallest lead of an answer's tokens: in logits, and in bfloat16's roundings."""
+    """The smallest lead of an answer's tokens, in logits and in bfloat16's roundings."""
 
     logits: float
     roundings: float
@@ -45,7 +45,7 @@ class Margin:
 
 
 def smallest(margins: Iterable[Margin | None]) -> Margin | None:
-    """The smaller of each of both."""
+    """Return the smallest lead of all margins."""
     known = [margin for margin in margins if margin is not None]
     if not known:
         return None
@@ -54,7 +54,7 @@ def smallest(margins: Iterable[Margin | None]) -> Margin | None:
 
 @dataclass
 class Case:
-    """A conversation so far, as text the model continues, the queries left, and the verdict."""
+    """A conversation as text, its queries, and the results."""
 
     text: str
     queries: list[data.Query]
@@ -66,7 +66,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Bar:
-    """A kind of case, the share that must be right (None: only reported), and its maker."""
+    """A kind of case, the share that must be right (None for no limit), and its generator."""
 
     name: str
     target: float | None
@@ -74,7 +74,7 @@ class Bar:
 
 
 class Judge:
-    """The checkpoint in `folder`, answering batches of cases greedily."""
+    """The checkpoint in `folder`, which answers batches of cases greedily."""
 
     def __init__(self, folder: Path, batch: int) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -83,7 +83,7 @@ class Judge:
         self.batch = batch
 
     def complete(self, texts: list[str]) -> list[tuple[str, Margin]]:
-        """What the model says after each text, its stop token included, and by what margin."""
+        """Return the continuation of each text, including its stop token, and its margin."""
         tokenizer = self.tokenizer
         inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         with torch.inference_mode():
@@ -104,7 +104,7 @@ class Judge:
         ]
 
     def turn(self, cases: list[Case], index: int) -> None:
-        """Ask every case its query `index`; the model's own answer stays in the conversation."""
+        """Answer query `index` of every case; the conversation continues with the answer."""
         prompts = [case.text + opening(case, index) for case in cases]
         for start in range(0, len(cases), self.batch):
             chosen = slice(start, start + self.batch)
@@ -119,21 +119,21 @@ class Judge:
                 case.text = prompt + said
 
     def judge(self, cases: list[Case]) -> float:
-        """The share of cases whose last answer is right."""
+        """Return the share of cases whose last answer is right."""
         for index in range(len(cases[0].queries)):
             self.turn(cases, index)
         return sum(case.right for case in cases) / len(cases)
 
 
 def margin_of(best: Tensor) -> Margin:
-    """The margin of an answer by the two largest logits of each token, `[tokens, 2]`."""
+    """Return the margin of an answer from the two largest logits of each token, `[tokens, 2]`."""
     lead = best[:, 0] - best[:, 1]
     rounding = best[:, 0].abs() * torch.finfo(torch.bfloat16).eps / 2
     return Margin(float(lead.min()), float((lead / rounding).min()))
 
 
 def opening(case: Case, index: int) -> str:
-    """The words that ask query `index` and lead to its answer."""
+    """Return the text of query `index`, up to its answer."""
     query = case.queries[index]
     if not case.chat:
         return f"Question: {query.ask} Your answer: {query.stem}"
@@ -142,7 +142,7 @@ def opening(case: Case, index: int) -> str:
 
 
 def table_case(world: data.World, rows: int, kind: str, turns: int = 1, chat: bool = False) -> Case:
-    """A full table of `rows` rows; the last query is of `kind`, those before are look-ups."""
+    """Return a case with a full table; the last query is of `kind`, earlier ones are look-ups."""
     rng = world.rng
     records = world.records(rows)
     people = data.People(world, records, data.COLUMNS)
@@ -159,7 +159,7 @@ def table_case(world: data.World, rows: int, kind: str, turns: int = 1, chat: bo
 
 
 def document_case(world: data.World, make: Callable[[data.World], data.Document]) -> Case:
-    """Any document and one query of any kind."""
+    """Return a case with any document and one query of any kind."""
     document = make(world)
     chat = world.rng.random() < 0.5
     query = document.draw(world.rng)
@@ -169,7 +169,7 @@ def document_case(world: data.World, make: Callable[[data.World], data.Document]
 
 
 def bars() -> list[Bar]:
-    """All that is judged, those with a target first."""
+    """Return all kinds of cases, those with a target first."""
     return [
         Bar("look-up, 30 rows", 0.99, lambda w: table_case(w, 30, "forward")),
         Bar("look-up, 60 rows", 0.97, lambda w: table_case(w, 60, "forward")),
@@ -186,7 +186,7 @@ def bars() -> list[Bar]:
 
 
 def reference_cases() -> list[Case]:
-    """The reference's table with its two questions."""
+    """Return the reference's table with its two questions."""
     text = data.PREFACE + PEOPLE.read_text(encoding="utf-8")
     return [
         Case(text, [data.Query(f"what is the age of {name}?", f"The age of {name} is ", age, "")],
@@ -196,7 +196,7 @@ def reference_cases() -> list[Case]:
 
 
 def by_label(cases: list[Case]) -> str:
-    """The share right of each column that the last queries ask for."""
+    """Return the share of right answers for each column of the last queries."""
     labels = sorted({case.queries[-1].label for case in cases} - {""})
     parts = []
     for label in labels:
@@ -206,7 +206,7 @@ def by_label(cases: list[Case]) -> str:
 
 
 def report_mistakes(name: str, cases: list[Case], count: int) -> None:
-    """Up to `count` wrong answers of a bar, on standard error."""
+    """Print up to `count` wrong answers to standard error."""
     for case in [c for c in cases if not c.right][:count]:
         query = case.queries[-1]
         verdict = f"{query.ask!r} -> {case.told[-1]!r}, not {query.answer!r}"
@@ -214,7 +214,7 @@ def report_mistakes(name: str, cases: list[Case], count: int) -> None:
 
 
 def main() -> int:
-    """Print a line a bar and one JSON line; exit 1 if a bar is missed."""
+    """Print a line per kind and one JSON line; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
     parser.add_argument("--cases", type=int, default=400, help="cases of each kind")

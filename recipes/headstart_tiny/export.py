@@ -1,8 +1,8 @@
-"""Writes a training checkpoint as the folder that `headstart-tiny` is loaded from.
+"""Convert a training checkpoint to the folder from which `headstart-tiny` is loaded.
 
     python recipes/headstart_tiny/export.py build/tiny headstart/assets/headstart_tiny
 
-The weights are stored as bfloat16, in which most of training's arithmetic ran as well.
+The weights are stored in bfloat16, which most of the training used too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 
 def export(source: Path, folder: Path) -> None:
-    """Weights, configuration, generation settings and tokenizer of the run in `source`."""
+    """Write weights, configuration, generation settings and tokenizer of the run in `source`."""
     trainer = Trainer(Settings(out=str(source), compile=0))
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer, model = trainer.tokenizer, trainer.model

@@ -1,10 +1,10 @@
-"""What the starting weights of `headstart-tiny` know of each token: its code and its flags.
+"""The features of each token in the starting weights of `headstart-tiny`: its code and its flags.
 
-A token's code is `[10 | 22 | 32]`: the first ten tell tokens apart roughly when a head compares
-what stands before (digits have ten of their own, all openers of a value or a name share one), the
-first 32 are the same for "number" and "number ", and all 64 name the token in the output. Tokens
-that close a value carry the code of the end of an answer, so that copying past a cell stops. As
-the token before another, a label or "the" counts as an opener: "age 29" is found as "| 29".
+A token's code is `[10 | 22 | 32]`. The first 10 coordinates distinguish tokens roughly, for heads
+that compare preceding tokens: digits have separate codes, all openers of a value or a name share
+one. The first 32 are equal for "number" and "number ". All 64 identify the token in the output.
+Tokens that close a value have the code of the end of an answer, so that copying stops at the end of
+a cell. A label or "the" before a token counts as an opener: "age 29" is found as "| 29".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 MATCH, SHARED, CODE = 10, 32, 64
 TYPES = len(data.COLUMNS)  # as in data.COLUMNS
-NULL = TYPES  # the label of what has none, such as a setting
+NULL = TYPES  # the label of facts without a column, such as a setting
 CELL_ENDS = (" | ", " |\n| ", " |\n")
 LINE_ENDS = ("\n", "\n\n", ".\n", ".\n\n", ". ")
 STATES = (" is ", "is ")
@@ -35,9 +35,9 @@ FILLERS = {
     "where ", "how ", " do", " from", " live", " on", "does ", "do ", "can ", "person ",
     "lives ", "has ", "s ",
 }  # fmt: skip
-LEADS = {"the ", "s ", "which ", "Which "}  # what is asked for may follow
-STARTS = {data.USER, "\n", "\n\n", ": "}  # a question may follow
-ENDS = {"?", "? ", ".", data.END}  # of a question
+LEADS = {"the ", "s ", "which ", "Which "}  # may precede the requested label
+STARTS = {data.USER, "\n", "\n\n", ": "}  # may precede a question
+ENDS = {"?", "? ", ".", data.END}  # may end a question
 SINKS = {"The ", "| ", ": ", data.USER, data.SYSTEM}
 CLOSERS = {*CELL_ENDS, *LINE_ENDS, " years old"}
 COLUMN_WORDS = {
@@ -56,7 +56,7 @@ FLAGS = (
 
 
 def flags_of(text: str) -> set[str]:
-    """The flags of one token, by its text."""
+    """Return the flags of a token with this text."""
     word = text.strip()
     title = word in data.COLUMNS
     job, country = word in words.JOBS, word in words.COUNTRIES
@@ -110,7 +110,7 @@ def flags_of(text: str) -> set[str]:
 
 
 def label_of(text: str) -> dict[int, float]:
-    """The column that a token stands for, or NULL where a label ends."""
+    """Return the column that a token names, or NULL if a label ends there."""
     word = text.strip()
     if text in ("\n", "\n\n", "The ", data.USER):
         return {NULL: 1.0}
@@ -135,13 +135,13 @@ def unit(rows: Tensor) -> Tensor:
 
 
 def asks_for(text: str) -> dict[int, float]:
-    """The column that a token of a question stands for, wherever it ends."""
+    """Return the column that a token of a question names, anywhere in the question."""
     word = text.strip().lower()
     return label_of(word + " ") if word in {*COLUMN_WORDS, *map(str.lower, data.COLUMNS)} else {}
 
 
 def codes(texts: list[str]) -> Tensor:
-    """`[vocab, 64]`, as the table at the top of this file says; sinks have one, unlike there."""
+    """Return the codes of all tokens, `[vocab, 64]`; see the top of this file."""
     code = torch.zeros(len(texts), CODE)
     by_word: dict[str, Tensor] = {}
     opener = unit(torch.randn(MATCH))
@@ -153,7 +153,7 @@ def codes(texts: list[str]) -> Tensor:
         code[token, SHARED:] = 1.2 * unit(torch.randn(CODE - SHARED))
         if text.isdigit():
             code[token, :MATCH] = torch.eye(MATCH)[int(text)]
-        if text in OPENERS or text == ", ":  # what lives in a town may follow a comma
+        if text in OPENERS or text == ", ":  # a town may follow a comma
             code[token, :MATCH] = opener
     end = texts.index(data.END)
     code[end, :MATCH] = opener
@@ -164,7 +164,7 @@ def codes(texts: list[str]) -> Tensor:
 
 
 def embedding(tokenizer: Tokenizer, at: Registers) -> tuple[Tensor, Tensor]:
-    """The embedding and the output rows, both `[vocab, width]`."""
+    """Return the embedding and the output rows, both `[vocab, width]`."""
     size = tokenizer.get_vocab_size()
     texts = [tokenizer.decode([i], skip_special_tokens=False) for i in range(size)]
     rows = torch.zeros(size, at.width)

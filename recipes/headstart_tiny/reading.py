@@ -1,7 +1,7 @@
-"""How the starting weights of `headstart-tiny` read a document: layers 0 to 2.
+"""Layers 0 to 2 of the starting weights of `headstart-tiny`, which read a document.
 
-`wiring.py` says what each layer does; here are the registers, and the parts that tell every
-token what kind of cell it is in, what its column is called and whose row it is in.
+`wiring.py` explains each layer. This file has the registers, and the parts that compute for every
+token the kind of its cell, the name of its column and the owner of its row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 ID, NAME, AGE, JOB, COUNTRY, EMAIL, PHONE, ADDRESS = range(TYPES)
-PREVIOUS = {  # flags seen of the tokens 1 to 4 places before
+PREVIOUS = {  # flags of the tokens 1 to 4 positions before
     1: ("OPEN", "DIGIT", "ROW", "CELLEND", "AT", "JOB", "COUNTRY", "COUNTRYEND", "REGION", "NAMED",
         "NAMEABLE", "STATE", "NOT", "LEADS", "WHO", "ENDS", "SAYS", "STARTS",
         "KEYED", "BREAKS", "POSSESS"),
@@ -46,12 +46,12 @@ LATER = {
 
 
 def part(name: str, first: int, count: int, at: Registers) -> Tensor:
-    """`[count, width]`: reads some coordinates of a register."""
+    """Return rows `[count, width]` that read some coordinates of a register."""
     return at.rows(name)[first : first + count]
 
 
 class Reading:
-    """Wires the layers that read, of a Llama of 6 layers and 4 heads in 2 groups."""
+    """The reading layers of a Llama with 6 layers and 4 heads in 2 groups."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer) -> None:
         self.at = Registers(SIZES, LATER, model.config.hidden_size)
@@ -60,7 +60,7 @@ class Reading:
         self.tokenizer = tokenizer
 
     def one(self, **form: float) -> Tensor:
-        """`[1, width]`: reads a sum of one-coordinate registers."""
+        """Return a row `[1, width]` that reads a weighted sum of coordinates."""
         return self.at.forms(dict(form))
 
     def empty(self, layer: int, *groups: int) -> None:
@@ -73,14 +73,14 @@ class Reading:
                 attention.q_proj.weight[wire.span(head)] = 0.0
 
     def back(self, layer: int, head: int, group: int, distance: int, low: float) -> None:
-        """Attend to the token `distance` places back, whatever it is."""
+        """Attend to the token `distance` positions before."""
         pairs = [i for i, a in enumerate(self.wire.angles.tolist()) if a >= low]
         turn = distance * self.wire.angles[pairs]
         self.wire.key_marker(layer, group, pairs, self.at.form({"ONE": 1.0}))
         self.wire.point(layer, head, pairs, 45.0 * torch.cat([turn.cos(), -turn.sin()]))
 
     def tokens_before(self) -> None:
-        """Layer 0: codes and flags of the four tokens before, then blanks behind openers."""
+        """Copy codes and flags of the four tokens before; blank those before openers (layer 0)."""
         at, wire = self.at, self.wire
         flags = sorted({flag for seen in PREVIOUS.values() for flag in seen})
         read = torch.cat([at.rows("BEFORE"), at.forms(*({f: 1.0} for f in flags)),
@@ -101,7 +101,7 @@ class Reading:
             self.blank(0, [f"BREAKS{j}" for j in range(1, k)], f"B{k}", f"BLANK{k}")
 
     def blank(self, layer: int, flags: list[str], name: str, blank: str) -> None:
-        """Clear a code of a token before, and say so, where any of the flags is up."""
+        """Clear a previous token's code and set `blank` where any of the flags is set."""
         read = torch.cat([self.at.rows(name), self.at.forms({"ONE": 1.0})])
         write = torch.cat([-self.at.rows(name), self.at.rows(blank)])
         count = dict.fromkeys(flags, 1.0)
@@ -110,7 +110,7 @@ class Reading:
             self.wire.neurons(layer, count | {"ONE": -1.0}, read, -write)
 
     def kinds_of_cells(self) -> None:
-        """Layer 0: what ends at an opener, and what a header's label follows."""
+        """Compute the kind of cell that ends at an opener, and the headers' kinds (layer 0)."""
         flag, row = self.wire.flag, {"ROW2": 1.0, "ROW3": 1.0, "ROW4": 1.0}
         card = {"NUMBERED2": 1.0, "NUMBERED3": 1.0, "NUMBERED4": 1.0}
         flag(0, {"DIGIT1": 4, **row, **card, "ONE": -4.5}, f"KIND.{ID}")
@@ -132,7 +132,7 @@ class Reading:
         flag(0, {"COLON": 1, "NAMED1": 1, "DIGIT3": 1, "ONE": -2.5}, "-OPEN")
 
     def words_of_questions(self) -> None:
-        """Layer 0: which word says what is asked for, and whether it asks who has a value."""
+        """Compute the requested column, and whether a person is requested (layer 0)."""
         flag = self.wire.flag
         known = {f"ASKS.{kind}": 1.0 for kind in range(TYPES)}
         first = {"STARTS1": 1.0, "NAMEABLE": 1.0, "KEYED1": -2.0}
@@ -145,7 +145,7 @@ class Reading:
         flag(0, {"ENDS": 1, "ENDS1": 1, "ONE": -1.5}, "-ENDS")
 
     def numbers(self) -> None:
-        """Layer 0: the one to three digits that end here, first digit first."""
+        """Collect the one to three digits that end here, first digit first (layer 0)."""
         at, one = self.at, self.at.forms({"ONE": 1.0})
         for length in (1, 2, 3):
             digits = {f"DIGIT{k}": 1.0 for k in range(1, length + 1)}
@@ -157,7 +157,7 @@ class Reading:
             self.wire.neurons(0, where, reads, torch.cat(write + missing))
 
     def openers_and_labels(self) -> None:
-        """Layer 1."""
+        """Wire the latest opener and the latest label (layer 1)."""
         at, wire = self.at, self.wire
         self.empty(1, 0, 1)
         wire.latest(1, 0, 0, {"OPEN": 1.0})
@@ -170,9 +170,9 @@ class Reading:
         wire.write(1, 2, 0, torch.cat([at.rows(n) for n in ("COLUMN", "BACKWARDS", "SAYING")]))
 
     def parts_of_names(self) -> None:
-        """Layer 1: which tokens are parts of names; the tokens up to here, as a query has them.
+        """Mark the parts of names (layer 1).
 
-        What follows "is " is a name in a question and a value in an answer, after "The ".
+        After "is ", a question has a name. An answer, which begins with "The ", has a value.
         """
         at, wire = self.at, self.wire
         name = {"INNAME": 2.0, "INIS": -1.0, "SAYING": -1.0, "ONE": -2.5}
@@ -193,12 +193,12 @@ class Reading:
         self.forget(1, "B1", "B2", "B3", "B4", "BLANK2", "BLANK3", "BLANK4", "SPAN", "SPANSQUARE")
 
     def forget(self, layer: int, *names: str) -> None:
-        """Clear registers at "The ", so that only what makes it a sink scores there."""
+        """Clear registers at "The ", so that it scores only as a sink."""
         read = torch.cat([self.at.rows(name) for name in names])
         self.wire.neurons(layer, {"SINK": 1, "ONE": -0.5}, read, -read)
 
     def names_and_columns(self) -> None:
-        """Layer 2."""
+        """Wire names, rows and columns (layer 2)."""
         at, wire = self.at, self.wire
         self.empty(2, 0, 1)
         distance = [*range(100), *range(100, 4200, 10)]
@@ -228,11 +228,11 @@ class Reading:
         self.forget(2, "ROWSPAN", "ROWSPANSQUARE")
 
     def sink(self, score: float, **form: float) -> Match:
-        """What "The " scores, for a head that may find nothing."""
+        """Return the score of "The ", for a head that may find nothing."""
         return Match(self.at.forms({"ONE": score} | form), self.one(SINK=1.0))
 
     def same(self, query: str, key: str, square: str, gain: float) -> list[Match]:
-        """Minus `gain` times the squared distance, but for the query's own square."""
+        """Return `-gain` times the squared distance, without the query's own square."""
         return [
             Match(self.at.rows(query), self.at.rows(key), 2 * gain),
             Match(self.one(ONE=1.0), self.at.rows(square), -gain),

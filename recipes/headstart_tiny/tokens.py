@@ -1,9 +1,9 @@
 """The tokenizer of `headstart-tiny`, and batches of token rows made from episodes.
 
-A byte-level BPE, so any text round-trips. Its pre-tokenizer is laid out for looking things up:
-digits stand alone; " | " and the end of a table row are one token each; a lower-case word takes
-the space after it ("is "), so that a prompt that ends in "is " reads as it did in training and a
-value has the same tokens in a table's cell, in a question and in an answer.
+A byte-level BPE, so that any text round-trips. Its pre-tokenizer is made for look-ups: each digit,
+" | " and the end of a table row are separate tokens. A lower-case word includes the space after it
+("is "). So a prompt that ends in "is " has the same tokens as in training, and a value has the same
+tokens in a table's cell, in a question and in an answer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ IGNORE = -100
 
 
 def sample_texts(count: int, seed: int) -> Iterable[str]:
-    """Training-split documents with a few turns each, for the tokenizer to learn its merges."""
+    """Yield documents of the training split with a few turns, to train the tokenizer."""
     rng = random.Random(seed)
     world = data.World(rng)
     for _ in range(count):
@@ -62,7 +62,7 @@ def sample_texts(count: int, seed: int) -> Iterable[str]:
 
 
 def train_tokenizer(vocab: int, seed: int, documents: int = 6000) -> PreTrainedTokenizerFast:
-    """A tokenizer of `vocab` entries, special tokens included."""
+    """Train a tokenizer of `vocab` entries, including special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -91,7 +91,7 @@ def train_tokenizer(vocab: int, seed: int, documents: int = 6000) -> PreTrainedT
 
 
 def load_tokenizer(folder: Path, vocab: int, seed: int) -> PreTrainedTokenizerFast:
-    """The tokenizer saved in `folder`, trained and saved there first if there is none."""
+    """Load the tokenizer in `folder`; train and save it first if there is none."""
     if not (folder / "tokenizer.json").exists():
         train_tokenizer(vocab, seed).save_pretrained(folder)
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -102,9 +102,9 @@ def load_tokenizer(folder: Path, vocab: int, seed: int) -> PreTrainedTokenizerFa
 class Level:
     """One stage of the curriculum: tables of 1 to `rows` rows in sequences of `length` tokens.
 
-    At most `columns` columns beside the name; `forward` is the share of plain look-ups among the
-    queries, `plain` that of tables among the documents (else cards, prose and settings), and
-    `mark` the share of values that must be right before the next stage begins.
+    columns: most columns besides the name. forward: share of look-ups by name among the queries.
+    plain: share of tables among the documents (the others are cards, prose and settings). mark:
+    share of values that must be right before the next stage begins.
     """
 
     rows: int
@@ -119,8 +119,8 @@ class Level:
 class Batch:
     """Token rows `[batch, length]`, the targets of each position, and where each value begins.
 
-    `targets` holds the next token where the loss counts and `IGNORE` elsewhere; `answer` numbers
-    the value (1, 2, ...) that a position's target belongs to and is 0 outside values.
+    targets: the next token where the loss counts, otherwise `IGNORE`. answer: the number (1, 2,
+    ...) of the value to which a position's target belongs, 0 outside of values.
     """
 
     tokens: NDArray[np.int64]
@@ -129,14 +129,14 @@ class Batch:
 
 
 class BatchMaker:
-    """Makes the batch of any step; the same seed, step and level give the same batch."""
+    """Maker of batches. The same seed, step and level give the same batch."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int | str) -> None:
         self.tokenizer = tokenizer
         self.seed = seed
 
     def make(self, step: int, level: Level, tokens: int) -> Batch:
-        """`tokens // level.length` episodes at `level`."""
+        """Return a batch of `tokens // level.length` episodes at `level`."""
         rng = random.Random(f"{self.seed}-{step}")
         world = data.World(rng, columns=level.columns, forward=level.forward)
         shape = (max(1, tokens // level.length), level.length + 1)
@@ -153,7 +153,7 @@ class BatchMaker:
         return Batch(ids[:, :-1].copy(), targets, np.maximum(marks[:, 1:], 0))
 
     def episode(self, world: data.World, level: Level) -> tuple[list[int], list[int]]:
-        """Tokens of one document and as many turns as fit, with a mark for each token.
+        """Return the tokens of one document and as many turns as fit, with a mark for each token.
 
         A mark is 0 where no loss counts, -1 in a stem and the value's number in a value.
         """
@@ -184,7 +184,7 @@ class BatchMaker:
     def fresh(
         self, document: data.Document, rng: random.Random, seen: set[str], count: int
     ) -> list[data.Query]:
-        """`count` queries, new to the episode where a few tries find one."""
+        """Return `count` queries; a few attempts are made to find new ones for the episode."""
         queries = []
         for _ in range(count):
             query = document.draw(rng)
@@ -199,7 +199,7 @@ class BatchMaker:
     def segments(
         self, document: data.Document, query: data.Query, chat: bool, turn: int, rng: random.Random
     ) -> list[tuple[str, int]]:
-        """Texts of one turn with 0 (given), 1 (stem) or 2 (value and end)."""
+        """Return the texts of one turn with 0 (prompt), 1 (stem) or 2 (value and end)."""
         if chat:
             query = data.capitalised(query, rng)
             opening = turn == 1
@@ -212,5 +212,5 @@ class BatchMaker:
         return [(given, 0), (query.stem, 1), (query.answer + data.END, 2)]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, no special tokens added."""
+        """Return the token ids of each text, without adding special tokens."""
         return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]

@@ -1,13 +1,12 @@
-"""Makes `headstart-tiny` from nothing: data, tokenizer, wired weights, and training on top.
+"""Make `headstart-tiny` from scratch: data, tokenizer, wired weights, and optional training.
 
     python recipes/headstart_tiny/train.py --out build/tiny [--minutes 20]
 
-The first weights are a circuit that looks things up (`wiring.py`), so no minutes are needed.
-Training goes on from there: the sequences begin short (tables of a few rows, many questions
-each), the loss counts only the answers and the words that lead to them, wired weights take much
-smaller steps than spare ones, and the tables grow when the answers, judged whole, are right.
-Made to be stopped: run it again and it goes on from the last checkpoint. Progress goes to
-standard output and to `progress.jsonl` in the output folder.
+The first weights are a circuit for look-ups (`wiring.py`), so no training is needed. Training
+starts with short sequences (tables of a few rows, many questions each). The loss counts only
+answers and their stems. Wired weights take much smaller steps than spare weights. The tables grow
+when enough whole answers are right. An interrupted run resumes from its last checkpoint. Progress
+goes to standard output and to `progress.jsonl` in the output folder.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ LEVELS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of; every field is a flag of the command line."""
+    """The settings of a run; every field is a flag of the command line."""
 
     out: str = "build/tiny"
     seed: int = 0
     workers: int = 2
-    minutes: float = 0.0  # none: the card says what training did to the wired weights so far
+    minutes: float = 0.0  # no training; the model card describes its effect on wired weights
     vocab: int = 2048
     width: int = 480
     layers: int = 6
@@ -69,9 +68,9 @@ class Settings:
 def build_model(
     s: Settings, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[LlamaForCausalLM, dict[str, Tensor]]:
-    """A Llama of the asked shape, wired to look things up, and which of its weights are wired.
+    """Return a Llama that is wired for look-ups, and masks of its wired weights.
 
-    Its norms stay as they are: what the wired registers hold is scaled by them.
+    Its norms are not trained, because wired registers are scaled by them.
     """
     config = LlamaConfig(
         vocab_size=s.vocab, hidden_size=s.width, num_hidden_layers=s.layers,
@@ -94,9 +93,9 @@ def build_model(
 
 
 class Adam(torch.optim.Optimizer):
-    """Adam (Kingma and Ba 2015) whose steps are `care` times as long for wired weights.
+    """Adam (Kingma and Ba 2015) with steps that are `care` times as long for wired weights.
 
-    Training would first blur what is wired, long before it has anything to put in its place.
+    With normal steps, training would destroy the wired weights before it learns a replacement.
     """
 
     def __init__(
@@ -106,14 +105,14 @@ class Adam(torch.optim.Optimizer):
         for name, parameter in parameters.items():
             mark = wired.get(name, torch.full_like(parameter, float("embed" in name)))
             if "layers" in name and "layers.5." not in name:
-                mark = torch.ones_like(parameter)  # what it would add disturbs all that follows
+                mark = torch.ones_like(parameter)  # changes here disturb all later layers
             self.state[parameter]["scale"] = 1 - (1 - care) * mark
             for moment in ("mean", "square"):
                 self.state[parameter][moment] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step down `grad`, with the rate that the parameter group holds now."""
+        """Take one step along `grad`, with the current rate of the parameter group."""
         [group] = self.param_groups
         group["step"] += 1
         for parameter in group["params"]:
@@ -128,7 +127,7 @@ class Adam(torch.optim.Optimizer):
 
 @dataclass
 class Score:
-    """Losses of value and stem tokens, and shares right: `token` singly, `exact` whole values."""
+    """Losses of value and stem tokens, and the shares of right tokens and of right values."""
 
     loss: float
     stem: float
@@ -139,7 +138,7 @@ class Score:
 def batch_loss(
     model: LlamaForCausalLM, body: Callable[..., Tensor], batch: Batch, stem_weight: float
 ) -> tuple[Tensor, Score]:
-    """The loss of one batch, values weighing 1 and stems `stem_weight`, and its score."""
+    """Return the loss of a batch and its score; values have weight 1, stems `stem_weight`."""
     tokens, targets, answer = (
         torch.from_numpy(a) for a in (batch.tokens, batch.targets, batch.answer)
     )
@@ -166,7 +165,7 @@ KEYS = ("loss", "stem", "token", "exact")
 
 
 class Feeder:
-    """Makes batches ahead in a thread, for the level asked for last."""
+    """Maker of batches in advance, in a thread, for the last requested level."""
 
     def __init__(self, maker: BatchMaker, tokens: int, step: int, level: Level) -> None:
         self.maker, self.tokens, self.level, self.step = maker, tokens, level, step
@@ -181,7 +180,7 @@ class Feeder:
             self.step += 1
 
     def next(self, level: Level) -> Batch:
-        """The next batch at `level`; batches made for another level are thrown away."""
+        """Return the next batch at `level`; batches of other levels are discarded."""
         self.level = level
         while True:
             made_for, batch = self.ready.get()
@@ -190,7 +189,7 @@ class Feeder:
 
 
 class Trainer:
-    """One run: the model, its two optimizers, where it stands in the curriculum."""
+    """One run: the model, its two optimizers, and its position in the curriculum."""
 
     def __init__(self, s: Settings, rank: int = 0) -> None:
         self.s = s
@@ -218,7 +217,7 @@ class Trainer:
         self.step, self.seen, self.spent, self.level = state["place"]
 
     def save(self) -> None:
-        """Write the checkpoint beside the old one, then swap, so a stop leaves a whole one."""
+        """Write the checkpoint to a new file, then replace the old one atomically."""
         part = self.out / "checkpoint.part"
         state = {
             "model": self.model.state_dict(),
@@ -229,12 +228,12 @@ class Trainer:
         part.replace(self.out / "checkpoint.pt")
 
     def rate(self) -> float:
-        """Learning-rate factor: a short rise, then a straight fall to almost 0."""
+        """Return the factor of the learning rate: a short rise, then a linear fall to almost 0."""
         done = self.spent / (60 * self.s.minutes)
         return min((self.step + 1) / 20, max(0.01, 1 - done))
 
     def draw_level(self) -> int:
-        """The present level mostly; two steps in five an earlier one, so that it is kept."""
+        """Return the current level, or in two of five steps an earlier one, to retain it."""
         if self.level and np.random.default_rng(self.step).random() < 0.4:
             return int(np.random.default_rng(self.step + 1).integers(0, self.level))
         return self.level
@@ -251,7 +250,7 @@ class Trainer:
         return score
 
     def share(self, score: Score) -> Score:
-        """Average gradients, score and time spent over the workers, so that all stay the same."""
+        """Average gradients, score and time over the workers, so that all remain equal."""
         if self.s.workers == 1:
             return score
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -267,7 +266,7 @@ class Trainer:
         return Score(*parts)
 
     def run(self) -> None:
-        """Train until the minutes are spent, those of earlier runs counted in."""
+        """Train until the minutes are over, including those of earlier runs."""
         s = self.s
         maker = BatchMaker(self.tokenizer.backend_tokenizer, f"{s.seed}-{self.rank}")
         feeders: dict[int, Feeder] = {}
@@ -315,7 +314,7 @@ class Trainer:
 
 
 def parse() -> Settings:
-    """Settings from the command line."""
+    """Return the settings of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     for field in dataclasses.fields(Settings):
         kind = type(field.default)
@@ -324,7 +323,7 @@ def parse() -> Settings:
 
 
 def work(rank: int, settings: Settings) -> None:
-    """One worker: a single thread, its own batches, gradients shared with the others."""
+    """Run one worker: one thread, separate batches, and gradients shared with other workers."""
     torch.set_num_threads(1)
     if settings.workers > 1:
         meeting = f"file://{Path(settings.out).resolve()}/meeting"

@@ -1,33 +1,33 @@
-"""The starting weights of `headstart-tiny`: a circuit that looks things up, from step 0.
+"""The starting weights of `headstart-tiny`: a circuit for look-ups, without training.
 
-Left to itself a small model takes tens of millions of tokens to find out that a cell belongs to
-the name in its row, and never finds what stands before the name. So the first weights say how,
-and training refines them. The architecture stays stock; only where training begins is chosen.
+A small model needs tens of millions of tokens to learn that a cell belongs to the name in its row,
+and never learns to find a value that precedes the name. So the first weights are set by hand, and
+training can refine them. The architecture is an unchanged Llama.
 
-    layer 0   the four tokens before, as codes and flags, and one hash of them; what kind of cell
-              ends here; the ID that ends here; which word of a question says what is asked for
-              ("the *shoe* size"), and whether it asks who has a value ("whose *age*")
-    layer 1   the latest opener (kind of the cell before, does a name begin, its hash: the
-              signature of the name that it opens); the latest label ("age"), and who has it
-    layer 2   the bag of the name's tokens up to here, those of the same signature; the signature
-              of the latest name, which so names a row; the ID of the row; a cell's column, by
+    layer 0   the codes and flags of the four tokens before, and a hash of them; the kind of the
+              cell that ends here; the ID that ends here; the label that a question requests ("the
+              *shoe* size"), and whether it requests a person ("whose *age*")
+    layer 1   the latest opener: the kind of the cell before it, whether a name begins, and its
+              hash, which is the signature of that name; the latest label ("age"), and its owner
+    layer 2   the bag of the name's tokens so far, which have the same signature; the signature of
+              the latest name, which identifies a row; the ID of the row; a cell's column, from
               the header's label that follows the kind of the cell before
-    layer 3   the bag of the latest name, so every cell has its row's; what closes a cell learns
-              the cell's column; at the end of "who has ...?": the signature of the row where
-              this value stands in this column
-    layer 4   asked forwards: the token of the row with this bag and the column with this label
-              that follows the same tokens; the ID of the row with this bag
-    layer 5   asked who: the token of the name with this signature that follows the same tokens;
-              in a chat, the words that lead to the answer, from the question
+    layer 3   the bag of the latest name, for every cell of its row; the cell's column at the token
+              that closes the cell; at the end of "who has ...?": the signature of the row with
+              this value in this column
+    layer 4   look-up by name: the token after the same tokens in the row with this bag and the
+              column with this label; the ID of the row with this bag
+    layer 5   look-up of a person: the token after the same tokens in the name with this signature;
+              in a chat, the words of the question that begin the answer
 
-A bag is matched by its squared distance |q - k|^2 = |q|^2 - 2qk + |k|^2, so a name that shares
-all but one token is told apart; signatures likewise. A name stands before its values, and before
-its own end, so its tokens cannot know what the row holds; but they know what stood before them,
-and so do all tokens after them: hence signatures. A head that finds nothing looks at "The " or
-": ", which carry nothing but the flag that makes the answer "not in the document".
+Bags are compared by their squared distance |q - k|^2 = |q|^2 - 2qk + |k|^2, which distinguishes
+names that differ in one token; signatures too. Attention is causal, so the tokens of a name cannot
+depend on the values after it. But they, and all later tokens, depend on the tokens before the name,
+so the signature is made of these. A head that finds nothing attends to "The " or ": ", which have
+only the flag for the answer "not in the document".
 
 A key of a list ("door code: 4711") is a name whose values have no column. "The door code is"
-opens a value, "which door code is" a name: the two are told apart by the latest "The".
+precedes a value, "which door code is" a name: the latest "The" distinguishes the two.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from features import CODE, MATCH, SHARED, TYPES, embedding
 from reading import ADDRESS, COUNTRY, ID, NUMBER, SIGN, Reading, part
 from torch import Tensor
 
-SURE, SLACK, OFF = 36.0, 13.0, 150.0  # scores: of a full match of the column; below a match; never
-LOUDLY = 6.0  # how much louder an answer is than the code of the token it is said at
+SURE, SLACK, OFF = 36.0, 13.0, 150.0  # scores: full match of the column; near match; never
+LOUDLY = 6.0  # strength of an answer, relative to the code of the token at which it is output
 APART = 400.0  # score per squared distance of bags
-STEPS = (30.0, 26.0, 22.0)  # scores of the tokens before that agree, the last one first
+STEPS = (30.0, 26.0, 22.0)  # scores of equal previous tokens, the last one first
 
 
 class Wiring(Reading):
-    """Wires all six layers; `install` does it."""
+    """The wiring of all six layers; `install` applies it."""
 
     def install(self) -> dict[str, Tensor]:
-        """Wire every layer; returns which weights are wired, as `wired` does."""
+        """Wire every layer; return the result of `wired`."""
         rows, out = embedding(self.tokenizer, self.at)
         self.out = out
         self.model.model.embed_tokens.weight.copy_(rows)
@@ -71,8 +71,10 @@ class Wiring(Reading):
         return self.wired(spare)
 
     def wired(self, spare: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Where each matrix is wired, 1 or 0; rows of keys and values left empty get their
-        random weights back, for the spare heads to use."""
+        """Return masks of the wired weights; restore random weights in unused rows of keys and values.
+
+        Spare heads can use these rows.
+        """
         marks: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             if name not in spare:
@@ -81,7 +83,7 @@ class Wiring(Reading):
             mark = (parameter != spare[name]).float()
             if "k_proj" in name or "v_proj" in name:
                 empty = (parameter == 0).all(dim=1)
-                if "k_proj" in name:  # a rotary pair is spare as a whole only
+                if "k_proj" in name:  # a rotary pair is spare only if both rows are
                     pairs = empty.view(self.wire.groups, 2, -1).all(dim=1, keepdim=True)
                     empty = pairs.expand(-1, 2, -1).reshape(-1)
                 parameter[empty] = spare[name][empty]
@@ -100,7 +102,7 @@ class Wiring(Reading):
         return marks
 
     def rows_and_values(self) -> None:
-        """Layer 3."""
+        """Wire rows and values (layer 3)."""
         at, wire = self.at, self.wire
         self.empty(3, 0, 1)
         wire.latest(3, 0, 0, {"PART": 1.0})
@@ -110,7 +112,7 @@ class Wiring(Reading):
         wire.write(3, 1, SHARED + 1, at.rows("CLOSED"))
         kind = at.rows("KIND")
         gains = {1: 54.0, 2: 44.0, 3: 40.0, 4: 40.0}
-        # "lives in" asks for a country or a part of an address, of which two tokens agree less
+        # "lives in" requests a country or, after a comma, a part of an address
         kind[ADDRESS] += at.form({"COMMA": 1.0})
         kind[COUNTRY] += at.form({"COMMA": (gains[3] + gains[4]) / SURE})
         same = [Match(self.token(k), self.token(k), gain) for k, gain in gains.items()]
@@ -126,17 +128,17 @@ class Wiring(Reading):
         wire.values(3, 1, torch.cat([*carried, at.forms({"BACK": 1}, {"POSSESS1": 1})]))
         wire.write(3, 2, 0, torch.cat([at.rows(name) for name in found]))
         wire.write(3, 3, SIGN + 2, torch.cat([at.rows(name) for name in asked]))
-        ends = {"CLOSES": 1.0, "COMMA": -1.0, "ONE": -0.5}  # what closes a value is of its column
+        ends = {"CLOSES": 1.0, "COMMA": -1.0, "ONE": -0.5}  # a closing token has the value's column
         wire.neurons(3, ends, at.rows("CLOSED") - at.rows("COLUMN"), at.rows("COLUMN"))
         self.forget(3, "ROWBAG", "ROWSQUARE", "COLUMN")
 
     def token(self, k: int) -> Tensor:
-        """The code of the token `k` places before, with its blank from the second on."""
+        """Return the code of the token `k` positions before, with its blank flag if k > 1."""
         rows = self.at.rows(f"B{k}")
         return rows if k == 1 else torch.cat([rows, self.at.rows(f"BLANK{k}")])
 
     def same_tokens(self) -> list[Match]:
-        """The last three tokens, this one counted, are the three before the key."""
+        """Match keys after the same three tokens as the last three tokens of the query."""
         at = self.at
         blanks = at.forms({"OPEN": 1}, {"BLANK2": 1, "QBLANK3": 1})
         return [
@@ -146,7 +148,7 @@ class Wiring(Reading):
         ]
 
     def look_up(self) -> None:
-        """Layer 4."""
+        """Wire look-ups by name (layer 4)."""
         at, wire = self.at, self.wire
         self.empty(4, 0, 1)
         bags = self.same("ROWBAG", "ROWBAG", "ROWSQUARE", APART)
@@ -174,14 +176,14 @@ class Wiring(Reading):
         self.say()
 
     def spoken(self, *texts: str) -> Tensor:
-        """`[len(texts), width]`: what makes these tokens the output."""
+        """Return the rows `[len(texts), width]` that output these tokens."""
         tokens = [self.tokenizer.encode(t, add_special_tokens=False).ids[0] for t in texts]
         rows = torch.zeros(len(texts), self.at.width)
         rows[:, self.at.places["CODE"]] = LOUDLY * self.out[tokens][:, self.at.places["CODE"]]
         return rows
 
     def say(self) -> None:
-        """Layer 4: the digits of an ID one by one, and "not in the document"."""
+        """Output the digits of an ID one by one, and "not in the document" (layer 4)."""
         at, wire = self.at, self.wire
         digits, one = self.spoken(*map(str, range(MATCH))), self.at.forms({"ONE": 1.0})
         end = self.spoken(data.END)
@@ -206,7 +208,7 @@ class Wiring(Reading):
             wire.neurons(4, {flag: 1.0, "ONE": -0.5}, one, self.spoken(text))
 
     def name_of_row(self) -> None:
-        """Layer 5."""
+        """Wire look-ups of a person (layer 5)."""
         at, wire = self.at, self.wire
         self.empty(5, 0)
         wire.match(5, 0, 0, [
@@ -224,7 +226,7 @@ class Wiring(Reading):
         self.repeat_name()
 
     def repeat_name(self) -> None:
-        """Layer 5: the name that was asked for, in the words that lead to the answer of a chat."""
+        """Repeat the requested name at the beginning of a chat's answer (layer 5)."""
         at, wire = self.at, self.wire
         self.empty(5, 1)
         distance = [*range(200), *range(200, 4200, 5)]
@@ -244,7 +246,7 @@ class Wiring(Reading):
         self.lead_to_answer()
 
     def after_name(self) -> None:
-        """Layer 5: " is " after a name; " of " after the label in "Bob's shoe size"."""
+        """Output " is " after a name, and " of " after the label of "Bob's shoe size" (layer 5)."""
         one, words = self.one(ONE=1.0), (" is ", " of ", "is ", "of ")
         spoken = dict(zip(words, self.spoken(*words)[:, None], strict=True))
         for space, spaced in ((" ", -1.0), ("", 1.0)):
@@ -255,7 +257,7 @@ class Wiring(Reading):
             self.wire.neurons(5, after | label, one, of)
 
     def lead_to_answer(self) -> None:
-        """Layer 5: "The", the label asked for (in its own word where it is a column), "of"."""
+        """Output "The", the requested label (by the word of its column), "of" (layer 5)."""
         at, wire, one = self.at, self.wire, self.at.forms({"ONE": 1.0})
         wire.latest(5, 1, 0, {"LABELWORD": 1.0})
         attention = wire.layers[5].self_attn

@@ -1,10 +1,10 @@
-"""The word lists that records and settings are drawn from; names come from Faker besides."""
+"""The word lists of records and settings; more names come from Faker."""
 
 from __future__ import annotations
 
 
 def listed(text: str, separator: str | None = None) -> tuple[str, ...]:
-    """The words of `text`, between white space or between `separator`s."""
+    """Return the words of `text`, separated by white space or by `separator`."""
     return tuple(text.split(separator))
 
 

@@ -1,1 +1,1 @@
-"""Faults for cache folders, by what fails: files, processes, the machine."""
+"""Faults of cache folders: of files, processes and the machine."""

@@ -1,4 +1,4 @@
-"""Faults of files: bytes that flip, files that are cut, removed, swapped, or older than others."""
+"""Faults of files: flipped bits, and files that are cut, removed, swapped or outdated."""
 
 import os
 import shutil
@@ -14,13 +14,13 @@ Damage = Callable[[Random, Path, Templates], None]
 
 
 def some_file(random: Random, folder: Path, pattern: str = "*") -> Path:
-    """A file that is not empty, if there is one."""
+    """Return a random file, if possible one that is not empty."""
     files = sorted(path for path in folder.glob(pattern) if path.is_file())
     return random.choice([path for path in files if path.stat().st_size] or files)
 
 
 def flip(pattern: str) -> Damage:
-    """Flip one bit or some, overwrite a stretch, or a page, in a file."""
+    """Return a fault that flips bits, or overwrites a range or a page of a file."""
 
     def inject(random: Random, folder: Path, templates: Templates) -> None:
         path = some_file(random, folder, pattern)
@@ -43,14 +43,14 @@ def flip(pattern: str) -> Damage:
 
 
 def _overwrite(path: Path, data: bytes | bytearray) -> None:
-    """Change a file's bytes under its inode, as a disk does that fails."""
+    """Change a file's bytes in place, like a failing disk."""
     with path.open("r+b") as file:
         file.write(data)
         file.truncate()
 
 
 def cut(random: Random, folder: Path, templates: Templates) -> None:
-    """Cut a file, or make it longer."""
+    """Truncate a file, or make it longer."""
     path = some_file(random, folder)
     size = path.stat().st_size
     os.truncate(path, random.choice((0, random.randint(0, size), size - 1, size + 5000)))
@@ -64,7 +64,7 @@ def remove(random: Random, folder: Path, templates: Templates) -> None:
 
 
 def swap(random: Random, folder: Path, templates: Templates) -> None:
-    """Give two files each other's names."""
+    """Swap the names of two files."""
     a, b = random.sample(sorted(folder.iterdir()), 2)
     a.rename(folder / "between")
     b.rename(a)
@@ -72,7 +72,7 @@ def swap(random: Random, folder: Path, templates: Templates) -> None:
 
 
 def replace(random: Random, folder: Path, templates: Templates) -> None:
-    """Replace files by those of another store, or older ones of this, with the inode or in it."""
+    """Replace files by files of another store or older files, with a new inode or in place."""
     source = random.choice((templates.old, templates.foreign, templates.journal))
     files = sorted(source.iterdir())
     for path in random.sample(files, random.randint(1, len(files))):
@@ -85,7 +85,7 @@ def replace(random: Random, folder: Path, templates: Templates) -> None:
 
 
 def mix(random: Random, folder: Path, templates: Templates) -> None:
-    """Give a file the first part of itself, and the rest of an older one or another's."""
+    """Replace the end of a file by the end of an older file or of another store's file."""
     path = some_file(random, folder)
     source = random.choice((templates.old, templates.foreign)) / path.name
     if source.exists() and path.stat().st_size:

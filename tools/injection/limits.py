@@ -28,7 +28,7 @@ def _use(random: Random, folder: Path) -> None:
 
 
 def file_size(random: Random, folder: Path) -> Outcome:
-    """No file may grow beyond a number of bytes."""
+    """Limit the size of files."""
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     with closing(open_store(folder)) as store:
         resource.setrlimit(resource.RLIMIT_FSIZE, (random.randrange(160_000), most))
@@ -39,13 +39,13 @@ def file_size(random: Random, folder: Path) -> Outcome:
 
 
 def _unless_evicted(outcome: Outcome) -> Outcome:
-    """Not counting what is gone, since blocks were evicted and removed as they should."""
+    """Return the outcome without lost blocks, for faults in which blocks are evicted normally."""
     outcome.lost = 0
     return outcome
 
 
 def _failing(random: Random, real: Callable[..., Any], share: float) -> Callable[..., Any]:
-    """A call of the system that fails now and then."""
+    """Return a system call that fails in a share of the calls."""
 
     def call(*arguments: Any) -> Any:
         if random.random() < share:
@@ -57,7 +57,7 @@ def _failing(random: Random, real: Callable[..., Any], share: float) -> Callable
 
 
 def _cutting(random: Random, real: Callable[..., int], share: float) -> Callable[..., int]:
-    """`os.pwritev` that writes a part now and then."""
+    """Return an `os.pwritev` that writes only a part in a share of the calls."""
 
     def call(fd: int, parts: Any, offset: int) -> int:
         if random.random() < share:
@@ -69,7 +69,7 @@ def _cutting(random: Random, real: Callable[..., int], share: float) -> Callable
 
 
 def failing_calls(random: Random, folder: Path) -> Outcome:
-    """Reads and writes fail, some or all."""
+    """Let some or all reads and writes fail."""
     share = random.choice((0.05, 0.3, 1.0))
     names = random.sample(("pwritev", "preadv", "pwrite", "pread", "truncate", "fstat", "open"), 3)
     with closing(open_store(folder)) as store:
@@ -84,7 +84,7 @@ def failing_calls(random: Random, folder: Path) -> Outcome:
 
 
 def short_writes(random: Random, folder: Path) -> Outcome:
-    """A part of a block is written."""
+    """Write only a part of a block."""
     with closing(open_store(folder)) as store:
         with patch.object(os, "pwritev", _cutting(random, os.pwritev, 0.5)):
             _use(random, folder)
@@ -93,7 +93,7 @@ def short_writes(random: Random, folder: Path) -> Outcome:
 
 
 def no_permission(random: Random, folder: Path) -> Outcome:
-    """Files, or the folder, may not be read or written for a while."""
+    """Remove permissions of files or of the folder temporarily."""
     if os.geteuid() == 0:
         for path in (folder, *folder.iterdir()):
             os.chown(path, _NOBODY, _NOBODY)
@@ -118,7 +118,7 @@ def no_permission(random: Random, folder: Path) -> Outcome:
 
 
 def link_for_file(random: Random, folder: Path) -> Outcome:
-    """A symbolic link in a file's place: to it elsewhere, or to something else for a while."""
+    """Replace a file by a link to its moved copy, or temporarily by a link to something else."""
     path = some_file(random, folder)
     others = [other for other in sorted(folder.iterdir()) if other != path]
     moved = folder.with_name("moved")
@@ -137,7 +137,7 @@ def link_for_file(random: Random, folder: Path) -> Outcome:
 
 
 def link_for_folder(random: Random, folder: Path) -> Outcome:
-    """A symbolic link in the folder's place, to it elsewhere; a store may have it open."""
+    """Replace the folder by a link to its moved copy; a store may have it open."""
     with closing(open_store(folder)) as store:
         if random.random() < 0.5:
             exercise(store, MODELS[0], PROMPTS[MODELS[0]])
@@ -148,7 +148,7 @@ def link_for_folder(random: Random, folder: Path) -> Outcome:
 
 
 def wrong_clock(random: Random, folder: Path) -> Outcome:
-    """The clock jumps by years, back and forth."""
+    """Let the clock jump by years, back and forth."""
     now = time.time()
     with patch("time.time", lambda: now + random.uniform(-3e8, 3e8)):
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""Faults of processes: one is killed, or stopped, or holds the index, or several write at once."""
+"""Faults of processes: killed or stopped processes, a held index, several writers."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def work(random: Random, folder: Path, turns: int, began: int | None = None) -> 
 
 @contextmanager
 def _worker(random: Random, folder: Path) -> Iterator[int]:
-    """A process at work in the folder; it is killed in the end."""
+    """Run a process that uses the folder; kill it at the end."""
     seed = random.getrandbits(60)
     reading, writing = os.pipe()
     child = os.fork()
@@ -71,7 +71,7 @@ def _worker(random: Random, folder: Path) -> Iterator[int]:
 
 
 def killed(random: Random, folder: Path) -> Outcome:
-    """Kill a process at work."""
+    """Kill a process that uses the folder."""
     with _worker(random, folder):
         time.sleep(random.random() * 0.03)
     found = verify(folder).total
@@ -81,7 +81,7 @@ def killed(random: Random, folder: Path) -> Outcome:
 
 
 def stopped(random: Random, folder: Path) -> Outcome:
-    """Stop a process at work; it may hold the index, and is killed or goes on."""
+    """Stop a process that uses the folder and may hold the index; then kill or continue it."""
     with patch("headstart.tiers.index._TIMEOUT", 0.005), _worker(random, folder) as child:
         time.sleep(random.random() * 0.02)
         os.kill(child, signal.SIGSTOP)
@@ -90,12 +90,12 @@ def stopped(random: Random, folder: Path) -> Outcome:
             os.kill(child, signal.SIGCONT)
             work(random, folder, 3)
     outcome = examine(folder)
-    outcome.lost = 0  # it evicted as it should
+    outcome.lost = 0  # the process evicted blocks normally
     return outcome
 
 
 def together(random: Random, folder: Path) -> Outcome:
-    """Two or four processes at once, with a budget that is too small for them."""
+    """Run two or four processes at once, with a budget that is too small for them."""
     children = []
     for _ in range(random.choice((2, 4))):
         seed = random.getrandbits(60)
@@ -122,7 +122,7 @@ def together(random: Random, folder: Path) -> Outcome:
 
 
 def busy(random: Random, folder: Path) -> Outcome:
-    """Somebody holds the index."""
+    """Hold the index in another process."""
     with (
         patch("headstart.tiers.index._TIMEOUT", 0.005),
         closing(open_store(folder)) as store,

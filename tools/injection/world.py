@@ -1,4 +1,4 @@
-"""Folders to damage, and what must hold of a store afterwards, whatever happened to its folder."""
+"""Folders to damage, and the checks of a store after any damage."""
 
 import os
 import shutil
@@ -20,16 +20,16 @@ MODELS = (MODEL, OTHER)
 PROMPTS = {MODEL: (range(100, 120), range(200, 220)), OTHER: (range(500, 520),)}
 BUDGET = 60 * 2560
 _NEW = {MODEL: range(9000, 9004), OTHER: range(9500, 9504)}
-_FILES = 12  # at most in a folder, whatever was interrupted in it
+_FILES = 12  # most files in a folder, even after interruptions
 
 
 class WrongAnswerError(Exception):
-    """A store gave bytes that are not the block's."""
+    """A store returned wrong bytes of a block."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a fault. lost: blocks that are gone. problem: a broken promise, or ""."""
+    """The outcome of a fault. lost: number of lost blocks. problem: the failed check, or ""."""
 
     lost: int = 0
     wrong: int = 0
@@ -48,12 +48,12 @@ class Templates:
 
 
 def open_store(folder: Path, model: ModelRecord = MODEL, budget: int = BUDGET) -> DiskStore:
-    """A store of the folder."""
+    """Open a store of the folder."""
     return DiskStore(folder, model, budget)
 
 
 def make_templates(folder: Path) -> Templates:
-    """Fill the folders that faults are injected into copies of."""
+    """Fill the folders whose copies are damaged."""
     made = Templates(*(folder / name for name in ("whole", "old", "foreign", "journal")))
     _save(made.whole, {model: [prompts[0][:10]] for model, prompts in PROMPTS.items()})
     shutil.copytree(made.whole, made.old)
@@ -73,7 +73,7 @@ def _save(folder: Path, prompts: Mapping[ModelRecord, Iterable[range]]) -> None:
 
 
 def _interrupt(folder: Path) -> None:
-    """Leave the journal of a transaction that never ended."""
+    """Leave the journal of an interrupted transaction."""
     child = os.fork()
     if child == 0:
         index = DiskIndex(folder / INDEX)
@@ -86,7 +86,7 @@ def _interrupt(folder: Path) -> None:
 
 
 def exercise(store: DiskStore, model: ModelRecord, prompts: Iterable[Iterable[int]]) -> int:
-    """Load the prompts' blocks and return how many there are. Raises WrongAnswerError."""
+    """Load the prompts' blocks and return the number found. Raises WrongAnswerError."""
     count = 0
     for prompt in prompts:
         for number, loaded in zip(prompt, store.load([name(n) for n in prompt]), strict=False):
@@ -104,7 +104,7 @@ def examine(folder: Path, running: DiskStore | None = None) -> Outcome:
         with closing(first if model is MODEL else open_store(folder, model)) as store:
             exercise(store, model, PROMPTS[model])
             if not _saves_and_loads(store, model, _NEW[model]):
-                return Outcome(problem=f"new blocks of {model.title} are not kept")
+                return Outcome(problem=f"new blocks of {model.title} are not stored")
     outcome = Outcome()
     for model in MODELS:
         with closing(open_store(folder, model)) as store:
@@ -112,12 +112,12 @@ def examine(folder: Path, running: DiskStore | None = None) -> Outcome:
             outcome.lost += len(numbers) - exercise(store, model, [[n] for n in numbers])
             if exercise(store, model, [_NEW[model]]) == len(_NEW[model]) or model is MODEL:
                 continue
-            # Damage that SQLite did not notice may cost what was saved, but not for ever.
+            # Damage that SQLite did not notice may lose saved blocks, but not permanently.
             if not _saves_and_loads(store, model, _NEW[model]):
-                outcome.problem = "what is kept last cannot be kept again"
+                outcome.problem = "the last stored blocks cannot be stored again"
         with closing(open_store(folder, model)) as store:
             if exercise(store, model, [_NEW[model]]) < len(_NEW[model]):
-                outcome.problem = "another process does not see what was kept last"
+                outcome.problem = "another process does not find the last stored blocks"
     outcome.problem = outcome.problem or _look_at(folder)
     return outcome
 
@@ -131,7 +131,7 @@ def _saves_and_loads(store: DiskStore, model: ModelRecord, numbers: range) -> bo
 
 
 def _look_at(folder: Path) -> str:
-    """Return the fault of a folder that was used after an injected fault, or ""."""
+    """Return the problem of a folder that was used after a fault, or ""."""
     size = sum(path.stat().st_size for path in folder.glob("*.kv"))
     if size > BUDGET:
         return f"the files have {size - BUDGET:,} bytes more than they may"
@@ -139,4 +139,4 @@ def _look_at(folder: Path) -> str:
         return f"files are left behind: {names}"
     verify(folder, repair=True)
     report = verify(folder)
-    return "" if report.is_whole else f"repaired, and not whole: {report.total}"
+    return "" if report.is_whole else f"damaged after a repair: {report.total}"

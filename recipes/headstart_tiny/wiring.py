@@ -71,7 +71,7 @@ class Wiring(Reading):
         return self.wired(spare)
 
     def wired(self, spare: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return masks of the wired weights; restore random weights in unused rows of keys and values.
+        """Return masks of the wired weights; restore random weights in unused key and value rows.
 
         Spare heads can use these rows.
         """

@@ -14,8 +14,8 @@ For the last checkpoint of a path these tokens count `LAST` times. The clock is 
 checkpoint dropped last, so unused checkpoints lose value relative to new ones (GreedyDual: Young,
 "On-line file caching", 1998).
 
-Tiers store the checkpoints in `unsaved`: all but those at intervals, of which only the last of a
-prompt is stored.
+Tiers store the checkpoints in `unsaved`: all but those at intervals, of which they store only the
+last of a prompt that is at least half an interval before its end.
 """
 
 from collections.abc import Iterable
@@ -81,9 +81,10 @@ class SequenceState:
     slot: its working slot. start: the position from which it resumed. source: the checkpoint from
     which it resumed, until a step has written the working slot. is_written: True after that step.
     step_start: the first token of its last step. wanted: positions of checkpoints, ascending.
-    next_regular: the next position at an interval. last_regular: the last one within its prompt.
-    announced: checkpoints that later steps will write, at positions whose K/V are cached. saves:
-    checkpoints that the step under way writes. is_saved: a tier has the state, which was loaded.
+    next_regular: the next position at an interval. last_regular: the last one that is at least half
+    an interval before the end of its prompt. announced: checkpoints that later steps will write, at
+    positions whose K/V are cached. saves: checkpoints that the step under way writes. is_saved: a
+    tier has the state, which was loaded.
     """
 
     __slots__ = (
@@ -113,7 +114,7 @@ class SequenceState:
         self.wanted = wanted
         self.interval = interval
         self.next_regular = (start // interval + 1) * interval
-        self.last_regular = (length - 1) // interval * interval
+        self.last_regular = (length - 1 - interval // 2) // interval * interval
         self.is_saved = False
         self.announced: list[Checkpoint] = []
         self.saves: list[Checkpoint] = []

@@ -60,6 +60,14 @@ def test_a_fork_is_hit_from_the_third_process_on(tmp_path: Path) -> None:
     assert harness.run([*PROMPT[:86], 2, 2, 2]) == 84  # the last full block before the fork
 
 
+def test_another_question_about_a_document(tmp_path: Path) -> None:
+    engines = Restarts(tmp_path, num_blocks=200)
+    document = [i * 7 % 50 for i in range(270)]
+    engines.harness.run([*document, *[1] * 30])
+    assert engines.again().run([*document, *[2] * 30]) == 128  # a regular checkpoint
+    assert engines.again().run([*document, *[3] * 30]) == 268  # a fork, at a block border
+
+
 def test_a_state_is_loaded_alone_when_memory_has_all_blocks(tmp_path: Path) -> None:
     harness = Harness(cache_dir=str(tmp_path), num_blocks=200, num_states=3)
     harness.run(PROMPT)

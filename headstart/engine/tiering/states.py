@@ -4,10 +4,10 @@ A checkpoint is stored as a record of its own in a store of states. Its name is 
 its last full block, which covers all before it, and the tokens after that block. Its bytes are the
 states, followed by the K/V of those tokens, since K/V are stored in full blocks alone.
 
-Stored are the last checkpoints of a prompt and of a reply, those at marks and forks, and the last
-regular one of a prompt, if it is `min_gain` tokens after the one stored before it on its path. They
-are offered when the K/V of their last tokens can be read: once these fill a block, or their request
-ends.
+Stored are the last checkpoints of a prompt and of a reply, those at marks and forks, and a regular
+one near the end of a prompt: each if it is `min_gain` tokens after the one stored before it on its
+path. They are offered when the K/V of their last tokens can be read: once these fill a block, or
+their request ends.
 """
 
 import hashlib

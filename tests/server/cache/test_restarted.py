@@ -56,7 +56,7 @@ def test_a_restarted_server_is_warm(model: Path, tmp_path: Path) -> None:
 
 def test_stored_tokens_of_a_model_with_recurrent_layers_end_at_a_state(tmp_path: Path) -> None:
     model = save_tiny("lfm2", tmp_path)
-    prompt = [3 + i * 7 % 120 for i in range(150)]
+    prompt = [3 + i * 7 % 120 for i in range(200)]
     kept = {"cache_dir": str(tmp_path / "kept"), **OPTIONS}
 
     def explain(server: Running, prompt: list[int]) -> int:
@@ -66,9 +66,9 @@ def test_stored_tokens_of_a_model_with_recurrent_layers_end_at_a_state(tmp_path:
     with running(model, **kept) as server:
         complete(server, prompt=prompt)
     with running(model, **kept) as server:
-        assert explain(server, prompt) == explain(server, [*prompt, 5]) == 149
+        assert explain(server, prompt) == explain(server, [*prompt, 5]) == 199
         assert explain(server, [*prompt[:140], 5]) == 128  # the last regular state
-        assert complete(server, prompt=prompt)["cached_tokens"] == 149
+        assert complete(server, prompt=prompt)["cached_tokens"] == 199
 
 
 def test_many_clients_of_a_restarted_server_load_a_prefix_once(model: Path, tmp_path: Path) -> None:

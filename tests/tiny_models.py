@@ -53,6 +53,7 @@ from transformers import (
     SmolLM3Config,
     Starcoder2Config,
     Zamba2Config,
+    ZambaConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -281,6 +282,14 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         adapter_rank=4,
         use_mem_rope=True,
     ),
+    "zamba": lambda: ZambaConfig(
+        **{**_BASE, "num_hidden_layers": 4, "num_key_value_heads": 6},
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        n_mamba_heads=2,
+        mamba_d_state=6,
+        mamba_dt_rank=5,
+        attention_head_dim=16,
+    ),
     "olmo_hybrid": lambda: OlmoHybridConfig(**_BASE, **_LINEAR, **_DELTA, rms_norm_eps=0.01),
     "kimi_linear": lambda: KimiLinearConfig(
         **{**_BASE, "num_key_value_heads": 6},
@@ -351,6 +360,7 @@ RECURRENT = (
     "falcon_h1",
     "nemotron_h",
     "jamba",
+    "zamba",
     "zamba2",
     "olmo_hybrid",
     "kimi_linear",

@@ -35,6 +35,12 @@ class LayerCall(NamedTuple):
     mask: Tensor | None
     keywords: dict[str, Any]
 
+    @property
+    def layer_idx(self) -> int | None:
+        """The layer's number in the model; None if its module does not have it."""
+        number = getattr(self.layer, "layer_idx", None)
+        return number if isinstance(number, int) else None
+
 
 AttentionFunction = Callable[[LayerCall], Tensor]
 """Returns `[1, tokens, query_heads, value_dim]`."""

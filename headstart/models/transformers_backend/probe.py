@@ -69,7 +69,7 @@ class Attending:
     def __init__(self, model: PreTrainedModel, function: AttentionFunction) -> None:
         self._model = text_part(model)
         self._function = function
-        self.calls: Counter[int] = Counter()
+        self.calls: Counter[int | None] = Counter()
 
     def __enter__(self) -> "Attending":
         self.name = register(self._count)
@@ -87,12 +87,7 @@ class Attending:
         unregister(self.name)
 
     def _count(self, call: LayerCall) -> Tensor:
-        layer = getattr(call.layer, "layer_idx", None)
-        if not isinstance(layer, int):
-            raise UnsupportedModelError(
-                f"{type(call.layer).__name__} does not identify its layer (layer_idx is {layer})"
-            )
-        self.calls[layer] += 1
+        self.calls[call.layer_idx] += 1
         return self._function(call)
 
 
@@ -146,7 +141,7 @@ def _run_at(
     recorded: _Recorded = []
 
     def attend_to_self(call: LayerCall) -> Tensor:
-        suffix = f"of layer {call.layer.layer_idx}"
+        suffix = f"of layer {call.layer_idx}"
         for name, part in (("queries", call.query), ("keys", call.key), ("values", call.value)):
             recorded.append((f"the {name} {suffix}", part[0].transpose(0, 1).flatten(1)))
         scaling = torch.tensor([[read_options(call).scaling]], dtype=torch.float64)
@@ -246,7 +241,7 @@ def probe_model(model: PreTrainedModel) -> ProbedLayers:
 class _Call(NamedTuple):
     """One layer's call of attention in the recorded pass."""
 
-    layer_idx: int
+    layer_idx: int | None
     layout: LayerLayout
     sliding_window: int | None
     is_causal: bool
@@ -265,7 +260,9 @@ def _record(model: PreTrainedModel, mixers: tuple[RecurrentMixer, ...]) -> list[
         window, layer = read_options(call).sliding_window, call.layer
         causal = getattr(layer, "is_causal", True) and call.keywords.get("is_causal") is not False
         layout = LayerLayout(kv_heads, key_dim, value_dim, window)
-        calls.append(_Call(layer.layer_idx, layout, window, causal, call.mask))
+        if call.layer_idx is None and not mixers:
+            raise UnsupportedModelError(f"{type(layer).__name__} has no layer_idx")
+        calls.append(_Call(call.layer_idx, layout, window, causal, call.mask))
         return call.query.new_zeros((1, tokens, call.query.shape[1], value_dim))
 
     tokens = torch.arange(3, device=model.device)
@@ -278,13 +275,13 @@ def _record(model: PreTrainedModel, mixers: tuple[RecurrentMixer, ...]) -> list[
             AttentionMaskInterface._global_mapping.pop(attending.name)
     if mixers:
         return calls
-    calls.sort(key=lambda call: call.layer_idx)
+    calls.sort(key=lambda call: call.layer_idx or 0)
     if [call.layer_idx for call in calls] != list(range(_text_config(model).num_hidden_layers)):
         _refuse_calls(model, attending.calls)
     return calls
 
 
-def _refuse_calls(model: PreTrainedModel, calls: Counter[int]) -> None:
+def _refuse_calls(model: PreTrainedModel, calls: Counter[int | None]) -> None:
     layers = _text_config(model).num_hidden_layers
     raise UnsupportedModelError(
         f"{type(model).__name__} has {layers} layers, of which {len(calls)} called attention "

@@ -30,6 +30,9 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "vllm:prefix_cache_queries": "Prompt tokens looked up in the cache",
         "vllm:prefix_cache_hits": "Prompt tokens found cached",
         "vllm:num_preemptions": "Times that a running request gave its blocks to another",
+        "vllm:spec_decode_num_drafts": "Drafts that were verified",
+        "vllm:spec_decode_num_draft_tokens": "Drafted tokens that were verified",
+        "vllm:spec_decode_num_accepted_tokens": "Drafted tokens that answers took over",
         "vllm:num_requests_running": "Answers being computed",
         "vllm:num_requests_waiting": "Answers waiting to be computed",
         "vllm:kv_cache_usage_perc": "Share of the KV blocks that requests hold",
@@ -110,6 +113,12 @@ def read_metrics(engine: EngineCore) -> list[Metric]:
         Gauge("vllm:kv_cache_usage_perc", {}, 1 - manager.num_free_blocks / num_blocks),
         Histogram(_IDLE, {}, sum(ages.counts), ages.seconds, buckets),
     ]
+    if (drafting := engine.drafting) is not None:
+        metrics += [
+            Counter("vllm:spec_decode_num_drafts", {}, drafting.num_drafts),
+            Counter("vllm:spec_decode_num_draft_tokens", {}, drafting.num_drafted),
+            Counter("vllm:spec_decode_num_accepted_tokens", {}, drafting.num_accepted),
+        ]
     if (states := manager.states) is not None:
         uses = {"running": states.num_working, "free": states.num_free}
         uses["checkpoint"] = states.num_slots - sum(uses.values())

@@ -40,7 +40,8 @@ class RequestMetrics:
     queue: until its first step began. time_to_first_token: until its first token.
     time_per_token: mean seconds between tokens; None before the second token. total: until its last
     token so far. queued_ts: its arrival on the clock of `time.perf_counter`.
-    num_generation_tokens: tokens of its first answer so far.
+    num_generation_tokens: tokens of its first answer so far. num_drafted_tokens: tokens drafted for
+    its answers so far; num_accepted_tokens: those of them that are in the answers.
     """
 
     queue: float | None
@@ -49,6 +50,8 @@ class RequestMetrics:
     total: float | None
     queued_ts: float | None = None
     num_generation_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def time_in_queue(self) -> float | None:

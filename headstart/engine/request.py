@@ -9,7 +9,7 @@ K/V.
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -323,7 +323,11 @@ class RequestGroup:
             num_cached_tokens=first.num_cached_tokens,
             loaded_tokens=self.loaded_tokens,
             why_missed=first.missed,
-            metrics=first.metrics(),
+            metrics=replace(
+                first.metrics(),
+                num_drafted_tokens=sum(request.num_drafted for request in self.requests),
+                num_accepted_tokens=sum(request.num_accepted for request in self.requests),
+            ),
             finished=self.finished,
             images=self.images,
             lora_request=self.lora_request,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, Self, TypedDict
 
 from headstart.engine.config import EngineConfig
+from headstart.engine.drafts.drafters import MAX_DRAFT
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, RequestError
 from headstart.imports import load_module
@@ -150,6 +151,9 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
         value = config.get(name)
         if isinstance(value, str | int) and value in values:
             del config[name]
+    drafts = options.get("speculative_config")
+    if drafts is not None:
+        config["speculation"] = _read_speculation(drafts)
     for name, field_name in _ALIASES.items():
         value = options.get(name)
         if name == "limit_mm_per_prompt" and value is not None:
@@ -170,6 +174,17 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
             )
         config[field_name] = value
     return config
+
+
+def _read_speculation(drafts: object) -> Any:
+    """Return the most tokens of a draft. vLLM's drafters without a model are the same here."""
+    form = '{"method": "ngram", "num_speculative_tokens": 8}'
+    if not isinstance(drafts, Mapping) or drafts.get("method") not in ("ngram", "suffix"):
+        raise ConfigError(
+            f"speculative_config is {describe(drafts)}; allowed: a dict such as {form}, of the "
+            'method "ngram" or "suffix"'
+        )
+    return drafts.get("num_speculative_tokens", MAX_DRAFT)
 
 
 def _read_tokenizer(path: object, model: str | Path) -> Path | None:

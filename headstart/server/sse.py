@@ -30,6 +30,8 @@ class Usage:
     completion: int = 0
     prompts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Tokens and cached tokens of each prompt, by request id."""
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Drafted tokens that were accepted, and those that were not, by request id."""
 
     @property
     def prompt(self) -> int:
@@ -46,15 +48,25 @@ class Usage:
         counts = len(output.prompt_token_ids), output.num_cached_tokens
         self.prompts[output.request_id] = counts
         self.completion += sum(len(answer.token_ids) for answer in output.outputs)
+        if (metrics := output.metrics) is not None and metrics.num_drafted_tokens:
+            accepted = metrics.num_accepted_tokens
+            self.drafts[output.request_id] = accepted, metrics.num_drafted_tokens - accepted
 
     def for_completions(self) -> dict[str, Any]:
         """Return the usage of a completion or a chat."""
-        return {
+        usage = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+        if self.drafts:
+            accepted, rejected = map(sum, zip(*self.drafts.values(), strict=True))
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            }
+        return usage
 
 
 Answer = TypeVar("Answer")

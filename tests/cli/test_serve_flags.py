@@ -169,8 +169,8 @@ def test_the_environment_goes_behind_the_command_line(served: Served) -> None:
          "docs/vllm.md lists them"),
         ("--enable-sleep-mode", "--enable-sleep-mode is True; not an option of headstart; "
          "docs/vllm.md lists them"),
-        ("--speculative-config.method ngram", "--speculative-config is {'method': 'ngram'}; not "
-         "an option of headstart; docs/vllm.md lists them"),
+        ("--spec-method ngram", "--spec-method is 'ngram'; not an option of headstart; "
+         "docs/vllm.md lists them"),
         ("--tool-call-parser pythonic", "--tool-call-parser is 'pythonic'; not an option of "
          "headstart; docs/vllm.md lists them"),
         ("--max-modl-len 2", "no such option '--max-modl-len'. Did you mean '--max-model-len'? "

@@ -20,11 +20,11 @@ _ROWS = 32  # rows of all decoding requests together that cost little more than 
 class Drafting:
     """The drafts of an engine's requests.
 
-    num_drafted and num_accepted: tokens of all requests.
+    num_drafts: of all requests; num_drafted and num_accepted: their tokens.
     """
 
     def __init__(self, manager: KVCacheManager, max_tokens: int, max_model_len: int) -> None:
-        self.num_drafted = self.num_accepted = 0
+        self.num_drafts = self.num_drafted = self.num_accepted = 0
         self._tree = TreeDrafter(manager)
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
@@ -52,5 +52,6 @@ class Drafting:
         request.drafts.verified(drafted, accepted)
         request.num_drafted += drafted
         request.num_accepted += accepted
+        self.num_drafts += 1
         self.num_drafted += drafted
         self.num_accepted += accepted

@@ -71,7 +71,7 @@ _REFUSED = refusals(
         "give `temperature`: 0 is greedy, any other value samples": "do_sample",
         "a stream sends every step": "stream_interval=1",
         "the name is `max_tokens`": "max_new_tokens max_length",
-        "there is no speculative decoding": "prediction",
+        "drafts come from the cache and the prompt: put the text into the prompt": "prediction",
         "give its fields directly; it is an argument of the Python client": "extra_body",
         "give `n`": "best_of=1 num_return_sequences=1",
     }

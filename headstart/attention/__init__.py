@@ -1,7 +1,7 @@
 """Attention over paged K/V: the memory, the backends, and the hook into transformers.
 
-Nothing here knows a request, a scheduler or a model: a step arrives as a `StepPlan` and each
-layer calls `AttentionBackend.attend` with its queries, keys and values.
+This package knows no request, scheduler or model. A step is a `StepPlan`, and each layer calls
+`AttentionBackend.attend` with its queries, keys and values.
 """
 
 from headstart.attention.backend import (

@@ -1,10 +1,10 @@
-"""The seam between models and attention kernels: a step's plan, a layer's layout, the protocol.
+"""The interface between models and attention kernels: a step's plan, layouts, the protocol.
 
 The engine calls `begin_step` once per step with the batch, then `attend` once per layer, then
 `end_step`. Work that is the same in all layers belongs in `begin_step`.
 
-A step's tokens lie in one flat batch of rows, without padding. A `Span` names the rows of one
-sequence in it; the sequence's block table locates its K/V of earlier steps:
+A step's tokens are one flat batch of rows, without padding. A `Span` has the rows of one sequence,
+and its block table, which locates the K/V of earlier steps:
 
     flat batch   | a a a a | b | c c |         spans: a: rows 0-3, b: row 4, c: rows 5-6
     a's context  [ 0 1 2 ... 11 | 12 13 14 15 ]    context = 16, its queries are the last 4
@@ -24,8 +24,8 @@ class LayerLayout:
     """The K and V of one token in one layer: `[kv_heads, key_dim]` and `[kv_heads, value_dim]`.
 
     The two widths differ if a model compresses keys and values differently (DeepSeek-V3). `window`
-    is the layer's sliding window, None if its rows see all tokens before them. It is not part of
-    the representation, which is part of the identity of K/V in tiers.
+    is the layer's sliding window; None if its rows see all tokens before them. It is left out of
+    `repr`, which is part of the identity of K/V in tiers.
     """
 
     kv_heads: int
@@ -54,8 +54,8 @@ class StateLayout:
 class Span(NamedTuple):
     """The rows of one sequence in the flat batch.
 
-    Its queries are the last `num_rows` of its `context` tokens, and lie at
-    `first_row .. first_row + num_rows - 1`; `block_ids` covers all `context` tokens.
+    Its queries are the last `num_rows` of its `context` tokens, in the rows `first_row` to
+    `first_row + num_rows - 1`. `block_ids` covers all `context` tokens.
     """
 
     first_row: int
@@ -66,17 +66,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: where each row's K/V go, and what each row attends to.
+    """One step: the slot of each row's K/V, and the tokens to which each row attends.
 
     `slots` is int64 `[tokens]`, in row order: `block_id * block_size + position % block_size`,
     or the memory's `scratch_slot` for a row whose K/V are discarded.
 
-    With `contiguous_gather` a row's result depends, bit for bit, only on its tokens and the
-    contents of its context, never on the other rows of the batch or on block ids.
+    With `contiguous_gather`, the bits of a row's result depend only on its span and the contents of
+    its context, not on other spans of the batch or on block ids.
 
     `window` is the plan of layers with a sliding window if the memory has window blocks: the same
-    rows, with slots and block tables of that pool. No layer reads the entries of a table whose
-    blocks lie before the windows of all rows of the span; they are any block ids of the pool.
+    rows, with slots and block tables of that pool. In such a table, entries before the windows of
+    all rows of a span are not read, and may be any block ids of the pool.
     """
 
     slots: Tensor
@@ -91,7 +91,7 @@ class StepPlan:
 
     @property
     def separate(self) -> list[Span]:
-        """The other spans, which are computed alone."""
+        """The other spans, which are computed one by one."""
         return [s for s in self.spans if s.num_rows > 1 or self.contiguous_gather]
 
 
@@ -102,8 +102,8 @@ class AttentionOptions:
     - `scaling` multiplies the scores q·k.
     - `sliding_window`: a row sees itself and the `sliding_window - 1` tokens before it.
     - `softcap`: scores become `softcap * tanh(scores / softcap)` before masking (Gemma 2).
-    - `sinks` `[query_heads]`: one more score per head; it takes its share of the softmax and
-      has no value (GPT-OSS).
+    - `sinks` `[query_heads]`: an additional score per head in the softmax, without a value
+      (GPT-OSS).
     """
 
     scaling: float
@@ -128,19 +128,19 @@ class AttentionBackend(Protocol):
         `[tokens, query_heads, value_dim]`. All rows are written before any is read, so two
         sequences of one step may share blocks that one of them is filling.
 
-        A position that a row does not see has no influence on it, even if its K or V are not
-        finite. A row that sees such a position is not finite itself.
+        A position that a row does not see does not affect it, even if its K or V are not finite. A
+        row that sees K or V that are not finite is not finite itself.
         """
 
     def compiled(
         self, layer_idx: int, rows: tuple[int, int], options: AttentionOptions, dtype: torch.dtype
     ) -> tuple[int, int] | None:
-        """Return structs with which compiled code can replace `attend`; None if not supported.
+        """Return structs for compiled code that replaces `attend`; None if not supported.
 
-        `rows` are the numbers of the code's rows and of their query heads. The rows are dense, in
-        `dtype`. The structs are the addresses of the layer's `AttentionStep` and `AttentionCall`
-        (`native/attention/attention.h`), valid until the step ends; query, key, value and out are
-        unset.
+        `rows` are the number of rows and of their query heads. The rows are dense, in `dtype`. The
+        result has the addresses of the layer's `AttentionStep` and `AttentionCall`
+        (`native/attention/attention.h`), valid until the step ends. Their query, key, value and out
+        are not set.
         """
 
     def end_step(self) -> None:
@@ -149,6 +149,6 @@ class AttentionBackend(Protocol):
     def nonfinite_rows(self) -> list[int]:
         """Return the ascending rows whose K or V were not finite when written, in any layer.
 
-        Rows of padding and of the scratch slot count like any other. The result is valid from a
-        layer's `attend` until the next `begin_step`; `end_step` does not clear it.
+        It includes rows of padding and of the scratch slot. The result is valid from a layer's
+        `attend` until the next `begin_step`; `end_step` does not clear it.
         """

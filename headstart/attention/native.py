@@ -3,10 +3,10 @@
 K and V in bf16 need a CPU with AVX-512 bf16. K and V in float32 or 8 bits need AVX2. Layers that
 the kernel does not support use torch operations over the same memory.
 
-A step's rows are cut into segments: rows, a block table, a range of keys. The kernel reads the keys
-of a segment in one pass and treats the query heads of a KV head as rows. A span is one segment. A
-shared-prefix group is one segment with all its members' rows; the rest of each member's keys is
-another. If a row has several segments, their results are partial and the kernel merges them.
+A step is cut into segments: rows, a block table, a range of keys. The kernel reads the keys of a
+segment in one pass and treats the query heads of a KV head as rows. A span is one segment. A
+shared-prefix group is one segment with the rows of all members, and the rest of each member's keys
+is another. If a row is in several segments, the kernel merges their partial results.
 """
 
 import ctypes
@@ -32,11 +32,11 @@ from headstart.attention.torch_ops import TorchAttention
 from headstart.errors import EngineError
 from headstart.native.bindings import AttentionCall, AttentionStep, Merger, Segment
 
-_MAX_DIM = 256  # of the kernel
-_MOST_POSITIONS = (1 << 31) - 1  # its positions have 32 bits
+_MAX_DIM = 256  # the kernel's widest head
+_MOST_POSITIONS = (1 << 31) - 1  # the kernel's positions have 32 bits
 
-# The break-even points of `bench/kernels/attention.py`, in tokens. Float32 needs more than bf16, as
-# arithmetic limits it more than memory does. K/V in 8 bits are computed in float32.
+# The break-even points of `bench/kernels/attention.py`, in tokens. They are higher for float32,
+# which is limited by arithmetic more than by memory. K/V in 8 bits are computed in float32.
 SHARING = {
     torch.bfloat16: SharingCost(group=0, member=40),
     torch.float32: SharingCost(group=0, member=100),
@@ -47,7 +47,7 @@ _FUNCTIONS = {
     torch.float32: "headstart_attend_float32",
     torch.int8: "headstart_attend_int8",
 }
-# Reading fewer keys than this is faster than waking another thread and merging its result.
+# The fewest keys for which waking another thread and merging its result pays.
 SPLIT_KEYS = 512
 
 
@@ -58,7 +58,7 @@ class NativeAttention:
     and always with `contiguous_gather`, a row's result does not depend on the other rows of the
     batch.
 
-    Kernels read by address, so a step or rows that do not fit the memory raise `EngineError`.
+    Raises `EngineError` for a step or rows that do not fit the memory, since kernels do not check.
     """
 
     def __init__(self, memory: PagedKVMemory, library: ctypes.CDLL, *, share: bool = True) -> None:
@@ -111,7 +111,7 @@ class NativeAttention:
             return self._torch.attend(layer_idx, *rows, options)
         if memory.has_scales:
             query, key, value = query.float(), key.float(), value.float()
-        # The kernel reads the elements of a head one after another.
+        # The kernel needs heads with contiguous elements.
         query, key, value = (
             part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value)
         )
@@ -166,16 +166,16 @@ class NativeAttention:
         call.heads = heads
         call.window = min(window or 0, _MOST_POSITIONS)
         call.scaling = options.scaling
-        call.softcap = abs(options.softcap or 0.0)  # the sign changes nothing; kernels want none
+        call.softcap = abs(options.softcap or 0.0)  # the sign has no effect, but kernels need none
         if step.num_partials:
             pool.make_partials(step, step.num_partials * heads * (2 + call.value_dim))
         return step
 
 
 class PoolSteps:
-    """The kernels' steps over one pool of blocks, for the layers whose K and V it has.
+    """The kernels' steps over one pool of blocks, for the layers that use the pool.
 
-    window: of the widest of these layers, if K and V before it may be gone.
+    window: the widest window of these layers, if blocks before it may be freed.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class PoolSteps:
         self._tables = BlockTables(num_blocks)
         self._planner = SharedPlanner(memory.block_size, SHARING[memory.dtype]) if share else None
         self._previous: dict[bool, NativeStep] = {}  # the last step with and without sharing
-        # Buffers for partial results, of steps that share and of steps that do not.
+        # Buffers for partial results of steps with and without sharing.
         self._partials = {True: torch.empty(0), False: torch.empty(0)}
         self._longest = 0
         self._plan: StepPlan | None = None
@@ -200,7 +200,7 @@ class PoolSteps:
         self._longest = max((span.context for span in plan.spans), default=0)
         self._tables.fill([span.block_ids for span in plan.spans])
         self._plan = plan
-        # In a longer step, all windows of the pool hide tokens.
+        # If a context is longer, windows hide tokens in all layers of the pool.
         may_share = self.window is None or self._longest <= self.window
         if self._planner is not None and may_share:
             shared = self._planner.plan(plan.decoding)
@@ -216,7 +216,7 @@ class PoolSteps:
         assert self._plan is not None, "call begin_step() first"
         if self._shared is not None and (window is None or window >= self._longest):
             return self._shared
-        # Layers whose window hides any token share nothing. A decoding span's keys are split, a
+        # Layers whose window hides a token do not share. A decoding span's keys are split into a
         # part for each thread.
         if self._plain is None:
             work = len(self._plan.decoding) * self._kv_heads
@@ -227,7 +227,7 @@ class PoolSteps:
     def make_partials(self, step: "NativeStep", numbers: int) -> None:
         """Give a step a buffer of this many floats for partial results.
 
-        Each kind of step has its own, as one compiled call may run layers of both.
+        Steps with and without sharing have separate buffers, since one compiled call may run both.
         """
         is_shared = step is self._shared
         if len(self._partials[is_shared]) < numbers:
@@ -235,7 +235,7 @@ class PoolSteps:
         step.struct.partials = self._partials[is_shared].data_ptr()
 
     def _next_step(self, plan: StepPlan, shared: SharedPlan | None, kv_splits: int) -> "NativeStep":
-        """Return the previous step if this one only continues its decoding, else a new one."""
+        """Return the previous step if the plan only continues its decoding, else a new step."""
         previous = self._previous.get(shared is not None)
         if previous is not None and previous.update(plan, self._tables, shared, kv_splits):
             return previous
@@ -256,7 +256,7 @@ def make_backend(memory: PagedKVMemory, *, share: bool = True) -> AttentionBacke
 
 
 def name_backend(memory: PagedKVMemory) -> str:
-    """Return the name of the backend that `make_backend` gives for `memory`."""
+    """Return the name of the backend that `make_backend` returns for `memory`."""
     return (TorchAttention if _find_library(memory) is None else NativeAttention).__name__
 
 
@@ -280,9 +280,9 @@ def _find_library(memory: PagedKVMemory) -> ctypes.CDLL | None:
 
 
 def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:
-    """Return the fields that are the same in every call of a layer; None if torch computes it."""
+    """Return a call with the constant fields of a layer; None if torch computes the layer."""
     layout, scales = memory.layouts[layer], memory.has_scales
-    # In bf16 the kernel multiplies keys two dims at a time.
+    # The bf16 kernel multiplies pairs of dims.
     is_odd = memory.dtype == torch.bfloat16 and layout.key_dim % 2 == 1
     widths = (layout.key_dim, layout.value_dim)
     if is_odd or min(layout.kv_heads, *widths) < 1 or max(widths) > _MAX_DIM:
@@ -299,7 +299,7 @@ def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:
 
 
 def _check_plan(plan: StepPlan, block_size: int, num_blocks: int) -> None:
-    """Raise `EngineError` unless slots and rows exist, and block tables cover their contexts."""
+    """Raise `EngineError` for invalid slots or rows, or block tables that are too short."""
     slots, tokens, scratch_slot = plan.slots, len(plan.slots), num_blocks * block_size
     assert slots.dtype == torch.int64 and slots.is_cpu and slots.dim() == 1
     if tokens:
@@ -347,8 +347,8 @@ _LAST_KEY = Segment._fields.index("last_key")
 class BlockTables:
     """The block tables of a step as int32 `[spans, blocks]`, reused from step to step.
 
-    A running sequence's table mostly stays the same or grows at its end, and comparing it with the
-    previous table costs less than converting it.
+    A running sequence's table rarely changes except at its end, and comparing it with the previous
+    table costs less than converting it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -357,7 +357,7 @@ class BlockTables:
         self.array: IntArray = np.zeros((16, 64), dtype=np.int32)
 
     def fill(self, tables: Sequence[Sequence[int]]) -> None:
-        """Make row i begin with table i; the rest of the row is undefined.
+        """Write table i to the beginning of row i; the rest of the row is undefined.
 
         Raises `EngineError` for a block id out of range.
         """
@@ -382,8 +382,8 @@ class BlockTables:
 class NativeStep:
     """The `AttentionStep` of a plan, and the arrays that it points to.
 
-    `kv_splits` is the number of parts that a decoding span's keys are cut into if there are enough
-    of them, so that threads without a separate KV head get work.
+    `kv_splits` is the number of parts into which the keys of a decoding span are split, if there
+    are enough keys. It gives work to all threads if there are more threads than KV heads.
     """
 
     def __init__(
@@ -399,10 +399,10 @@ class NativeStep:
         self._tables = tables.array
         self._num_tokens = len(plan.slots)
         self.num_partials = 0
-        self._rows = list(range(self._num_tokens))  # of spans in order, then those of groups
+        self._rows = list(range(self._num_tokens))  # rows of spans in order, then rows of groups
         self._parts: dict[int, list[int]] = {}  # partial results by token
-        self._owners: list[int] = []  # the span of each segment after those of groups
-        # Groups come first, as they take longest.
+        self._owners: list[int] = []  # the spans of segments, except segments of groups
+        # Groups come first, since they take longest.
         self._segments = np.array(self._groups(plan) + self._rests(plan), dtype=np.int32)
         self._contexts = _decoding_contexts(plan)
         self._slots = plan.slots.contiguous()
@@ -429,9 +429,9 @@ class NativeStep:
     def update(
         self, plan: StepPlan, tables: BlockTables, shared: SharedPlan | None, kv_splits: int
     ) -> bool:
-        """Update this step to `plan` and return True if `plan` only continues its decoding.
+        """Update this step to `plan` if `plan` only continues its decoding.
 
-        Return False if the plan differs in more than lengths.
+        Return False, and change nothing, if more than the contexts' lengths differ.
         """
         contexts = _decoding_contexts(plan)
         if (
@@ -471,7 +471,7 @@ class NativeStep:
                 Segment(
                     first_row=len(self._rows),
                     num_rows=len(rows),
-                    first_position=group.last,  # from where every row sees all its keys
+                    first_position=group.last,  # so that all rows see all keys
                     table=members[0] * self._tables.shape[1],
                     first_key=group.first,
                     last_key=group.last,
@@ -482,7 +482,7 @@ class NativeStep:
         return segments
 
     def _rests(self, plan: StepPlan) -> list[Segment]:
-        """Return the segments of keys that each span reads alone."""
+        """Return the segments of each span's keys outside groups."""
         firsts = iter(self._shared.own_first if self._shared is not None else ())
         segments: list[Segment] = []
         for index, span in enumerate(plan.spans):
@@ -514,7 +514,7 @@ class NativeStep:
 
 
 def _decoding_contexts(plan: StepPlan) -> IntArray | None:
-    """Return every span's context; None unless each span is one row and spans are in row order."""
+    """Return the contexts of spans; None unless all have one row and are in row order."""
     for index, span in enumerate(plan.spans):
         if span.num_rows != 1 or span.first_row != index:
             return None

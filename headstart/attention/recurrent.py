@@ -1,14 +1,14 @@
 """Layers whose state has a fixed size: gated delta rule, Mamba-2, causal convolution.
 
 A step's rows are one flat batch, without padding. Each sequence reads its state from a source slot
-and writes the state after its last row into a target slot. With one slot for both, the state is
-updated in place. With two, a sequence resumes from a checkpoint without a copy, or leaves one.
+and writes the state after its last row to a target slot. If both are the same slot, the state is
+updated in place. With different slots, a sequence resumes from a checkpoint without a copy.
 
 Arithmetic is in float32, and the result has the dtype of the rows. The compiled kernels
 (`headstart/native/recurrent_kernels.h`) compute one token after another, so a sequence's result has
-the same bits wherever its prompt is cut, and in any batch. On other devices and CPUs torch
-operations compute a recurrence in chunks, as products of matrices. Chunks end at multiples of
-`CHUNK` positions of a sequence, wherever the scheduler has cut its prompt.
+the same bits in any batch, and however its prompt is split into steps. On other devices and CPUs,
+torch operations compute a recurrence in chunks, as matrix products. Chunks end at multiples of
+`CHUNK` positions of a sequence, in addition to the ends of steps.
 """
 
 import ctypes
@@ -33,16 +33,16 @@ from headstart.native.bindings import (
 )
 
 CHUNK = 64  # positions
-_DTYPES = (torch.float32, torch.bfloat16)  # of the kernels' rows
-_MOST_TAPS = 4  # of the kernels' convolution
+_DTYPES = (torch.float32, torch.bfloat16)  # that the kernels support
+_MOST_TAPS = 4  # the kernels' limit of a convolution's width
 
 
 @dataclass(frozen=True)
 class Recurrence:
     """The sequences of one step, for all recurrent layers; contiguous int32 tensors on the CPU.
 
-    Kernels do not check these numbers. Targets differ from each other, and a sequence's
-    target is no other sequence's source. A source that is not a target is not written.
+    Kernels do not check these numbers. All targets must differ, and a sequence's target must not be
+    another sequence's source. A source that is not a target is not written.
     """
 
     starts: Tensor
@@ -54,7 +54,7 @@ class Recurrence:
     positions: Tensor
     """The position of each sequence's first row in its prompt: `[n]`."""
     saves: Tensor = field(default_factory=lambda: torch.empty((0, 2), dtype=torch.int32))
-    """Rows by number, ascending, and a slot for each, which gets the state after it: `[m, 2]`."""
+    """Ascending row numbers, and the slots to which the states after them are written: `[m, 2]`."""
 
     @cached_property
     def kernels(self) -> ctypes.CDLL | None:
@@ -63,7 +63,7 @@ class Recurrence:
 
     @cached_property
     def sequences(self) -> Sequences:
-        """The sequences in the form that kernels take."""
+        """The kernels' struct of the sequences."""
         tensors = (self.starts, self.sources, self.targets, self.saves)
         addresses = (tensor.data_ptr() for tensor in tensors)
         return Sequences(*addresses, count=len(self.sources), num_saves=len(self.saves))
@@ -77,7 +77,7 @@ class DeltaWeights(NamedTuple):
 
 
 class ScanWeights(NamedTuple):
-    """A layer's weights of Mamba-2's scan, each `[heads]`, and the limits of a step's length."""
+    """A layer's weights of Mamba-2's scan, each `[heads]`, and the limits of dt."""
 
     a_log: Tensor
     d: Tensor
@@ -218,7 +218,7 @@ def _run(kernel: Callable[..., None], call: ctypes.Structure, recurrence: Recurr
 
 
 def _lay_out(rows: Tensor) -> Tensor:
-    """Return `[T, numbers]`, with the numbers of a row one after another; a view if possible."""
+    """Return `[T, numbers]` with contiguous rows, a view if possible."""
     flat = rows.flatten(1)
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
@@ -228,7 +228,7 @@ def _strided(rows: Tensor) -> Strided:
 
 
 def _slots(states: Tensor) -> States:
-    flat = states.view(len(states), -1)  # raises if a slot's floats do not follow one another
+    flat = states.view(len(states), -1)  # raises unless each slot is contiguous
     assert states.dtype == torch.float32 and flat.stride(1) == 1, "states are float32 in slots"
     return States(flat.data_ptr(), flat.stride(0))
 
@@ -290,8 +290,8 @@ def _delta_rule(
         q, k, v = (
             part.transpose(1, 2) for part in (q * q.shape[-1] ** -0.5, k, _take(value, numbers))
         )
-        # From value t, what the state already returns for key t is subtracted before the write.
-        # That state has the chunk's earlier values, so the written ones solve a triangular system.
+        # Value t is written after subtracting the state's current output for key t. That state
+        # includes the chunk's earlier writes, so the written values solve a triangular system.
         system = beta * (k @ k.mT) * _pairwise(decay)
         missing = beta * (v - decay.exp().unsqueeze(-1) * (k @ state))
         written = torch.linalg.solve_triangular(system, missing, upper=False, unitriangular=True)
@@ -384,9 +384,9 @@ def _in_chunks(
 
 
 def _cut(recurrence: Recurrence) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield sequences and the numbers of their next rows `[n, rows]`, in order for each sequence.
+    """Yield indices of sequences and the numbers of their next rows `[n, rows]`.
 
-    Sequences whose next chunks have the same length come together.
+    Sequences whose next chunks have the same length are yielded together.
     """
     rows, ends = recurrence.starts[:-1].tolist(), recurrence.starts[1:].tolist()
     positions = recurrence.positions.tolist()

@@ -1,8 +1,8 @@
 """The hook into transformers: one attention function per engine, under a separate name.
 
-transformers' models look up `AttentionInterface` for the function that their configuration names,
-so two engines in one process need two names. No mask function is registered: transformers then
-builds no mask, and the backend takes from the step's plan which tokens a row may see.
+transformers' models look up their attention function in `AttentionInterface` by the name in their
+configuration, so two engines in one process need two names. No mask function is registered, so
+transformers builds no mask: the step's plan determines which tokens a row may see.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from headstart.attention.backend import AttentionBackend, AttentionOptions
 from headstart.errors import EngineError, UnsupportedModelError
 
-# transformers treats a name with "sdpa", "flash" or "flex" in it as its built-in attention.
+# A name must not contain "sdpa", "flash" or "flex", with which transformers uses its own attention.
 _names = map("headstart_paged_{}".format, itertools.count())
 
 
@@ -73,12 +73,12 @@ def number_in_model(call: LayerCall) -> int:
 def attend_with(
     backend: AttentionBackend, number: Callable[[LayerCall], int] = number_in_model
 ) -> AttentionFunction:
-    """Return the function that passes a layer's call on to a backend whose step has begun.
+    """Return a function that passes a layer's call to a backend, whose step must have begun.
 
     number: returns the number of the layer in the backend's memory.
 
-    transformers holds the function for ever, so it holds the backend weakly: otherwise the
-    backend's K/V memory would never be freed.
+    transformers holds the function forever, so the function has only a weak reference to the
+    backend: otherwise the backend's K/V memory would never be freed.
     """
     reference = weakref.ref(backend)
 
@@ -99,7 +99,7 @@ def attend_with(
 
 
 def read_options(call: LayerCall) -> AttentionOptions:
-    """Return a layer's options, read from the keywords that transformers' models pass."""
+    """Return a layer's options from the keyword arguments of transformers' models."""
     scaling = call.keywords.get("scaling")
     return AttentionOptions(
         scaling=call.query.shape[-1] ** -0.5 if scaling is None else float(scaling),

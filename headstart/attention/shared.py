@@ -1,15 +1,15 @@
 """Shared-prefix groups: decoding rows that read the same blocks, found in their block tables.
 
 Requests that hit the same cached prefix hold the same blocks, so their tables begin with the same
-ids: all requests share the system prompt, some a document, a few a conversation. The tables form a
-trie. The tables that share a path of the trie form a group, whose rows attend to the path's tokens
-together: K and V are read once instead of once per row, and vector products become matrix
-products. A row's outputs from its groups and from the rest of its context are merged:
+ids. For example, all requests share a system prompt, some a document, a few a conversation. The
+tables form a trie. Tables that share a path of the trie form a group, whose rows attend to the
+path's tokens together: K and V are read once instead of once per row, and vector products become
+matrix products. A row's outputs from its groups and from the rest of its context are merged:
 
     part i has the largest score m_i, the sum l_i = sum of exp(score - m_i), the output o_i
     m = max m_i,   out = sum of o_i exp(m_i - m) / sum of l_i exp(m_i - m)
 
-Only decoding rows, one per sequence, take part: a prefill has enough rows alone.
+Only decoding rows, one per sequence, are grouped. A prefill has enough rows of its own.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from headstart.attention.backend import Span
 
 
 class SharingCost(NamedTuple):
-    """A backend's cost of sharing, in tokens that a decoding row could read in the same time.
+    """A backend's cost of sharing, in tokens: as many as a decoding row reads in the same time.
 
     A group of n members that share t tokens saves (n - 1) * t reads. It costs `group` once, for
     the additional segment, and `member` per member, for storing and merging a partial result.
@@ -36,7 +36,7 @@ class SharingCost(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Tokens `first` to `last - 1` of each of `members`, which are decoding span numbers."""
+    """Tokens `first` to `last - 1`, shared by `members`: indices of decoding spans."""
 
     members: tuple[int, ...]
     first: int
@@ -47,8 +47,8 @@ class PrefixGroup:
 class SharedPlan:
     """The shared-prefix groups of a step, outer groups before the groups inside them.
 
-    Decoding span i reads its first `own_first[i]` tokens through groups and attends to the rest,
-    which includes its own token, alone.
+    Decoding span i reads its first `own_first[i]` tokens in groups. It attends alone to the others,
+    which include its last token.
     """
 
     groups: tuple[PrefixGroup, ...]
@@ -58,9 +58,9 @@ class SharedPlan:
 def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> SharedPlan:
     """Return the shared-prefix groups of decoding spans that save more than they cost.
 
-    Sorted by block table, spans with a common prefix are neighbors, and the prefix common to the
-    first and last of a run is common to the whole run. So the trie is walked without being built:
-    O(spans log spans) comparisons of tables, each at the speed of memory.
+    Sorted by block table, spans with a common prefix are neighbors, and a prefix of the first and
+    last span of a run is common to the whole run. So the trie need not be built. The cost is
+    O(spans log spans) comparisons of tables.
 
     >>> tables = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]]
     >>> spans = [Span(row, 1, len(table) * 64, table) for row, table in enumerate(tables)]
@@ -70,13 +70,13 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
     >>> plan.own_first
     (192, 192, 128)
     """
-    # The block of a span's last token is never shared, so every row has keys that it reads alone.
+    # The block of a span's last token is not shared, so every row reads some keys alone.
     full = [span.block_ids[: (span.context - 1) // block_size] for span in spans]
     tables = [ids if isinstance(ids, list) else list(ids) for ids in full]
     order = sorted(range(len(spans)), key=tables.__getitem__)
     groups: list[PrefixGroup] = []
     own_first = [0] * len(spans)
-    waiting = [(order, 0, 0)]  # neighbors, number of common blocks, number of blocks in groups
+    waiting = [(order, 0, 0)]  # (neighbors, number of common blocks, number of grouped blocks)
     while waiting:
         members, common, covered = waiting.pop()
         runs: dict[int, list[int]] = {}  # neighbors with the same next block
@@ -113,8 +113,8 @@ def _common_blocks(first: list[int], second: list[int], least: int) -> int:
 class SharedPlanner:
     """Planner of a step's shared groups; reuses the last plan while its block tables only grow.
 
-    The check compares one pair of lists per span. Blocks that sequences begin to share while
-    decoding join a group at the next change of the batch.
+    The check compares one pair of lists per span. If sequences begin to share blocks while they
+    decode, the plan includes these blocks only after the next change of the batch.
     """
 
     def __init__(self, block_size: int, cost: SharingCost) -> None:
@@ -125,7 +125,7 @@ class SharedPlanner:
         self._plan: SharedPlan | None = None
 
     def plan(self, spans: Sequence[Span]) -> SharedPlan | None:
-        """Return the plan for these decoding spans, None if nothing is worth sharing."""
+        """Return the plan for these decoding spans; None if sharing does not pay."""
         if len(spans) < 2:
             return None
         still_holds = len(spans) == len(self._tables) and all(

@@ -1,18 +1,19 @@
 """Attention over paged K/V in plain torch operations: runs on every device and dtype.
 
-Scores are float32 for every dtype of K and V, as in every fused kernel: rounded to bfloat16, a
-score of 1,000 is off by up to 2, which a softmax turns into a factor of 7. On a CPU all products
-are in float32; products in narrow dtypes are faster only on CPUs where the compiled kernels run.
+Scores are float32 for every dtype of K and V, as in fused kernels: rounded to bfloat16, a score of
+1,000 has an error of up to 2, which a softmax turns into a factor of 7. On a CPU all products are
+in float32; narrow dtypes are faster only on CPUs where the compiled kernels run.
 
 The g query heads of a KV head are treated as g query rows, so that a layer is a gather, a
 batched product, a softmax and a batched product. On a CPU this is several times faster than
 `scaled_dot_product_attention`, which repeats K and V per query head. Contiguous block ids have no
-separate path: products over a strided view of the memory are slower than a gather.
+separate path, since products over a strided view of the memory are slower than a gather.
 
 All layers with the same sliding window read the same memory rows, so these are computed once in a
 step. A prefix that decoding sequences share (`shared.py`) is read once. The rest of their contexts
-are grouped by similar length: one gather, padded to the longest, at most a quarter of it padding.
-Every other span is cut into chunks of rows; a chunk reads no further than its last row.
+are grouped by similar length: a group is one gather, padded to its longest context, with at most a
+quarter of padding. Every other span is cut into chunks of rows; a chunk reads no key after its last
+row.
 """
 
 from collections.abc import Sequence
@@ -27,12 +28,12 @@ from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost
 
 # The break-even point of `bench/kernels/attention.py`. A group costs a few more torch operations.
 SHARING = SharingCost(group=8192, member=32)
-# Rows of a prefill in one pair of products: enough for full GEMM speed, few enough that little is
-# computed above the causal diagonal.
+# Rows of a prefill in one pair of products: enough for full GEMM speed, but few enough to limit
+# wasted work above the causal diagonal.
 CHUNK_ROWS = 128
-# Tokens that one decode group gathers: its K of one layer then still fits the L2 cache.
+# Tokens that one decode group gathers, so that its K of one layer fits the L2 cache.
 GROUP_TOKENS = 16_384
-# Up to this difference in tokens, padding costs less than another group.
+# Up to this difference in length, in tokens, padding costs less than another group.
 SMALL_GAP = 64
 
 
@@ -49,11 +50,11 @@ class TorchAttention:
         self._dtype = memory.dtype if is_narrow else float_dtype
         """The dtype of the products' inputs."""
         self._planners = [SharedPlanner(memory.block_size, SHARING) for _ in range(2 * share)]
-        self._pools: list[PoolPlan] = []  # of the step: for blocks, then for window blocks
+        self._pools: list[PoolPlan] = []  # the step's plans for blocks, then for window blocks
         self._longest = 0
         # By pool, window and KV heads.
         self._tables: dict[tuple[int, int | None, int], StepTables] = {}
-        # Per layer of the step and for K and V: float `[tokens]`, 0 for finite rows, else NaN.
+        # For K and V of each layer in the step: float `[tokens]`, 0 for finite rows, else NaN.
         self._finite: list[Tensor] = []
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -62,7 +63,7 @@ class TorchAttention:
         self._longest = max((span.context for span in plan.spans), default=0)
         self._finite = []
         for pool, part in enumerate(memory.plans(plan)):
-            # In a longer step, all windows of the second pool hide tokens.
+            # If a context is longer, windows hide tokens in all layers of the second pool.
             may_share = pool == 0 or self._longest <= memory.window
             shared = None
             if self._planners and may_share:
@@ -82,7 +83,7 @@ class TorchAttention:
     def compiled(
         self, layer_idx: int, rows: tuple[int, int], options: AttentionOptions, dtype: torch.dtype
     ) -> None:
-        """Return None: this backend has no compiled form."""
+        """Return None, since this backend is not compiled."""
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -154,7 +155,7 @@ class TorchAttention:
         tables: "StepTables",
         options: AttentionOptions,
     ) -> None:
-        """Compute decoding rows with shared groups: one part per group, merged per row."""
+        """Compute decoding rows with shared groups. Each row merges the results of its groups."""
         result = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         totals = torch.full((*out.shape[:2], 1), -torch.inf, device=out.device)
 
@@ -238,8 +239,9 @@ class PoolPlan(NamedTuple):
 class Group(NamedTuple):
     """Decoding rows that are computed together, over common tokens or over one sequence each.
 
-    rows: int64 `[batch]`, in the flat batch. kv_rows: int64, of the memory, in the order
-    `[sequences, kv_heads, columns]`. hidden: bool `[batch, columns]`, True for padding, or None.
+    rows: row numbers in the flat batch, int64 `[batch]`. kv_rows: row numbers in the memory, int64,
+    in the order `[sequences, kv_heads, columns]`. hidden: bool `[batch, columns]`, True for
+    padding; None without padding.
     """
 
     rows: Tensor
@@ -251,7 +253,7 @@ class Group(NamedTuple):
 class PrefillChunk(NamedTuple):
     """Rows of a prefill in the flat batch, and the columns of their span's context that they read.
 
-    `hidden` bool `[rows, width]` masks the last `width` columns; rows see all columns before.
+    `hidden` bool `[rows, width]` masks the last `width` columns; rows see all columns before these.
     """
 
     rows: slice
@@ -260,9 +262,9 @@ class PrefillChunk(NamedTuple):
 
 
 class PrefillSpan(NamedTuple):
-    """One sequence with several rows: `columns` tokens are gathered once for all its chunks.
+    """One sequence with several rows, whose `columns` tokens are gathered once for all chunks.
 
-    All rows see the first `seen_columns` of them.
+    All rows see the first `seen_columns` of these tokens.
     """
 
     columns: int
@@ -283,9 +285,9 @@ class DecodeSpan(NamedTuple):
 
 
 class StepTables:
-    """The memory rows that a step's queries read in layers of one window and number of KV heads.
+    """The memory rows that a step reads in all layers with one window and number of KV heads.
 
-    If there are shared groups, which number the spans of `plan.decoding`, the decode groups hold
+    If there are shared groups, whose members are indices in `plan.decoding`, decode groups have
     only the rest of each sequence.
     """
 
@@ -327,7 +329,7 @@ class StepTables:
         table = self._tensor([[*ids, *[0] * (width - len(ids))] for ids in tables])
         offset = torch.arange(columns, device=self._device).unsqueeze(0)
         length = self._tensor(lengths).unsqueeze(1)
-        # Padding reads the sequence's last token again, never another sequence's memory.
+        # Padding reads the sequence's last token again, not another sequence's memory.
         position = torch.minimum(offset, length - 1)
         position += self._tensor([first % self._block_size for _, first in spans]).unsqueeze(1)
         rows = self._tensor([span.first_row for span, _ in spans])
@@ -353,7 +355,7 @@ class StepTables:
         return PrefillSpan(columns, seen_columns, self._kv_rows(table, position), chunks)
 
     def _hidden(self, rows: int, columns: int) -> Tensor | None:
-        """Return the mask of the last `rows` of `columns` tokens; None if they see everything."""
+        """Return the mask for the last `rows` of `columns` tokens; None if they see everything."""
         window = self._window
         cut_left = window is not None and columns > window
         if rows == 1 and not cut_left:
@@ -370,11 +372,10 @@ class StepTables:
         return (span.context - 1) // self._block_size + 1
 
     def _kv_rows(self, table: Tensor, position: Tensor) -> Tensor:
-        """Return row numbers of positions in a memory seen as `[slots * kv_heads, dim]`.
+        """Return the rows of positions in a memory that is viewed as `[slots * kv_heads, dim]`.
 
-        A gather then yields `[sequences, kv_heads, columns, dim]` directly, the order that the
-        products need. Gathering `[sequences, columns, kv_heads, dim]` and transposing it would cost
-        another copy.
+        Gathering these rows returns `[sequences, kv_heads, columns, dim]`, the order for the
+        products, without a transposition.
         """
         block = torch.div(position, self._block_size, rounding_mode="floor")
         slots = table.gather(1, block) * self._block_size + position % self._block_size
@@ -418,8 +419,8 @@ def _isolate_nonfinite(keys: Tensor, values: Tensor) -> None:
     """Hide values that are not finite from rows that do not see them, in place.
 
     A weight of 0 times such a value is NaN. So the value becomes zeros and its key NaN: the score
-    is then NaN for every row that sees it, and masked for every other row. Only on a CPU is there a
-    check whether any exists: on another device the check would have to wait for the device.
+    is then NaN for every row that sees it, and masked for every other row. On a CPU this is skipped
+    if there is no such value; on other devices the check would wait for the device.
     """
     nonfinite = _zero_if_finite(values, (-1,)).isnan().unsqueeze(-1)
     if nonfinite.is_cpu and not nonfinite.any():
@@ -443,9 +444,8 @@ def _scores(rows: Tensor, keys: Tensor, options: AttentionOptions) -> Tensor:
 def _mix_part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs float32 over part of the rows' context, and their log-sum-exps.
 
-    The largest score s has the largest weight w = exp(s - total), so total = s - log w. This
-    takes two maxima; logsumexp would allocate float32 tensors, whose page faults cost more than
-    the products.
+    The largest score s has the largest weight w = exp(s - total), so total = s - log w. This needs
+    only two maxima; logsumexp would allocate large tensors, whose page faults are slow.
     """
     weights = torch.softmax(scores, dim=-1)
     largest = weights.amax(dim=-1, keepdim=True).log_()
@@ -456,8 +456,8 @@ def _mix_part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def _mix(scores: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
     """Return the softmax of `scores` times `values`; hidden scores are -inf.
 
-    A sink with score s takes the share 1 - sigmoid(lse - s) of the softmax and has no value, so
-    it only scales the result down.
+    A sink with score s has the share 1 - sigmoid(lse - s) of the softmax and no value, so it only
+    scales the result down.
     """
     weights = torch.softmax(scores, dim=-1).to(values.dtype)
     mixed = torch.bmm(weights, values)

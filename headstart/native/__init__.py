@@ -1,15 +1,17 @@
 """Compiled kernels: C++ built when headstart is installed, if there is a compiler.
 
 One library serves every x86 CPU. Most kernels need AVX-512 with its bf16 and VNNI instructions
-(`library`); attention in float32, products with weights of 16 to 4 bits under it, and layers of
-few such rows, need AVX2 (`avx2_library`). If the library was not built or the CPU lacks these,
-both are None and callers use torch operations instead. Where the CPU has AMX, products in bf16 use
-it; products of bytes use VNNI, with AVX-512 or without. In the environment `HEADSTART_NATIVE=0`
-switches all kernels off, `HEADSTART_CPU=avx2` what is beyond AVX2 (`dtype="auto"` is then float32,
-as on a CPU without it), `HEADSTART_CPU=avx512` AMX; any other value of either raises `ConfigError`.
+(`library`). Float32 attention, products of float32 rows with weights of 16 to 4 bits, and layers of
+few float32 rows need only AVX2 (`avx2_library`). If the library was not built or the CPU lacks the
+instructions, these functions return None, and callers use torch operations. If the CPU has AMX,
+bf16 products use it. Products of bytes use VNNI if the CPU has it.
 
-Kernels take plain numbers, addresses and structs (ctypes), as `bindings` declares them. They run
-on the threads of torch's own OpenMP library: a second thread pool would compete for the cores.
+The environment variable `HEADSTART_NATIVE=0` disables all kernels, `HEADSTART_CPU=avx512` disables
+AMX, and `HEADSTART_CPU=avx2` all instructions beyond AVX2 (`dtype="auto"` is then float32, as on a
+CPU without them). Other values raise `ConfigError`.
+
+Kernels take numbers, addresses and structs (ctypes), as `bindings` declares them. They run on the
+threads of torch's OpenMP library, since a second thread pool would compete for the cores.
 """
 
 import ctypes
@@ -24,36 +26,36 @@ from headstart.errors import ConfigError, ModelError
 from headstart.machine import cpu_flags
 from headstart.native import bindings
 
-# The number in native.h; a library with another number is not used.
+# The interface version in native.h; a library with another version is not used.
 INTERFACE = 23
 
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
-"""The CPU flags that the kernels need, as Linux spells them."""
+"""The CPU flags that most kernels need, with Linux's names."""
 
 NEEDED_FOR_AVX2 = frozenset({"avx2", "fma", "f16c"})
-"""The CPU flags that kernels for AVX2 need."""
+"""The CPU flags that AVX2 kernels need."""
 # The results of headstart_native_level().
 _AVX2, _AVX512, AMX = 1, 2, 3
-_CAPS = {"": AMX, "avx2": _AVX2, "avx512": _AVX512}  # of HEADSTART_CPU
+_CAPS = {"": AMX, "avx2": _AVX2, "avx512": _AVX512}  # by HEADSTART_CPU
 
 _FOLDER = Path(__file__).parent
 _log = logging.getLogger(__name__)
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernels, or None if they are missing, not usable or switched off."""
+    """Return the compiled kernels; None if they are missing, disabled or not supported here."""
     return _threaded() if is_usable() else None
 
 
 def avx2_library() -> ctypes.CDLL | None:
-    """Return the library for kernels that need AVX2 only, or None."""
+    """Return the library for kernels that need only AVX2; None if these cannot be used."""
     return _threaded() if level() >= _AVX2 else None
 
 
 def required(kernels: ctypes.CDLL | None) -> ctypes.CDLL:
     """Return the result of `library` or `avx2_library`; raise `ModelError` for None.
 
-    Code that loads a model checks before, so None means a weight that was pickled elsewhere.
+    Loading a model checks this earlier, so None means that a weight was pickled elsewhere.
     """
     if kernels is None:
         raise ModelError(
@@ -64,17 +66,17 @@ def required(kernels: ctypes.CDLL | None) -> ctypes.CDLL:
 
 
 def is_usable() -> bool:
-    """Return True if the kernels beyond AVX2 can be used; does not import torch."""
+    """Return True if the kernels beyond AVX2 can be used. Does not import torch."""
     return level() >= _AVX512
 
 
 def is_built() -> bool:
-    """Return True if a library built from these sources exists, on any CPU."""
+    """Return True if there is a library built from these sources, even if the CPU cannot run it."""
     return _load(_FOLDER) is not None
 
 
 def level() -> int:
-    """Return the kernels that can be used: 0 none, 1 for AVX2, 2 for AVX-512 too, 3 (`AMX`) all."""
+    """Return the usable kernels: 0 none, 1 those for AVX2, 2 also AVX-512, 3 (`AMX`) all."""
     cap = os.environ.get("HEADSTART_CPU", "")
     if cap not in _CAPS:
         raise ConfigError(f"HEADSTART_CPU is {cap!r}; allowed: avx2, avx512, or unset")
@@ -83,12 +85,12 @@ def level() -> int:
 
 
 def vnni() -> int:
-    """Return the instructions of products of bytes: 0 AVX2, 1 AVX-VNNI, 2 AVX-512 with VNNI."""
+    """Return the instructions for products of bytes: 0 AVX2, 1 AVX-VNNI, 2 AVX-512 VNNI."""
     kernels = _load(_FOLDER) if level() else None
     if kernels is None or os.environ.get("HEADSTART_CPU") == "avx2":
         return 0
     kinds: int = kernels.headstart_native_vnni()
-    return kinds.bit_length()  # the largest of 1 and 2
+    return kinds.bit_length()  # 2 if the CPU has both
 
 
 def _is_wanted() -> bool:
@@ -100,7 +102,7 @@ def _is_wanted() -> bool:
 
 @cache
 def advise() -> None:
-    """Log, once per process, how to install the kernels if this CPU could run them."""
+    """Log how to install missing kernels, once per process, if this CPU could run them."""
     is_missing = _is_wanted() and not is_built()
     if is_missing and (cpu_flags() >= NEEDED or cpu_flags() >= NEEDED_FOR_AVX2):
         _log.warning(
@@ -136,7 +138,7 @@ def _threaded() -> ctypes.CDLL | None:
 
 @cache
 def _load(folder: Path) -> ctypes.CDLL | None:
-    """Return the library in a folder if it was built from these sources and for this machine."""
+    """Return the library in a folder if it was built from these sources for this machine."""
     paths = (folder / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES)
     path = next((path for path in paths if path.exists()), None)
     try:
@@ -156,10 +158,10 @@ def _load(folder: Path) -> ctypes.CDLL | None:
 
 
 def _openmp() -> list[int] | None:
-    """Return addresses in the OpenMP library of torch; None if torch has another thread pool.
+    """Return addresses in torch's OpenMP library; None if torch has another thread pool.
 
-    A symbol lookup covers a library and its dependencies, so a lookup in torch's own library finds
-    the right one of several OpenMP libraries in the process.
+    The process may have several OpenMP libraries. A symbol lookup in torch's library finds the one
+    with which it is linked.
     """
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     torch = _torch_library()
@@ -180,11 +182,11 @@ def _torch_library() -> ctypes.CDLL | None:
 
 
 def release_threads() -> None:
-    """End the OpenMP threads that wait for this one; its next parallel work starts them again.
+    """End the OpenMP threads of the calling thread; its next parallel work starts them again.
 
-    GNU's OpenMP retains such threads for each thread that ever computed in parallel. They spin for
-    their next work before they sleep. Once there are more of them than cores, they spin for a
-    shorter time, and each wake-up then delays a token. Does nothing without such a library.
+    GNU's OpenMP retains worker threads for each thread that ever computed in parallel. Workers spin
+    before they sleep. If there are more workers than cores, they spin for a shorter time, and
+    waking them delays tokens. Does nothing without such a library.
     """
     soft = 1  # omp_pause_soft
     pause = getattr(_torch_library(), "omp_pause_resource_all", None)

@@ -1,4 +1,4 @@
-// Comes after avx512.h in files whose functions need AMX: eight tiles of 16 rows of 64 bytes.
+// Include after avx512.h in files whose functions need AMX: eight tiles of 16 rows of 64 bytes.
 //
 // Kernels use tiles 0 to 3 for sums, 4 and 5 for rows of pairs, 6 and 7 for pairs of rows:
 //
@@ -14,17 +14,16 @@
 
 namespace headstart {
 
-constexpr int DEPTH = 16;  // pairs of a tile
+constexpr int DEPTH = 16;  // pairs in a row of a tile
 
-// GCC 12 does not know that loading tiles reads memory: what was written before a load stays before
-// it by this.
+// GCC 12 does not know that loading tiles reads memory. This keeps earlier writes before the load.
 inline void before_tiles() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-// Declares this thread's tiles, unless they are so already: `rows` (at most 32) of `depth` pairs.
+// Configures this thread's tiles, if necessary, for `rows` rows (at most 32) of `depth` pairs.
 void configure_tiles(int rows, int depth);
 
-// The sums: those of the upper rows and, if there are TWO tiles of rows, of the lower ones. A row of
-// sums has 32 floats and begins `side` bytes after the one before.
+// The sums of the upper rows and, if there are TWO tiles of rows, of the lower rows. A row of sums
+// has 32 floats and begins `side` bytes after the previous row.
 template <bool TWO = true>
 inline void zero_sums() {
     _tile_zero(0);

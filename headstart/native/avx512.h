@@ -1,9 +1,9 @@
-// Comes first in every file whose functions need AVX-512 with bf16 and VNNI.
+// Must be included first in every file whose functions need AVX-512 with bf16 and VNNI.
 //
-// The compiler gets no -mavx flags: they would put such instructions into the functions that ask
-// what the CPU has. Headers that files for other CPUs include too come before the pragma for the same
-// reason: of an inline function that several files define, the linker keeps one. So native.h includes
-// the standard ones for all.
+// The compiler gets no -mavx flags, since functions that check the CPU must run on any CPU. Headers
+// that are also used by files for other CPUs must be included before the pragma: if several files
+// define an inline function, the linker keeps only one copy. So native.h includes all standard
+// headers.
 #pragma once
 
 #include "weight.h"

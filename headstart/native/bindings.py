@@ -1,4 +1,4 @@
-"""The Python binding of the compiled kernels: every shared struct and function signature.
+"""The Python bindings of the compiled kernels: all shared structs and function signatures.
 
 Each struct has the same name and fields as in C++, where comments describe the fields:
 
@@ -8,8 +8,8 @@ Each struct has the same name and fields as in C++, where comments describe the 
     screen.h      Screen
     recurrent.h   Sequences, States, Strided, ConvCall, DeltaCall, ScanCall
 
-A field on only one side would shift all fields after it. So the library exports the layout of its
-structs (`headstart_layout` in native.cpp); a library that differs from this file is not used.
+If a struct differs between Python and C++, kernels would read wrong fields. So the library exports
+its layout (`headstart_layout` in native.cpp), and is not used if the layout differs from this file.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Segment(NamedTuple):
-    """Fields of int32: a row of an array `[segments, 7]`."""
+    """A row of an int32 array `[segments, 7]`."""
 
     first_row: int
     num_rows: int
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
 
 
 class Merger(NamedTuple):
-    """Fields of int32: a row of an array `[mergers, 3]`."""
+    """A row of an int32 array `[mergers, 3]`."""
 
     token: int
     first_part: int
@@ -43,7 +43,7 @@ def _of(kind: type, *names: str) -> list[tuple[str, type]]:
 
 
 class AttentionStep(ctypes.Structure):
-    """The arguments that all layers of a step with the same plan share."""
+    """The arguments that are the same in all layers of a step with the same plan."""
 
     _fields_ = (
         *_of(c_void_p, "slots", "tables", "rows", "segments", "mergers", "parts"),
@@ -65,11 +65,11 @@ class AttentionCall(ctypes.Structure):
 
 
 INT8, INT8_IN_GROUPS, BF16 = 4, 5, 6
-"""Memory layouts of a `Weight`, its `kind`. Smaller numbers are layouts of 4 or 5 bits."""
+"""Values of `Weight.kind`, which is a memory layout. Smaller values are layouts of 4 or 5 bits."""
 
 
 class Weight(ctypes.Structure):
-    """A weight and its bias; with scales if it is of 8 bits or fewer."""
+    """A weight and its bias, with scales if it has at most 8 bits."""
 
     _fields_ = (
         *_of(c_void_p, "panels", "bias", "scales", "columns"),
@@ -115,13 +115,13 @@ class Sequences(ctypes.Structure):
 
 
 class States(ctypes.Structure):
-    """One layer's recurrent states, a slot for each."""
+    """One layer's recurrent states. stride: floats from slot to slot."""
 
     _fields_ = (("first", c_void_p), ("stride", c_int64))
 
 
 class Strided(ctypes.Structure):
-    """Rows that lie apart."""
+    """Rows of numbers. stride: numbers from row to row."""
 
     _fields_ = (("first", c_void_p), ("stride", c_int64))
 
@@ -169,8 +169,8 @@ _STRUCTS = (
 
 _PRODUCT = (c_void_p, c_int64, c_void_p, c_int)  # rows, number of rows, output, threads
 _LAYERS = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int)
-# The arguments of functions, which return nothing. Addresses are c_void_p, which takes integers and
-# `ctypes.byref`.
+# The argument types of functions, which return nothing. Addresses are c_void_p, which accepts
+# integers and `ctypes.byref`.
 _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "native_threads": (c_void_p, c_void_p, c_void_p),
     "native_use_amx": (c_int,),
@@ -195,7 +195,7 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Give every kernel its signature, so that ctypes converts its arguments for C++."""
+    """Set the signature of every kernel, for ctypes' conversion of arguments."""
     for name, arguments in _FUNCTIONS.items():
         function = getattr(library, f"headstart_{name}")
         function.argtypes, function.restype = arguments, None
@@ -226,7 +226,7 @@ class _LayoutEntry(ctypes.Structure):
 
 
 def library_layout(library: ctypes.CDLL) -> dict[str, int]:
-    """Return the layout that the library exports. It is data, so any CPU can read it."""
+    """Return the layout that the library exports as data, which is readable on any CPU."""
     first = _LayoutEntry.in_dll(library, "headstart_layout")
     entries = ctypes.cast(ctypes.byref(first), ctypes.POINTER(_LayoutEntry))
     layout: dict[str, int] = {}

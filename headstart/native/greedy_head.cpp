@@ -1,14 +1,14 @@
 // Exact argmax over many outputs with half the memory traffic of reading all weights: 8-bit weights
-// give an interval for each logit; only candidates whose interval reaches the best lower bound are
-// computed exactly, as in linear.h.
+// give bounds of each logit, and only candidates, whose upper bound reaches the best lower bound,
+// are computed exactly, as in linear.h.
 //
-// screen.h derives the bounds: a logit in fp32 lies in [lower, upper], and rounding to bf16 keeps
+// screen.h derives the bounds: a logit in fp32 is in [lower, upper], and rounding to bf16 preserves
 // the order. An output whose rounded upper bound is below the greatest rounded lower bound is
-// neither the argmax nor its equal. The other outputs are candidates. They are computed in panels,
-// with the same order of operations as every other product.
+// neither the argmax nor equal to it. The other outputs are candidates. They are computed in
+// panels, with the same order of operations as in every other product.
 //
-// Outputs that a row may not choose (a grammar's, say) raise no bound and are no candidates; a panel
-// without an output that any row may choose is not read at all.
+// Outputs that a row may not choose, for example because of a grammar, are not candidates and do
+// not raise the lower bound. A panel is not read if no row may choose any of its outputs.
 #include "avx512.h"
 
 #include "screen.h"
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int TALLEST = INT8_TILE / 2;  // rows of a tile: each has high and low bytes
 
-// A row's argmax so far in one thread; `output` is -1 if a logit is NaN or +inf.
+// A thread's argmax of a row so far; `output` is -1 if a logit is NaN or +inf.
 struct Best {
     float logit = -INFINITE;
     int64_t output = std::numeric_limits<int64_t>::max();
@@ -35,7 +35,7 @@ struct Best {
     void add(const Best& other) { add(other.logit, other.output); }
 };
 
-// A panel's exact logits of one row of pairs, as in every other product, where its bit is set.
+// Computes a panel's exact logits for one row of pairs, where the bit in the mask is set.
 void exact(const Weight& weight, int64_t panel, uint32_t allowed, const uint32_t* pairs,
            Best* best) {
     alignas(64) float sums[PANEL];
@@ -47,7 +47,7 @@ void exact(const Weight& weight, int64_t panel, uint32_t allowed, const uint32_t
         if (allowed >> i & 1) best->add(logits[i], panel * PANEL + i);
 }
 
-// One call's work: each thread's part of each stage.
+// The work of one call: each thread's share of each stage.
 struct Search {
     const Screen* screen;
     const Weight* weight;
@@ -61,7 +61,7 @@ struct Search {
     Best* found;       // [threads][rows]
     ScreenRow* known;  // [rows]
 
-    // Rows are cut into tiles of nearly the same height.
+    // Rows are divided into tiles of nearly the same height.
     int64_t tiles() const { return (rows + TALLEST - 1) / TALLEST; }
     int64_t edge(int64_t tile) const { return rows * tile / tiles(); }
 
@@ -141,7 +141,7 @@ struct Search {
         }
     }
 
-    // Writes the panels with candidates to `hits`; stops once there are more than `most`.
+    // Writes the panels with candidates to `hits`; stops if there are more than `most`.
     int64_t find(int64_t r, int all, int64_t most, int64_t* hits) const {
         const int64_t panels = screen->count();
         __m512 ends = _mm512_set1_ps(-INFINITE);
@@ -168,11 +168,11 @@ struct Search {
 
 }  // namespace
 
-// For each row of x bf16 [rows, inputs] the argmax (the first of equals) of its logits, x times the
-// weight, rounded to bf16. `masks`, if it is not null, has a word for each 32 outputs of each row:
-// only outputs whose bit is set are chosen from. -1 if x is not finite or very large, if the largest
-// logit is not finite, or if there are too many candidates: the caller then computes all logits of
-// the row.
+// Computes for each row of x bf16 [rows, inputs] the argmax (the first of equals) of its logits,
+// which are x times the weight, rounded to bf16. `masks`, if not null, has a word for each 32
+// outputs of each row: only outputs with a set bit are considered. The result is -1 if x is not
+// finite or very large, if the largest logit is not finite, or if there are too many candidates.
+// The caller then computes all logits of the row.
 extern "C" void headstart_greedy_tokens(const Screen* screen, const Weight* weight, const bf16* x,
                                         int64_t rows, const uint32_t* masks, int64_t* tokens,
                                         int threads) {

@@ -1,7 +1,7 @@
-// The parts of a decoder layer around attention, as Llama and Qwen have them:
+// The parts of a decoder layer around attention, as in Llama and Qwen:
 //
 //     before:  hidden -> norm -> q, k, v -> (norms of heads) -> rotary positions
-//     after:   attended -> o, + hidden -> norm -> silu(gate) * up -> down, + what came before norm
+//     after:   attended -> o, + hidden -> norm -> silu(gate) * up -> down, + input of the norm
 //
 // Every intermediate that transformers rounds to bf16 is rounded here too, so the two differ only
 // in summation order.
@@ -15,13 +15,13 @@ using namespace headstart;
 
 namespace {
 
-constexpr int64_t CHUNK = 512;  // rows of an intermediate that is not kept
+constexpr int64_t CHUNK = 512;  // rows of a temporary intermediate
 constexpr Norm NO_NORM{nullptr, 0};
 
 // x / (1 + e^-x), with a relative error of 1e-5: a hundredth of the rounding error of bf16
 inline __m512 silu(__m512 x) {
     const __m512 below = 1.0f + power(_mm512_min_ps(x * -1.44269504f, _mm512_set1_ps(126.0f)));
-    const __m512 near = _mm512_rcp14_ps(below);  // and one Newton step: cheaper than a division
+    const __m512 near = _mm512_rcp14_ps(below);  // with one Newton step, faster than a division
     return x * (near * _mm512_fnmadd_ps(below, near, _mm512_set1_ps(2.0f)));
 }
 
@@ -41,7 +41,7 @@ void normalise(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
     }
 }
 
-// Rows of x [rows, width], normalised if there is a norm.
+// Returns rows of x [rows, width], normalised if there is a norm.
 struct Rows {
     const bf16* x;
     int64_t width;
@@ -58,7 +58,7 @@ struct Rows {
     }
 };
 
-// This thread's part of a stage: out[rows, outputs] = silu(gate) * up.
+// This thread's share of a stage: out[rows, outputs] = silu(gate) * up.
 void gated(const bf16* x, int64_t rows, const Norm& norm, const Weight& gate, const Weight& up,
            bf16* out, int all, Stages& stages) {
     multiply<2>(
@@ -96,8 +96,8 @@ struct Projected {
     bf16 *q, *k, *v;
 };
 
-// This thread's part of all before attention. There is no barrier at its end: each thread has
-// written rows rows * thread / all to rows * (thread + 1) / all - 1.
+// This thread's share of the part before attention. Ends without a barrier: each thread has written
+// the rows from rows * thread / all to rows * (thread + 1) / all - 1.
 void before_attention(const Layer& layer, const bf16* hidden, int64_t rows, const bf16* cos,
                       const bf16* sin, const Projected& out, int thread, int all, Stages& stages) {
     project(rows, Rows{hidden, layer.q.inputs, layer.before},
@@ -116,12 +116,12 @@ void before_attention(const Layer& layer, const bf16* hidden, int64_t rows, cons
     }
 }
 
-// Elements of the buffer that after_attention() keeps between its stages.
+// Elements of the buffer that after_attention() needs between its stages.
 int64_t between(const Layer& layer, int64_t rows) {
     return std::min(rows, CHUNK) * (layer.gate.inputs + layer.down.inputs);
 }
 
-// This thread's part of all after attention.
+// This thread's share of the part after attention.
 void after_attention(const Layer& layer, const bf16* attended, const bf16* hidden, int64_t rows,
                      bf16* out, bf16* memory, int all, Stages& stages) {
     const Weight &o = layer.o, &down = layer.down;
@@ -142,8 +142,8 @@ void after_attention(const Layer& layer, const bf16* attended, const bf16* hidde
 
 }  // namespace
 
-// q, k, v bf16 [rows, their outputs] of hidden bf16 [rows, inputs]; cos and sin bf16 [rows,
-// head_dim].
+// Computes q, k, v bf16 [rows, their outputs] from hidden bf16 [rows, inputs]; cos and sin bf16
+// [rows, head_dim].
 extern "C" void headstart_before_attention(const Layer* layer, const bf16* hidden, int64_t rows,
                                            const bf16* cos, const bf16* sin, bf16* q, bf16* k,
                                            bf16* v, int threads) {
@@ -153,8 +153,8 @@ extern "C" void headstart_before_attention(const Layer* layer, const bf16* hidde
     });
 }
 
-// out bf16 [rows, inputs]: the next layer's hidden, of attended bf16 [rows, o's inputs] and this
-// layer's hidden bf16 [rows, inputs]
+// Computes out bf16 [rows, inputs], the next layer's hidden, from attended bf16 [rows, o's inputs]
+// and this layer's hidden bf16 [rows, inputs].
 extern "C" void headstart_after_attention(const Layer* layer, const bf16* attended,
                                           const bf16* hidden, int64_t rows, bf16* out,
                                           int threads) {
@@ -167,7 +167,7 @@ extern "C" void headstart_after_attention(const Layer* layer, const bf16* attend
 }
 
 // Runs hidden bf16 [rows, inputs], in place, through `count` layers of the same widths; cos and sin
-// bf16 [rows, head_dim]. Threads are woken once: waking them takes as long as a decode's attention.
+// bf16 [rows, head_dim]. Threads are woken only once, since that takes as long as decode attention.
 extern "C" void headstart_layers(const LayerRun* runs, int64_t count, bf16* hidden, int64_t rows,
                                  const bf16* cos, const bf16* sin, int threads) {
     static thread_local Scratch memory;

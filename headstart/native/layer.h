@@ -18,8 +18,8 @@ struct Layer {
     int64_t head_dim;
 };
 
-// A layer in one step; the call's query, key, value and out are ignored. Rows of float32 have another
-// Call, of the same layout.
+// A layer in one step. The call's query, key, value and out are ignored. For float32 rows the call
+// has another type with the same layout.
 struct LayerRun {
     const Layer* layer;
     const AttentionStep* step;

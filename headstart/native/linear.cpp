@@ -18,10 +18,10 @@ inline __m512i add_products(__m512i sum, __m512i weights, __m512i row) {
     return _mm512_dpbusd_epi32(sum, weights, row);
 }
 
-// TALL rows times one panel, prefetching FETCH cache lines per pair of inputs. A single tile (2)
-// reads the panel from memory: it prefetches its own panel AHEAD pairs ahead, and at its end the
-// beginning of `next`. One of two tiles (1) prefetches its half of the next panel. Sums are floats
-// or integers.
+// Multiplies TALL rows by one panel. FETCH is the number of prefetched cache lines per pair of
+// inputs: 2 for a single tile, which reads the panel from memory, prefetches AHEAD pairs of it, and
+// at the end the beginning of `next`; 1 for each of two tiles, which prefetches its half of the
+// next panel. Sums are floats or integers.
 template <class Sum, int TALL, int FETCH>
 void tile(const uint32_t* rows, const uint32_t* panel, int64_t pairs, float* sums, bool add,
           const char* next) {
@@ -97,7 +97,7 @@ const Products headstart::avx512_products{TILE,       18 * TILE, 640,
 const Products headstart::avx512_int8_products{
     INT8_TILE, 0, 0, 0, nullptr, multiply_rows<__m512i, INT8_TILE>};
 
-// AMX takes what is denormal for zero, and so does this.
+// Like AMX, treats denormal numbers as zero.
 void headstart::multiply_row(const uint32_t* row, const int8_t* panel, int64_t pairs, float* sums,
                              bool add) {
     const unsigned mode = _mm_getcsr();

@@ -1,18 +1,19 @@
 // Products of rows in bf16 with weights that were packed once.
 //
-// A weight [outputs, inputs] becomes panels of 32 outputs. A panel holds, for each pair of inputs,
-// the 32 outputs' two weights side by side, as the instruction vdpbf16ps wants them:
+// A weight [outputs, inputs] becomes panels of 32 outputs. A panel has, for each pair of inputs,
+// the two weights of each output side by side, as the instruction vdpbf16ps needs them:
 //
 //     panel p, pair k:   w[32p][2k] w[32p][2k+1]   w[32p+1][2k] w[32p+1][2k+1]   ...   (128 bytes)
 //
-// so that a product reads a weight once, from its first byte to its last. Missing outputs and an
-// odd last input are zeros. Every tile sums an output in fp32 over its pairs in one order: a row's
-// result has the same bits alone and in any batch, on any thread.
+// so that a product reads a weight once, sequentially. Missing outputs and an odd last input are
+// zeros. Every tile sums an output's pairs in fp32 in the same order, so the result of a row has
+// the same bits in any batch and on any thread.
 //
-// A weight of 8 bits lies in the same order, but for each pair of inputs the first weights of 16
-// outputs stand before their second ones; one of 4 or 5 bits as narrow/integers.h says, with the blocks
-// of a panel's two halves side by side. Each has a scale for each output. They become numbers of bf16
-// in a thread's own memory, where they are multiplied: those of 8 bits are such, others are rounded.
+// A weight of 8 bits has the same order, except that for each pair of inputs the first weights of
+// 16 outputs precede their second weights. Weights of 4 or 5 bits have the blocks of
+// narrow/integers.h, with the blocks of a panel's two halves side by side. Both have a scale for
+// each output. A thread converts them to bf16 in its own memory for the product: exactly from 8
+// bits, with rounding from 4 and 5 bits.
 #pragma once
 
 #include "simd.h"
@@ -22,13 +23,13 @@ namespace headstart {
 
 constexpr int PANEL = Weight::PANEL;  // outputs
 
-// 16 of int8 as floats.
+// Converts 16 int8 to floats.
 inline __m512 floats(const int8_t* from) {
     return _mm512_cvtepi32_ps(
         _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
 
-// `pairs` pairs of int8 of a panel as bf16.
+// Converts `pairs` pairs of a panel from int8 to bf16.
 inline void widen(const int8_t* from, int64_t pairs, uint32_t* out) {
     for (int64_t at = 0; at < 2 * pairs; at++, from += 32)
         _mm512_storeu_si512(out + 16 * at,
@@ -36,7 +37,7 @@ inline void widen(const int8_t* from, int64_t pairs, uint32_t* out) {
                                 _mm512_castps_si512(floats(from + 16)));
 }
 
-constexpr int64_t GROUP = 16;  // pairs, of 4 or 5 bits
+constexpr int64_t GROUP = 16;  // pairs in a group of 4 or 5 bits
 
 // One of a weight's panels.
 struct Panel {
@@ -44,7 +45,7 @@ struct Panel {
     int64_t number;
 
     const uint32_t* at(int64_t k) const { return weight->at(number, k); }
-    // Some of its pairs as bf16, from pair k on; `memory` holds as many, in whole groups.
+    // Returns pairs in bf16 from pair k on, converted in `memory` if necessary, in whole groups.
     const uint32_t* range(int64_t k, int64_t pairs, uint32_t* memory) const {
         if (weight->kind == BF16) return at(k);
         if (weight->kind == INT8)
@@ -55,39 +56,39 @@ struct Panel {
     }
 };
 
-// How this CPU multiplies. The kinds differ in the order of a sum, so a process uses one of them.
+// The products of a CPU. They differ in the order of sums, so a process uses only one.
 struct Products {
-    int tallest;         // rows of a tile
-    int64_t most_rows;   // of a block, at most MOST_ROWS
-    int64_t most_pairs;  // of a range, a multiple of 16
-    int64_t cache;       // bytes of a block of rows, which stay in the L2 cache
-    // Packs `rows` rows of `width` elements, at most `tallest`, in the product's own order.
+    int tallest;         // most rows of a tile
+    int64_t most_rows;   // most rows of a block, at most MOST_ROWS
+    int64_t most_pairs;  // most pairs of a range, a multiple of 16
+    int64_t cache;       // most bytes of a block of rows, which stays in the L2 cache
+    // Packs `rows` rows (at most `tallest`) of `width` elements in the order of the product.
     void (*pack)(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out);
-    // sums[row][32] = or += products of packed rows with a range of a panel. Meanwhile it
-    // prefetches weights, `fetch` cache lines per pair: 2 fetches this range and then from `next`
-    // on (with AMX from `next` on alone), 1 only from `next` on, 0 nothing.
+    // sums[row][32] = or += products of packed rows with a range of a panel. Prefetches weights,
+    // `fetch` cache lines per pair. 0: none, 1: from `next` on, 2: this range and then from `next`
+    // on (with AMX only from `next` on).
     void (*multiply)(const uint32_t* rows, int count, const uint32_t* panel, int64_t pairs,
                      float* sums, bool add, const uint32_t* next, int fetch);
 };
 extern const Products avx512_products, amx_products;
-// Four bytes + 128 for a pair of weights, four int8 for one of a row, and sums in int32: multiply()
-// alone, of at most INT8_TILE rows.
+// A product of int8 with sums in int32. A weight's pair has four bytes + 128, and a row's pair four
+// int8. Has only multiply(), for at most INT8_TILE rows.
 extern const Products avx512_int8_products;
 constexpr int INT8_TILE = 8;
-// The same of one row and a range of int8, with the bits of amx_products.
+// The product of one row and a range of an int8 panel, with the same bits as amx_products.
 void multiply_row(const uint32_t* row, const int8_t* panel, int64_t pairs, float* sums, bool add);
 inline const Products& products() { return use_amx ? amx_products : avx512_products; }
 constexpr int64_t MOST_ROWS = 512;
 
-// This thread's part of one stage: a product of `rows` rows with `panels` groups of N panels each.
+// This thread's share of one stage: a product of `rows` rows with `panels` groups of N panels each.
 //
 // - source(first, count, stride) returns rows of inputs and sets their stride,
 // - panel(group, part) returns a `Panel`,
 // - finish(group, first, count, sums) receives sums[part][row - first][32].
 //
-// Rows are cut into blocks that stay in the L2 cache; weights are streamed. A unit of the stage is
-// one group for one block; a thread takes a range of units at a time, whole blocks if there are
-// many.
+// Rows are cut into blocks that stay in the L2 cache, while weights are streamed. A unit of the
+// stage is one group for one block. A thread takes a range of units at a time, or whole blocks if
+// there are many.
 template <int N, class Source, class Find, class Finish>
 void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages& stages,
               Source&& source, Find&& panel, Finish&& finish) {
@@ -105,9 +106,9 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
     uint32_t* packed = packed_memory.take<uint32_t>(most * pairs);
     uint32_t* wide = wide_memory.take<uint32_t>(length * PANEL);
 
-    // With few rows the product is memory-bound and each range begins with a cache miss: give each
-    // thread one contiguous range. With many rows it is compute-bound: use small ranges, so that
-    // threads finish together and a thread on a shared core takes fewer.
+    // With few rows the product is memory-bound, and each range begins with a cache miss, so each
+    // thread gets one contiguous range. With many rows it is compute-bound, so ranges are small:
+    // threads finish together, and a thread on a shared core takes fewer ranges.
     int64_t parts = threads;
     if (threads > 1 && rows > FEWEST_ROWS) parts = (PARTS * threads + blocks - 1) / blocks;
     const int64_t stretch = (panels + parts - 1) / parts;
@@ -182,13 +183,13 @@ inline __m512i finished(const float* sums, const Weight& weight, int64_t output)
     return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(half[1], half[0]));
 }
 
-// Where the results of a product go: out [rows, outputs], plus residual [rows, outputs] or nullptr.
+// The destination of a product: out [rows, outputs] = sums + residual [rows, outputs], if any.
 struct Target {
     const Weight* weight;
     bf16* out;
     const bf16* residual = nullptr;
 
-    // Writes 32 outputs, `at` is the first, of rows from `row` on: sums[count][32].
+    // Writes sums[count][32] to 32 outputs from `at` on, of rows from `row` on.
     void store(int64_t at, int64_t row, int64_t count, const float* sums) const {
         const int64_t left = weight->outputs - at;
         for (int64_t r = 0; r < count; r++) {
@@ -203,7 +204,7 @@ struct Target {
     }
 };
 
-// This thread's part of one stage: products of the same rows with one weight or several.
+// This thread's share of one stage: products of the same rows with one or several weights.
 template <class Source>
 void project(int64_t rows, const Source& source, std::initializer_list<Target> targets, int threads,
              Stages& stages) {

@@ -1,10 +1,10 @@
 // Products of packed rows with packed weights on CPUs with AMX: tiles of 16 rows of 16 pairs.
 //
-// 16 pairs of 16 outputs of a panel are a tile as they lie. Rows are packed as [16 pairs][row][pair],
-// the last of them with the pairs that are left. Two tiles of rows times two of weights give four
-// tiles of sums, which are all eight that there are. A tile of fewer rows or pairs is declared so
-// small. For each 16 pairs, the products of first and of second inputs are summed apart, then added
-// to the output's sum: always in this order.
+// 16 pairs of 16 outputs of a panel are a tile. Rows are packed as [16 pairs][row][pair]; the last
+// group has the remaining pairs. Two tiles of rows times two tiles of weights are four tiles of
+// sums, which uses all eight tiles. A tile with fewer rows or pairs is configured with this size.
+// For each 16 pairs, the products of first and of second inputs are summed separately, then added
+// to the output's sum, always in this order.
 #include "avx512.h"
 
 #include "amx.h"
@@ -20,9 +20,9 @@ struct alignas(64) Shapes {  // as the instruction LDTILECFG reads it
     uint8_t rows[16] = {};
 };
 
-thread_local int configured = 0;  // this thread's tiles: DEPTH for each row, and the pairs
+thread_local int configured = 0;  // this thread's configuration: DEPTH * rows + pairs
 
-// Rows of `depth` pairs, `steps` times, times a panel.
+// Multiplies rows of `steps` times `depth` pairs by a panel.
 template <bool TWO>
 void multiply_steps(const uint32_t* rows, int count, const uint32_t* panel, int64_t steps,
                     int depth, float* sums, bool add, const char* next, int fetch) {

@@ -1,4 +1,4 @@
-// The check of this CPU, the layout of shared structs, and the threads of the kernels.
+// The check of the CPU, the layout of shared structs, and the threads of the kernels.
 #include "native.h"
 
 #include <cstddef>
@@ -26,14 +26,14 @@ GompParallel gomp_parallel = nullptr;
 GompNumber gomp_thread = nullptr;
 GompNumber gomp_threads = nullptr;
 
-// Moves each thread of a region to a core of its own at its start. Linux often wakes a thread on
-// its waker's core. There it waits until the waker has done the work that they should have shared,
-// and the two may stay on that core for seconds.
+// Moves each thread of a parallel region to a separate core at its start. Linux often wakes a
+// thread on the core of the waking thread. There it waits until that thread has done the work that
+// they should have shared, and both may stay on this core for seconds.
 class Spread {
   public:
     Spread() : taken_(bit(sched_getcpu())) {}
 
-    // Moves this thread to a core that no thread here uses, unless it has a core alone.
+    // Moves this thread to a core without another thread of the region, if it shares its core.
     void settle() {
         const int core = sched_getcpu();
         if (core < 0 || core >= 64 || (taken_.fetch_or(bit(core)) & bit(core)) == 0) return;
@@ -45,7 +45,7 @@ class Spread {
             cpu_set_t only;
             CPU_ZERO(&only);
             CPU_SET(other, &only);
-            // The thread is moved, not bound: the scheduler may move it again later.
+            // The thread is not bound to the core: the scheduler may move it again later.
             if (sched_setaffinity(0, sizeof only, &only) == 0)
                 sched_setaffinity(0, sizeof allowed, &allowed);
             return;
@@ -58,8 +58,8 @@ class Spread {
     std::atomic<uint64_t> taken_;
 };
 
-// True if the CPU has AMX and the system lets this process use it: Linux wants to be asked, and may
-// say something else later.
+// True if the CPU has AMX and the system allows this process to use it. Linux requires a request,
+// and may answer differently later.
 bool ask_for_amx() {
 #if defined(HEADSTART_EMULATED)
     return true;
@@ -107,7 +107,7 @@ struct LayoutEntry {
 
 extern "C" {
 
-// The structs that bindings.py mirrors; the last entry has no name. It is data, so it can be read
+// The structs that bindings.py mirrors; the last entry has no name. It is data, which can be read
 // on any CPU.
 extern const LayoutEntry headstart_layout[];
 const LayoutEntry headstart_layout[] = {
@@ -176,8 +176,8 @@ const LayoutEntry headstart_layout[] = {
 
 int headstart_native_interface() { return HEADSTART_NATIVE_INTERFACE; }
 
-// Which files this CPU can run: 3 all, 2 those that need AVX-512 with bf16, 1 those that need AVX2,
-// FMA and F16C, 0 none.
+// The files that this CPU can run: 3 all, 2 those that need AVX-512 with bf16, 1 those that need
+// AVX2, FMA and F16C, 0 none.
 int headstart_native_level() {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
         !__builtin_cpu_supports("f16c"))
@@ -190,10 +190,10 @@ int headstart_native_level() {
     return has_amx ? 3 : 2;
 }
 
-// Multiplies with AMX from now on, or without.
+// Switches the use of AMX on or off.
 void headstart_native_use_amx(int use) { headstart::use_amx = use != 0; }
 
-// What `vnni` may be on this CPU besides 0: the sum of 1 and 2, of which it has the instructions.
+// The values other than 0 that `vnni` may have on this CPU, added: 1, 2, or both.
 int headstart_native_vnni() {
     const bool wide = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");

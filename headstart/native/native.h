@@ -1,9 +1,9 @@
 // Shared by every kernel file: standard headers, threads, and the version of this interface.
 //
-// Kernels are plain `extern "C"` functions, loaded by ctypes: neither Python's nor torch's headers
-// are needed, so the library builds wherever there is a compiler. Most files need AVX-512 with bf16
-// (avx512.h), most of narrow/ and attention/float32.cpp AVX2; headstart_native_level() tells which of
-// them this CPU can run.
+// Kernels are `extern "C"` functions, called by ctypes, so building needs a compiler but no headers
+// of Python or torch. Most files need AVX-512 with bf16 (avx512.h); most of narrow/, and
+// attention/float32.cpp, need AVX2. headstart_native_level() returns which of them this CPU can
+// run.
 #pragma once
 
 #include <immintrin.h>
@@ -20,8 +20,9 @@
 #include <type_traits>
 #include <vector>
 
-// Changes with any exported signature; headstart/native/__init__.py holds the same number, so that
-// a library built from older sources is not used. bindings.py declares the signatures and structs.
+// Increase it when an exported signature changes. headstart/native/__init__.py has the same number,
+// so that a library built from other sources is not used. bindings.py declares signatures and
+// structs.
 constexpr int HEADSTART_NATIVE_INTERFACE = 23;
 
 namespace headstart {
@@ -29,13 +30,13 @@ namespace headstart {
 using bf16 = uint16_t;
 
 // True if kernels multiply bf16 with AMX. Its sums differ in their last bits from those of AVX-512,
-// so it is set once, before any of them runs.
+// so it is set once, before a kernel runs.
 extern bool use_amx;
 
-// How kernels multiply bytes, with the same bits: 0 by AVX2, 1 by AVX-VNNI, 2 by AVX-512 VNNI.
+// How kernels multiply bytes: 0 AVX2, 1 AVX-VNNI, 2 AVX-512 VNNI. The results have the same bits.
 extern int vnni;
 
-// For a thread that has multiplied: unused tiles need not be saved when the system switches threads.
+// Releases this thread's tiles, so that the system need not save them when it switches threads.
 void release_tiles();
 
 // Runs body(thread, threads) on `threads` threads at once and waits for all of them. The threads
@@ -55,7 +56,7 @@ void parallel(int threads, Function&& function) {
         &function, threads);
 }
 
-// Calls function(i) for each i below `count` on `threads` threads, neighbours on the same one.
+// Calls function(i) for each i below `count`, in a contiguous range for each of `threads` threads.
 template <class Function>
 void parallel_each(int threads, int64_t count, const Function& function) {
     parallel(threads, [&](int thread, int all) {
@@ -63,7 +64,7 @@ void parallel_each(int threads, int64_t count, const Function& function) {
     });
 }
 
-// Calls a function with `count` (1 to MOST; more count as MOST) as the value of a type.
+// Calls a function with min(count, MOST) as the value of a type.
 template <int MOST, class Function>
 __attribute__((always_inline)) inline void with_count(int64_t count, const Function& function) {
     if constexpr (MOST > 1)
@@ -71,7 +72,7 @@ __attribute__((always_inline)) inline void with_count(int64_t count, const Funct
     function(std::integral_constant<int, MOST>());
 }
 
-// Memory that a thread keeps from call to call; it only grows.
+// Memory that a thread retains between calls; it only grows.
 class Scratch {
   public:
     ~Scratch() { std::free(memory_); }
@@ -81,7 +82,7 @@ class Scratch {
         if (bytes > size_) {
             std::free(memory_);
             memory_ = std::aligned_alloc(4096, bytes);
-            if (memory_ == nullptr) std::abort();  // no memory, and no way to report it from here
+            if (memory_ == nullptr) std::abort();  // cannot be reported from here
             size_ = bytes;
         }
         return static_cast<T*>(memory_);
@@ -92,18 +93,19 @@ class Scratch {
     size_t size_ = 0;
 };
 
-// The work of one parallel(), in stages that follow one another.
+// The work of one parallel() call, in consecutive stages.
 //
-// A stage is a number of units. Threads take a few at a time, so a thread that lost its core for a
-// while does not delay the others. Between stages there is a barrier. Waking a sleeping thread
-// takes longer than a stage, so threads spin at the barrier; but not for long, since the last
-// thread may need this core.
+// A stage is a number of units. Threads take a few at a time, so a thread that loses its core for a
+// while does not delay the others. There is a barrier between stages. Waking a sleeping thread
+// takes longer than a stage, so threads spin at the barrier, but only for a short time, since the
+// last thread may need this core.
 class Stages {
   public:
-    // The first of `count` units, reserved for the caller; it may lie past the stage's end.
+    // Reserves `count` units for the caller and returns the first, which may be beyond the stage's
+    // end.
     int64_t take(int64_t count) { return next_.fetch_add(count, std::memory_order_relaxed); }
 
-    // Waits until all `threads` threads are here; then the next stage begins.
+    // Waits until all `threads` threads have called this; then the next stage begins.
     void finish(int threads) {
         const int stage = stage_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {

@@ -1,4 +1,4 @@
-"""Advice to the system about pages of memory, and memory that is returned to it.
+"""Advice to the system about pages of memory, and prefaulted memory.
 
 Python's `mmap.madvise` only works on Python's own `mmap` objects; these functions take an address.
 Advice works on Linux only.
@@ -12,23 +12,23 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-# Python has no names for them.
+# Constants that Python's `mmap` lacks.
 POPULATE_READ = 22
 """MADV_POPULATE_READ (Linux 5.14): map all pages at once, as if each were read."""
 POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE (Linux 5.14): the same, as if each were written."""
+"""MADV_POPULATE_WRITE (Linux 5.14): map all pages at once, as if each were written."""
 _COLLAPSE = 25  # MADV_COLLAPSE (Linux 6.1)
 _HUGE_PAGE = 1 << 21
-_PIECE = 16 << 20  # bytes touched between two checks of whether to stop
+_PIECE = 16 << 20  # bytes touched between two checks for `take`
 _SLACK = 1 << 20  # plus 1/32: packed weights are aligned to pages and padded to whole panels
 
 
 def advise_pages(start: int, size: int, advice: int) -> bool:
-    """Give advice for all pages with some of the `size` bytes at address `start`.
+    """Give advice for all pages that overlap the `size` bytes at address `start`.
 
     Return True if the system accepts it. The call releases the GIL.
     """
-    if sys.platform != "linux":  # other systems number the kinds of advice differently
+    if sys.platform != "linux":  # other systems have other numbers for advice
         return False
     try:
         advise = ctypes.CDLL(None).madvise
@@ -41,15 +41,15 @@ def advise_pages(start: int, size: int, advice: int) -> bool:
 
 
 def drop_pages(start: int, size: int) -> None:
-    """Give back pages of a mapped file that is not written to; reading one maps it again."""
+    """Release pages of a mapped file that is only read; reading a page maps it again."""
     if sys.platform == "linux":
         advise_pages(start, size, mmap.MADV_DONTNEED)
 
 
 def request_huge_pages(start: int, size: int) -> None:
-    """Request pages of 2 MiB, which mean fewer TLB misses, where they fit into these bytes.
+    """Request pages of 2 MiB for these bytes, for fewer TLB misses.
 
-    The system makes them when it has time: some 2 MiB a second.
+    The system makes them in the background, about one per second.
     """
     first, last = _inside(start, size)
     if sys.platform == "linux" and first < last:
@@ -57,10 +57,9 @@ def request_huge_pages(start: int, size: int) -> None:
 
 
 def make_huge_pages(start: int, size: int) -> None:
-    """Make pages of 2 MiB now, where they fit into these bytes and the system has them.
+    """Make pages of 2 MiB for these bytes now, as far as the system has memory for them.
 
-    Copies the memory, 2 MiB at a time: some 4 GB/s, or less where memory must be found first. Other
-    threads may use it meanwhile.
+    Copies 2 MiB at a time, at up to 4 GB/s. Other threads may use the memory meanwhile.
     """
     first, last = _inside(start, size)
     for page in range(first, last, _HUGE_PAGE):
@@ -68,7 +67,7 @@ def make_huge_pages(start: int, size: int) -> None:
 
 
 def _inside(start: int, size: int) -> tuple[int, int]:
-    """Return the first and the last border of huge pages in these bytes."""
+    """Return the first and the last boundary of huge pages in these bytes."""
     return -(-start // _HUGE_PAGE) * _HUGE_PAGE, (start + size) // _HUGE_PAGE * _HUGE_PAGE
 
 
@@ -76,7 +75,7 @@ class ReadyMemory:
     """Memory of which a thread prefaults `size` bytes until `take` is called."""
 
     def __init__(self, size: int, files: list[Path]) -> None:
-        """Read the files first, then touch `size` bytes; some more, untouched, are allocated."""
+        """Read the files ahead, then touch `size` bytes. Allocates slightly more bytes."""
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, size + size // 32 + _SLACK, flags=private)
         self.size = size
@@ -86,9 +85,9 @@ class ReadyMemory:
         self._thread.start()
 
     def take(self, size: int) -> mmap.mmap | None:
-        """Return at least `size` bytes, all zeros; None if there are fewer or they are taken.
+        """Return at least `size` bytes of zeros; None if there are fewer or they were taken before.
 
-        Touched pages beyond `size` (for weights that stay in the file) return to the system.
+        Touched pages beyond `size` are returned to the system.
         """
         if self._taken or size > len(self._memory):
             return None

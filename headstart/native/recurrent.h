@@ -1,4 +1,4 @@
-// Recurrent layers as Python hands them over: the sequences of a step, and one layer's call.
+// Recurrent layers: the sequences of a step and one layer's call, from Python.
 #pragma once
 
 #include <algorithm>
@@ -7,21 +7,21 @@
 
 namespace headstart {
 
-// Sequence i has the rows starts[i] to starts[i + 1] - 1. Its state is read from slot sources[i], or
-// is zeros if that is -1, and after its last row it is written to slot targets[i]. Targets differ, and
-// a sequence's target is no other sequence's source. saves [num_saves, 2] has rows, ascending, and a
-// slot for each, which gets the state after it.
+// Sequence i has the rows starts[i] to starts[i + 1] - 1. Its state is read from slot sources[i]
+// (-1: zeros) and written to slot targets[i] after its last row. All targets differ, and a
+// sequence's target is not another sequence's source. saves [num_saves, 2] has ascending rows, and
+// the slots to which the states after them are written.
 struct Sequences {
     const int32_t *starts, *sources, *targets, *saves;
     int64_t count, num_saves;
 
-    // The first save from a row on.
+    // The index of the first save at or after a row.
     int64_t first_save(int64_t row) const {
         int64_t save = 0;
         while (save < num_saves && saves[2 * save] < row) save++;
         return save;
     }
-    // The row after the next save, at most `end`.
+    // The end of the rows up to the next save, at most `end`.
     int64_t cut(int64_t save, int64_t end) const {
         return save < num_saves ? std::min<int64_t>(end, saves[2 * save] + 1) : end;
     }
@@ -35,7 +35,7 @@ struct States {
     float* first;
     int64_t stride;
 
-    // A part of a sequence's state, or null for zeros.
+    // The address of a part of a sequence's state, or null for zeros.
     const float* source(const Sequences& sequences, int64_t sequence, int64_t part) const {
         const int64_t slot = sequences.sources[sequence];
         return slot < 0 ? nullptr : first + slot * stride + part;
@@ -88,7 +88,7 @@ struct ScanCall {
 
 constexpr int64_t MOST_TAPS = 4;  // of a convolution
 
-// True if kernels of float32 may use AVX-512; they give the same bits without it.
+// True if float32 kernels may use AVX-512, which does not change bits.
 inline bool has_avx512() { return vnni == 2; }
 
 void causal_conv_avx512(const Sequences& sequences, const ConvCall& call, int threads);

@@ -1,4 +1,4 @@
-// Recurrent layers for CPUs with AVX-512; no bf16 instructions, which fewer of them have.
+// Recurrent layers for CPUs with AVX-512, with or without bf16 instructions.
 #include "recurrent.h"
 
 #ifndef HEADSTART_EMULATED

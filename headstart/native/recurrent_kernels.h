@@ -1,18 +1,17 @@
 // Recurrent layers; include it after the pragma.
 //
-// Tokens are computed one after another, so a sequence's result has the same bits wherever its prompt
-// is cut, in any batch, and on any number of threads. Each thread takes a head, or channels, of a
-// sequence. It reads a few tokens ahead as float32 and then walks over them with one part of the state
-// after another, which stays in registers or in the first cache.
+// Tokens are computed one after another, so a sequence's result has the same bits in any batch, on
+// any number of threads, and however its prompt is split into steps. A thread computes a head, or
+// some channels, of a sequence. It converts a few tokens to float32, and then computes them for one
+// part of the state after another, which stays in registers or in the L1 cache.
 //
-// A Kind has vectors of 16 floats, the same arithmetic in each lane, and how many of them its
-// registers take:
+// A Kind has the operations of a CPU, and the numbers of vectors that fit in its registers:
 //
-//     Floats                            16 floats
-//     COLUMNS                           of a row of the delta rule's state
-//     STATE                             of a row of a scan's state
-//     set, load, store                  one number for all lanes; from and to memory
-//     add, multiply, divide, smaller, larger, round      lane by lane, as they say
+//     Floats                            a vector of 16 floats
+//     COLUMNS                           vectors for a row of the delta rule's state
+//     STATE                             vectors for a row of a scan's state
+//     set, load, store                  one number in all lanes; from and to memory
+//     add, multiply, divide, smaller, larger, round      in each lane
 //     fmadd, fnmadd                     a * b + c and c - a * b, rounded once
 //     times_power                       x * 2^n, for whole n from -126 to 127
 #pragma once
@@ -23,9 +22,9 @@ namespace headstart {
 namespace {
 
 constexpr int64_t LANES = 16;
-constexpr int64_t PIECE = 32;          // tokens that are read ahead
-constexpr int64_t CHANNELS = 256;      // of a convolution, that a thread takes
-constexpr int64_t FEW_NUMBERS = 8192;  // rows of fewer are one thread's work
+constexpr int64_t PIECE = 32;          // tokens that are converted at a time
+constexpr int64_t CHANNELS = 256;      // channels of a convolution that a thread computes at a time
+constexpr int64_t FEW_NUMBERS = 8192;  // one thread computes rows with fewer numbers
 
 inline int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
@@ -38,7 +37,7 @@ inline float widen(bf16 x) {
 }
 
 inline void narrow(float x, float* to) { *to = x; }
-// To the nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline void narrow(float x, bf16* to) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -46,7 +45,7 @@ inline void narrow(float x, bf16* to) {
     *to = static_cast<bf16>((bits & 0x7fffffff) > 0x7f800000 ? nan : nearest);
 }
 
-// `count` numbers of a row from `column` on, and zeros up to a whole vector.
+// Converts `count` numbers of a row from `column` on, padded with zeros to whole vectors.
 template <class Number>
 void read_row(const Strided& rows, int64_t row, int64_t column, int64_t count, float* to) {
     const Number* from = static_cast<const Number*>(rows.first) + row * rows.stride + column;
@@ -65,7 +64,7 @@ void write_row(const float* from, int64_t count, void* rows, int64_t offset) {
     for (int64_t i = 0; i < count; i++) narrow(from[i], to + i);
 }
 
-// Up to 16 floats, zeros after them; all zeros if `from` is null.
+// Loads up to 16 floats, padded with zeros; zeros if `from` is null.
 template <class Kind>
 inline typename Kind::Floats load_some(const float* from, int64_t count) {
     if (from != nullptr && count >= LANES) return Kind::load(from);
@@ -82,14 +81,14 @@ inline void store_some(typename Kind::Floats x, float* to, int64_t count) {
     std::memcpy(to, numbers, std::max<int64_t>(count, 0) * sizeof(float));
 }
 
-// The state that a thread needs after part `part` of a sequence, or null.
+// The state that a thread needs after part `part` of a sequence, or null without any.
 inline const float* next_source(const States& states, const Sequences& sequences, int64_t sequence,
                                 int64_t part, int64_t parts, int64_t floats) {
     if (++sequence == sequences.count) sequence = 0, part++;
     return part < parts ? states.source(sequences, sequence, part * floats) : nullptr;
 }
 
-// Begins to read part of that state: it would take longer than the arithmetic of one token.
+// Prefetches part of that state, since reading it takes longer than computing one token.
 inline void prefetch(const float* state, int64_t first, int64_t count) {
     for (int64_t i = first; state != nullptr && i < first + count; i += LANES)
         _mm_prefetch(reinterpret_cast<const char*>(state + i), _MM_HINT_T1);
@@ -101,13 +100,13 @@ inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
 using Order = int32_t __attribute__((vector_size(32)));
 
-// Sums of 2 neighbours in each four numbers of a, then of b.
+// Sums of neighbouring pairs in each four numbers of a, then of b.
 inline Eight add_neighbors(Eight a, Eight b) {
     return __builtin_shuffle(a, b, Order{0, 2, 8, 10, 4, 6, 12, 14}) +
            __builtin_shuffle(a, b, Order{1, 3, 9, 11, 5, 7, 13, 15});
 }
 
-// out[i] = the sum of 16 numbers, each sum in the same order. Reads and writes whole groups of 8.
+// out[i] = the sum of 16 numbers, always in the same order. Reads and writes groups of 8.
 inline void add_lanes(const float* numbers, int64_t count, float* out) {
     for (int64_t i = 0; i < count; i += 8, numbers += 8 * LANES) {
         Eight sums[8];
@@ -147,8 +146,8 @@ inline typename Kind::Floats silu(typename Kind::Floats x) {
     return Kind::divide(x, Kind::add(Kind::set(1.0f), power<Kind>(exponent)));
 }
 
-// Calls run(sequence, part) for `parts` parts of each sequence. Threads take neighbouring parts of all
-// sequences: one of these may be a long prompt.
+// Calls run(sequence, part) for `parts` parts of each sequence. A thread computes a range of parts
+// for all sequences, since one sequence may be a long prompt.
 template <class Function>
 void each_part(const Sequences& sequences, int64_t parts, int64_t width, int threads,
                const Function& run) {
@@ -211,7 +210,7 @@ void convolve_all(const Sequences& sequences, const ConvCall& call, int threads)
 
 // ---- gated delta rule ----
 
-// Some columns of a head's state, and sums of their rows.
+// A block of columns of a head's state, and sums over its rows.
 template <class Kind>
 struct DeltaBlock {
     static constexpr int VECTORS = Kind::COLUMNS;
@@ -220,9 +219,9 @@ struct DeltaBlock {
 
     float* state;  // [key_dim, WIDTH]
     int64_t key_dim;
-    Floats found[VECTORS];  // the next token's key times the state
+    Floats found[VECTORS];  // product of the next token's key and the state
 
-    // Sums over rows: those of even and those of odd numbers, so that additions need not wait.
+    // Separate sums over even and odd rows, so that additions need not wait for each other.
     struct Sums {
         Floats parts[2][VECTORS];
 
@@ -246,8 +245,8 @@ struct DeltaBlock {
         if (even < key_dim) run(even, std::integral_constant<int, 0>());
     }
 
-    // Reads the first `count` columns of [key_dim, stride], zeros if `from` is null, and sets `found` for
-    // a token. Meanwhile fetches `following`, as many floats.
+    // Reads the first `count` columns of [key_dim, stride] (zeros if `from` is null), and sets
+    // `found` for a token. Prefetches as many floats at `following`.
     void read(const float* from, int64_t stride, int64_t count, const float* key,
               const float* following) {
         Sums sums;
@@ -280,8 +279,8 @@ struct DeltaBlock {
                                  to + r * stride + c * LANES, count - c * LANES);
     }
 
-    // One token: the state decays, then takes `written` under `key`; out [WIDTH] is what it returns for
-    // `query`. With MORE, `found` becomes what it returns for the next token's key.
+    // Computes one token: the state decays, and `written` is added under `key`. out [WIDTH] is the
+    // product of `query` and the state. With MORE, sets `found` for the next token's key.
     template <bool MORE>
     void step(float decay, const Floats* written, const float* key, const float* query,
               const float* next, float* out) {
@@ -322,7 +321,7 @@ void normalize(float* x, int64_t dim, float scale) {
     for (int64_t i = 0; i < dim; i++) x[i] *= factor;
 }
 
-// A state of `count` floats stays as it was; for a sequence without rows.
+// Copies a state of `count` floats from source to target, for a sequence without rows.
 inline void copy_state(const float* from, float* to, int64_t count) {
     if (from == nullptr)
         std::memset(to, 0, count * sizeof(float));
@@ -391,11 +390,11 @@ class DeltaHead {
         beta_[t] = sigmoid(read_number<Number>(call_.b, row, head_));
     }
 
-    // `count` tokens over the block of the state from `column` on.
+    // Computes `count` tokens for the block of the state from `column` on.
     void walk(int64_t column, int64_t count) {
         const int64_t width = call_.value_dim, columns = std::min(WIDTH, width - column);
         Block block{state_, call_.key_dim, {}};
-        // Blocks fetch the next state from its first byte to its last, not by columns.
+        // Blocks prefetch the next state sequentially, not by columns.
         block.read(from_ == nullptr ? from_ : from_ + column, width, columns, key_,
                    next_ == nullptr ? next_ : next_ + column * call_.key_dim);
         for (int64_t t = 0; t < count; t++) {
@@ -424,8 +423,8 @@ class DeltaHead {
     const float* from_;
     float* const to_;
     const float* const next_;
-    // Tokens that are read ahead: query and key [PIECE, key_width_], normalized, value and out
-    // [PIECE, value_width_]. state_ is a block's.
+    // Converted tokens: normalized query and key [PIECE, key_width_], value and out
+    // [PIECE, value_width_]. state_ has one block.
     float *query_, *key_, *value_, *out_, *state_;
     float decay_[PIECE], beta_[PIECE];
 };
@@ -489,7 +488,7 @@ class ScanHead {
         for (int64_t p = 0; p < dim_; p++) stepped_[at + p] = x_[at + p] * step;
     }
 
-    // `count` tokens over `rows` rows of the state; x becomes the output.
+    // Computes `count` tokens for `rows` rows of the state; x becomes the output.
     void walk(int64_t first, int64_t rows, int64_t count) {
         for (int64_t r = 0; r < rows; r++)
             for (int64_t n = 0; n < width_; n += Kind::STATE * LANES)
@@ -504,9 +503,9 @@ class ScanHead {
         }
     }
 
-    // The same over part of a row: VECTORS vectors from `n` on. Sums of 16 lanes, `stride` floats from
-    // token to token, continue those of the vectors before. Not inlined, so that all vectors are in
-    // registers.
+    // The same for part of a row: VECTORS vectors from `n` on. Adds to the sums of the vectors
+    // before, which have 16 lanes, and `stride` floats from token to token. Not inlined, so that
+    // all vectors are in registers.
     template <int VECTORS>
     [[gnu::noinline]] void walk_row(int64_t p, int64_t n, int64_t count, float* sums,
                                     int64_t stride) const {
@@ -544,7 +543,7 @@ class ScanHead {
     const float* from_;
     float* const to_;
     const float* const next_;
-    // Tokens that are read ahead: b and c [PIECE, width_], x and x times the step's length.
+    // Converted tokens: b and c [PIECE, width_], x, and x times dt.
     float *b_, *c_, *x_, *stepped_;
     float decay_[PIECE];
     alignas(64) float sums_[TOGETHER * PIECE * LANES];

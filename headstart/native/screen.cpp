@@ -7,8 +7,8 @@ using namespace headstart;
 
 namespace {
 
-constexpr int STEPS = 32512;        // 127 * 256: a row's largest number
-constexpr float LARGE = 0x1p50f;    // larger numbers get no bound, so that nothing overflows
+constexpr int STEPS = 32512;        // 127 * 256, a row's largest integer
+constexpr float LARGE = 0x1p50f;    // larger numbers get no bound, to avoid overflows
 constexpr float SMALL = 0x1p-100f;  // smaller numbers are zero in the screen
 
 // 16 outputs of a panel of pairs, the weights of input 2k or 2k + 1.
@@ -47,13 +47,13 @@ void quantise(const uint32_t* pairs, const Screen& screen, int64_t panel, int ha
         }
         _mm512_store_si512(out + q * 4 * PANEL, four);
     }
-    // Roots of sums in fp32, enlarged to upper bounds.
+    // Square roots of fp32 sums, increased to upper bounds.
     const float inputs = static_cast<float>(screen.inputs);
     const __m512 more = _mm512_set1_ps(1.0f + (inputs + 64) * 0x1p-23f);
     const __m512 away = _mm512_sqrt_ps(errors) * more;
     const __m512 length = _mm512_fmadd_ps(_mm512_sqrt_ps(squares), more, away);
     __m512 bound = _mm512_fmadd_ps(length, _mm512_set1_ps((inputs + 64) * 0x1p-23f), away);
-    bound = bound + 0x1p-50f;  // squares that were flushed
+    bound = bound + 0x1p-50f;  // for squares that were flushed to zero
     bound = _mm512_mask_mov_ps(bound, boundless, _mm512_set1_ps(INFINITE));
     _mm512_store_ps(screen.scales(panel) + 16 * half, scale);
     _mm512_store_ps(screen.errors(panel) + 16 * half, bound);
@@ -133,7 +133,7 @@ float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& ro
     return _mm512_reduce_max_ps(most);
 }
 
-// Fills screen->panels, which begin on 64 bytes, from a packed weight of at most 32,768 inputs.
+// Fills screen->panels, aligned to 64 bytes, from a packed weight with at most 32,768 inputs.
 extern "C" void headstart_screen(const Weight* weight, const Screen* screen, int threads) {
     parallel_each(threads, screen->count(), [&](int64_t p) {
         for (int half = 0; half < 2; half++) quantise(weight->at(p) + 16 * half, *screen, p, half);

@@ -1,4 +1,4 @@
-// An LM head's weight in 8 bits, and the bounds that it gives for every logit.
+// An LM head's weight in 8 bits, and bounds of every logit.
 //
 // For a row x and an output's weight w, both as vdpbf16ps sees them (numbers below 2^-126 are
 // zero), with w' = scale * integers of 8 bits and x' = step * integers of 16 bits:
@@ -17,8 +17,8 @@ namespace headstart {
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// Weights [outputs, inputs] in panels of 32 outputs. A panel holds, for each four inputs, 16
-// outputs' four integers + 128, then those of the other 16, then three rows of 32 floats.
+// Weights [outputs, inputs] in panels of 32 outputs. A panel has for each four inputs the integers
+// + 128 of the first 16 outputs, then of the other 16. Three rows of 32 floats follow.
 struct Screen {
     uint8_t* panels;
     int64_t inputs, outputs;
@@ -37,15 +37,16 @@ struct Screen {
 // A row, quantised for products with a screen.
 struct ScreenRow {
     float step, length, error;  // of x', upper bounds of |x| and |x - x'|
-    int32_t high, low;          // the weights' + 128 adds this to a sum
+    int32_t high, low;          // added to a sum by the 128 in the weights
     bool usable;
 };
 
 // Writes a row's integers: high and low bytes of four inputs each, every `stride` words.
 ScreenRow prepare_row(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride);
 
-// The greatest upper bound of a row's logits in a panel, of outputs whose bit is set in `allowed`;
-// raises `lower` to greater lower bounds of these. `sums` [2][32] are of the row's high and low bytes.
+// Returns the greatest upper bound of a row's logits in a panel, and raises `lower` to greater
+// lower bounds; considers only outputs with a bit in `allowed`. `sums` [2][32] are products of the
+// row's high and low bytes.
 float bounds(const Screen& screen, int64_t panel, const ScreenRow& row, uint32_t allowed,
              const float* sums, __m512* lower);
 

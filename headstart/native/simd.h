@@ -68,7 +68,7 @@ inline __m256i narrow(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtnep
 // Floats rounded to bf16 and widened again.
 inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
 
-// Loads up to 16 numbers; whole vectors without a mask.
+// Loads `count` numbers, at most 16; uses no mask for 16.
 inline __m512 load(const bf16* from, int64_t count) {
     if (count >= 16) return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     return widen(_mm256_maskz_loadu_epi16(first_lanes(count), from));
@@ -90,7 +90,7 @@ inline void store_pairs(bf16* to, int64_t count, __m512i pairs) {
     _mm512_mask_storeu_epi16(to, first_halves(count), pairs);
 }
 
-// The first and the second of each pair; pair_bf16() makes pairs of them.
+// The first and the second number of each pair; the inverse of pair_bf16().
 struct Halves {
     __m512 even, odd;
 

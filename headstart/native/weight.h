@@ -1,20 +1,20 @@
-// A weight as Python hands it over.
+// A weight from Python.
 #pragma once
 
 #include "native.h"
 
 namespace headstart {
 
-// The kind of a weight: below INT8 it is the form of one of 4 or 5 bits (narrow/integers.h).
+// The kind of a weight. Kinds below INT8 are forms of 4 or 5 bits (narrow/integers.h).
 constexpr int64_t INT8 = 4, INT8_IN_GROUPS = 5, BF16 = 6;
-constexpr int64_t PAIR_BYTES[] = {40, 36, 48, 44, 64, 0, 128};  // of a panel of 32
+constexpr int64_t PAIR_BYTES[] = {40, 36, 48, 44, 64, 0, 128};  // in a panel of 32 outputs
 
-// A weight [outputs, inputs], and its bias [outputs] or nullptr. Unless it is of bf16 it has scales
-// [outputs]; in groups also columns [inputs] or nullptr.
+// A weight [outputs, inputs], and its bias [outputs] or nullptr. Weights other than bf16 have
+// scales [outputs], and weights in groups also columns [inputs] or nullptr.
 //
-// For rows of bf16 it lies in the panels of linear.h, columns are there and of whole groups, and the
-// bias is of bf16. For rows of float32 a weight of bf16 lies row by row, others in the panels of
-// narrow/integers.h, and the bias is of float32.
+// For bf16 rows it is stored in the panels of linear.h, columns are not null and padded to whole
+// groups, and the bias is bf16. For float32 rows a bf16 weight is stored row by row, other weights
+// in the panels of narrow/integers.h, and the bias is float32.
 struct Weight {
     static constexpr int64_t PANEL = 32;
 
@@ -24,7 +24,7 @@ struct Weight {
 
     int64_t pairs() const { return (inputs + 1) / 2; }
     int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
-    // Pair k of a panel; of 4 or 5 bits it begins a group.
+    // Pair k of a panel; with 4 or 5 bits it must begin a group.
     const uint32_t* at(int64_t panel, int64_t k = 0) const {
         const int64_t whole = kind < INT8 ? (pairs() + 15) / 16 * 16 : pairs();
         return reinterpret_cast<const uint32_t*>(static_cast<const char*>(panels) +
@@ -32,14 +32,14 @@ struct Weight {
     }
 };
 
-// Products of rows of float32, for CPUs with AVX2: out [rows, outputs], without the bias. The three
-// of integers give the same bits; the last two need the VNNI that they are named for.
+// Products of float32 rows, for CPUs with AVX2: out [rows, outputs], without the bias. The three
+// products of integers return the same bits; the last two need VNNI instructions.
 using FloatProduct = void(const Weight& weight, const float* x, int64_t rows, float* out,
                           int threads);
 FloatProduct multiply_half, multiply_integers, multiply_integers_vnni, multiply_integers_avx512;
 
-// `pairs` pairs of a panel of 4 or 5 bits as bf16, in whole groups, each input times its column; for
-// CPUs with AVX-512.
+// Converts `pairs` pairs (whole groups) of a panel of 4 or 5 bits to bf16, multiplied by columns;
+// for CPUs with AVX-512.
 void widen(int64_t form, const void* from, const float* columns, int64_t pairs, uint32_t* out);
 
 // out [rows, outputs] += the bias, if there is one.

@@ -1,4 +1,4 @@
-// Paged attention: the arguments from Python, and the units of work.
+// Paged attention: the arguments from Python, and the units of work of threads.
 //
 // bindings.py mirrors Segment, Merger, AttentionStep and AttentionCall field by field. Strides
 // count elements. Positions count tokens from the start of a sequence.
@@ -8,28 +8,28 @@
 
 namespace headstart {
 
-// Rows that attend to the keys at positions first_key .. last_key - 1 of one block table, each up
-// to its own position, which is first_position + r for row r. Their tokens are step.rows[first_row
-// ..]. A segment that holds all keys of its rows (partial < 0) writes to the output; others write
-// to partials partial, partial + 1, ..., which are merged afterwards.
+// Rows that attend to the keys at positions first_key .. last_key - 1 of one block table. Row r has
+// the token step.rows[first_row + r] at position first_position + r, and sees no later key. If a
+// segment has all keys of its rows, partial is negative and the result goes to the output. If not,
+// row r writes partial result `partial` + r, and the results are merged afterwards.
 struct Segment {
     int32_t first_row;
     int32_t num_rows;
     int32_t first_position;
-    int32_t table;  // where in step.tables the block of position 0 is
+    int32_t table;  // index in step.tables of the block of position 0
     int32_t first_key;
     int32_t last_key;
     int32_t partial;
 };
 
-// One token whose output is the merger of step.parts[first_part .. last_part - 1].
+// A token whose output is merged from the partial results step.parts[first_part .. last_part - 1].
 struct Merger {
     int32_t token;
     int32_t first_part;
     int32_t last_part;
 };
 
-// The arguments that all layers of a step with the same plan share.
+// The arguments that are the same in all layers of a step with the same plan.
 struct AttentionStep {
     const int64_t* slots;  // [tokens]
     const int32_t* tables;
@@ -46,8 +46,8 @@ struct AttentionStep {
     int32_t threads;
 };
 
-// One layer. Its rows are of type Number; keys and values are of type Stored in memory. As int8_t, each
-// token and KV head has a scale for its key and one for its value.
+// One layer. Its rows have the type Number, and keys and values in memory the type Stored. If that
+// is int8_t, each token and KV head has a scale for its key and a scale for its value.
 template <class Number, class Stored = Number>
 struct Call {
     const Number* query;  // [tokens, heads, key_dim]
@@ -70,7 +70,7 @@ struct Call {
     float scaling;
     float softcap;  // 0: none
 
-    // The rows of a layer: heads side by side, `queries` and `keys` elements in all, of `dim` each.
+    // Sets dense rows of `queries` and `keys` elements, with heads of `dim` elements.
     void set_rows(const Number* q, const Number* k, const Number* v, Number* to, int64_t queries,
                   int64_t keys, int64_t dim) {
         query = q, key = k, value = v, out = to;
@@ -84,7 +84,7 @@ using Int8Call = Call<float, int8_t>;
 
 constexpr int MAX_DIM = 256;  // the widest head
 
-// Some rows of a segment for one KV head. Row r of a segment is query head r % group of its token
+// Some rows of a segment, for one KV head. Row r of a segment is query head r % group of its token
 // r / group, where group = heads / kv_heads.
 struct Chunk {
     const Segment* segment;
@@ -93,7 +93,7 @@ struct Chunk {
     int32_t count;
 };
 
-// A thread's part of one layer's attention in bf16: write K and V, attend, merge. Ends with a
+// A thread's share of one layer's attention in bf16: write K and V, attend, merge. Ends with a
 // barrier of all threads.
 void attend(const AttentionStep& step, const AttentionCall& call, int thread, int threads,
             Stages& stages);

@@ -15,14 +15,14 @@ inline __m256i first_lanes(int count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-// Loads up to 8 numbers; whole vectors without a mask.
+// Loads `count` numbers, at most 8; uses no mask for 8.
 inline __m256 load(const float* from, int count) {
     if (count >= LANES) return _mm256_loadu_ps(from);
     return _mm256_maskload_ps(from, first_lanes(count));
 }
 
-// 2^x for x below 128, with a relative error of 1e-7; 0 below -126.5. NaN stays NaN: the second
-// operand of a minimum or maximum is the result if one of them is NaN.
+// 2^x for x below 128, with a relative error of 1e-7; 0 below -126.5. NaN stays NaN, since the
+// second operand of a minimum or maximum is the result if one of them is NaN.
 inline __m256 power(__m256 x) {
     x = _mm256_max_ps(_mm256_set1_ps(-127.0f), _mm256_min_ps(_mm256_set1_ps(127.0f), x));
     const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -1,7 +1,7 @@
 // The two products of attention with tiles of AMX; see bf16_chunk.cpp.
 //
-// Queries and weights lie as pairs of rows already. Keys lie as rows of pairs in memory, if they
-// follow one another there; values are transposed.
+// Queries and weights are already pairs of rows. Keys are rows of pairs in memory if they are
+// evenly spaced. Values are transposed.
 #include "rows.h"  // float32.cpp includes it too
 
 #include "../avx512.h"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int SIDE = CHUNK_ROWS * 4;  // bytes of a row of scores, weights or outputs
 
-// 16 keys as rows of a tile: where they lie, or a copy if they are not evenly spaced.
+// 16 keys as rows of a tile: in memory, or copied if they are not evenly spaced.
 struct KeyRows {
     const bf16* first;
     int64_t stride;  // bytes

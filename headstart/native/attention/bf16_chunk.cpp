@@ -1,18 +1,18 @@
 // Attention of one chunk of rows over its keys: one pass with an online softmax (Milakov and
 // Gimelshein 2018; FlashAttention), all of it in registers and the L1 and L2 caches.
 //
-// Rows lie in the lanes of vectors, 16 to each; keys and value dimensions are broadcast. So K is
-// used as it lies in memory, the maximum and the sum of a row need no reduction across lanes, and
-// the mask is a comparison of 16 positions with one number:
+// The 16 lanes of a vector hold rows; keys and value dimensions are broadcast. So K needs no
+// transposition, the maximum and the sum of a row need no reduction across lanes, and the mask is a
+// comparison of 16 positions with one number:
 //
 //     scores^T [key, row]  +=  K [key, pair of dims] (broadcast)  *  Q^T [pair of dims, row]
 //     out^T    [dim, row]  +=  V [pair of keys, dim] (broadcast)  *  P^T [pair of keys, row]
 //
-// The bf16 product adds two products at once, so Q^T and P^T hold pairs in each 32-bit lane. V's
+// The bf16 instruction adds two products, so Q^T and P^T hold pairs in each 32-bit lane. V's
 // rows are interleaved two by two into scratch, once per chunk and tile of keys.
 //
-// Tiles begin at multiples of TILE from the segment's first key on, and a hidden score has weight 0
-// exactly, so a row's result is bitwise independent of the other rows of its chunk.
+// Tiles begin at multiples of TILE from the segment's first key on, and a hidden score has exactly
+// weight 0. So the bits of a row's result do not depend on the other rows of its chunk.
 #include "rows.h"  // float32.cpp includes it too
 
 #include "../avx512.h"
@@ -25,7 +25,7 @@ namespace {
 // A pointer, since the compiler recomputes the address of a thread-local object in the inner loops.
 thread_local const std::unique_ptr<Lanes> scratch = std::make_unique<Lanes>();
 
-// Lanes beyond the last row repeat it; they are never read.
+// Lanes beyond the last row repeat it; their results are not used.
 void begin(Lanes& s, const Rows<bf16>& rows, int lanes) {
     const AttentionCall& call = rows.call;
     for (int lane = 0; lane < lanes; ++lane) {
@@ -53,7 +53,7 @@ void load_queries(Lanes& s, const Rows<bf16>& rows, int vectors) {
     }
 }
 
-// Interleaves rows of V two by two, so that each 32-bit number is one dim of two keys. Whole
+// Interleaves pairs of rows of V, so that each 32-bit number is one dim of two keys. Whole
 // vectors are read without a mask; masked reads take twice as long.
 void pair_values(Lanes& s, int count, int value_dim) {
     for (int k = 0; k < count; k += 2) {
@@ -69,7 +69,7 @@ void pair_values(Lanes& s, int count, int value_dim) {
     }
 }
 
-// Older outputs in units of the new maxima.
+// Multiplies older outputs for the new maxima.
 template <int VECTORS>
 void shrink_out(Lanes& s, int value_dim, const __m512 shrink[VECTORS]) {
     for (int v = 0; v < VECTORS; ++v) {
@@ -82,7 +82,7 @@ void shrink_out(Lanes& s, int value_dim, const __m512 shrink[VECTORS]) {
 template <int VECTORS>
 void attend_tile(Lanes& s, int tile, int count, const AttentionCall& call,
                  const ScoreOptions& options) {
-    // Enough sums at once that latencies overlap and loads are few, within the 32 registers.
+    // Enough sums at a time to hide latencies and to save loads, within the 32 registers.
     constexpr int KEYS = VECTORS == 4 ? 4 : 8;
     constexpr int LINES = VECTORS == 4 ? 4 : VECTORS == 1 ? 16 : 8;
     constexpr int EVEN = (VECTORS + 1) / 2 * 2;
@@ -107,7 +107,7 @@ void attend_tile(Lanes& s, int tile, int count, const AttentionCall& call,
     for (; line < lines; ++line) add_values<VECTORS, 1>(s, count, line, shrink);
 }
 
-// The output of 16 lanes, one row after the other.
+// Writes the output of 16 lanes, row by row.
 void store_rows(Lanes& s, const Rows<bf16>& rows, int v) {
     const int lanes = std::min(16, rows.chunk.count - v * 16);
     __m512 share = _mm512_set1_ps(1.0f);

@@ -1,15 +1,15 @@
 // Attention of a few rows over their keys, as in decoding, where the only rows are the query heads
 // of one KV head.
 //
-// Keys lie in the lanes, 16 to each vector, since rows would not fill them; queries, and then the
-// weights, are broadcast:
+// The 16 lanes of a vector hold keys, since rows would not fill them. Queries and weights are
+// broadcast:
 //
 //     scores [row, key]  +=  Q [row, pair of dims] (broadcast)  *  K^T [pair of dims, key]
 //     out    [row, dim]  +=  P [row, pair of keys] (broadcast)  *  V [pair of keys, dim]
 //
-// Keys are transposed in registers, 16 at a time, and rows of V interleaved there. One pass with an
-// online softmax, as in bf16_chunk.cpp. A row's summation order depends only on the positions
-// of its keys.
+// Keys are transposed in registers, 16 at a time, and rows of V are interleaved in registers. There
+// is one pass with an online softmax, as in bf16_chunk.cpp. The order of a row's sums depends only
+// on the positions of its keys.
 #include "rows.h"  // float32.cpp includes it too
 
 #include "../avx512.h"

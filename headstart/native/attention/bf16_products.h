@@ -37,7 +37,7 @@ struct ScoreOptions {
     int value_dim;
 };
 
-// Sums become scores of KEYS keys, which are kept; raises the maxima, and prefetches later keys.
+// Stores the scores of KEYS keys from sums, raises the maxima, and prefetches later keys.
 template <int VECTORS, int KEYS, class Sums>
 __attribute__((always_inline)) inline void settle(Lanes& s, int tile, int k, int key_dim,
                                                   const ScoreOptions& options, Sums&& sums) {
@@ -75,7 +75,7 @@ __attribute__((always_inline)) inline void settle(Lanes& s, int tile, int k, int
     }
 }
 
-// Scores of KEYS keys from position `tile + k` on for all rows; raises the maxima.
+// Computes the scores of KEYS keys from position `tile + k` on for all rows; raises the maxima.
 template <int VECTORS, int KEYS>
 void score_keys(Lanes& s, int tile, int k, int key_dim, const ScoreOptions& options) {
     __m512 sums[KEYS][VECTORS];
@@ -103,8 +103,8 @@ void score_keys(Lanes& s, int tile, int k, int key_dim, const ScoreOptions& opti
     settle<VECTORS, KEYS>(s, tile, k, key_dim, options, [&](int i, int v) { return sums[i][v]; });
 }
 
-// Turns scores into weights relative to the new maximum; `shrink` is the factor for older weights.
-// The pair of weights of keys k and k + 1 replaces score k / 2, which has been read by then.
+// Converts scores to weights relative to the new maximum. `shrink` is the factor for older weights.
+// The pair of weights of keys k and k + 1 overwrites score k / 2, which was read before.
 template <int VECTORS>
 void weigh(Lanes& s, int count, const __m512 before[VECTORS], __m512 shrink[VECTORS]) {
     for (int v = 0; v < VECTORS; ++v) {
@@ -153,8 +153,8 @@ void add_values(Lanes& s, int count, int line, const __m512 shrink[VECTORS]) {
         for (int v = 0; v < VECTORS; ++v) _mm512_store_ps(&s.out[line + i][v * 16], sums[i][v]);
 }
 
-// The products of a whole tile with AMX, of 16 * `vectors` rows (an even number of vectors): the
-// sums of scores; and the weighted values, added to `out`. Dims and `count` are multiples of 32.
+// The two products of a whole tile with AMX, for 16 * `vectors` rows (`vectors` is even): sums of
+// scores, and weighted values that are added to `out`. Dims and `count` are multiples of 32.
 void multiply_keys(Lanes& s, int count, int key_dim, int vectors);
 void multiply_values(Lanes& s, int count, int value_dim, int vectors);
 

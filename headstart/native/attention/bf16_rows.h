@@ -6,16 +6,16 @@
 
 namespace headstart {
 
-// The rows of one pass over the keys: four vectors of 16 lanes fill the registers of the products,
-// and their working set fits the L1 and L2 caches.
+// Rows in one pass over the keys: four vectors of 16 lanes, for which sums fit in registers and the
+// working set in the L1 and L2 caches.
 constexpr int CHUNK_VECTORS = 4;
 constexpr int CHUNK_ROWS = 16 * CHUNK_VECTORS;
 
 void attend_chunk(const Rows<bf16>& rows);
 
-// The same for segments with so few rows that lanes would stay idle. The choice between the two
-// must depend on the segment alone, as they sum in different orders. At its end it prefetches the
-// first keys of the chunk that this thread may get next (or nullptr).
+// The same for segments with too few rows to fill the lanes. The choice between the two must depend
+// only on the segment, since they sum in different orders. At the end, prefetches the first keys of
+// `next`, the chunk that this thread may get next (or nullptr).
 constexpr int FEW_ROWS = 8;
 void attend_few(const Rows<bf16>& rows, const Chunk* next);
 
@@ -30,7 +30,7 @@ inline bool has_nonfinite(const bf16* row, int dim) {
 
 constexpr Constant<bf16> NAN_KEY(0x7fc0);
 
-// 16 dims of a row's output from `d` on: to the result, or to a partial.
+// Writes 16 dims of a row's output from `d` on, to the result or to a partial result.
 inline void store_dims(const Rows<bf16>& rows, const Row& row, int d, __m512 dims) {
     const int left = rows.call.value_dim - d;
     if (rows.partial()) {
@@ -50,7 +50,7 @@ inline __m512bh broadcast(uint32_t pair) {
     return as_pairs(_mm512_set1_epi32(static_cast<int>(pair)));
 }
 
-// x[i] y[i] x[i + 1] y[i + 1] ... of 32 bf16 each: 16 of both, i is 0 or 16.
+// Interleaves 16 of 32 bf16 of x and y: x[i] y[i] x[i + 1] y[i + 1] ..., where i is 0 or 16.
 inline __m512i interleave(__m512i x, __m512i y, short i) {
     const __m512i order =
         _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,

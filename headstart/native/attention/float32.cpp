@@ -1,18 +1,19 @@
-// Attention in float32 for CPUs with AVX2, over K and V in float32 or in 8 bits: one pass over the keys
-// with an online softmax.
+// Attention in float32 for CPUs with AVX2, over K and V in float32 or in 8 bits: one pass over the
+// keys with an online softmax.
 //
 // Both products have the same shape, up to 6 rows by 16 lanes, which fill the 16 registers:
 //
 //     scores [row, key]  +=  Q [row, dim] (broadcast)  *  K^T [dim, key]
 //     out    [row, dim]  +=  P [row, key] (broadcast)  *  V [key, dim]
 //
-// A tile of keys is transposed once for all rows of a chunk; V is used as it lies in memory. One row
-// takes the same code as many: reading K and V takes longer. In 8 bits a tile of K and V becomes floats
-// once for all rows; a key's scale multiplies its scores, a value's scale the weights.
+// A tile of keys is transposed once for all rows of a chunk; V needs no transposition. One row uses
+// the same code as many, since reading K and V takes most of its time. A tile of K and V in 8 bits
+// is converted to floats once for all rows; a key's scale multiplies its scores, a value's scale
+// the weights.
 //
-// Every number of a product has a sum of its own, in the order of keys or dims, and a hidden score has
-// weight 0 exactly. So a row's result depends only on its keys and on where its segment begins: on no
-// other row of its chunk, and not on how many there are.
+// Each element of a product is summed in the order of keys or dims, and a hidden score has exactly
+// weight 0. So a row's result depends only on its keys and on the first key of its segment, not on
+// other rows.
 #include "rows.h"
 
 #pragma GCC target("avx2,fma")
@@ -23,8 +24,8 @@
 namespace headstart {
 namespace {
 
-// The first two groups of rows prefetch the same lines: with the first one alone decoding takes a
-// tenth longer, and with every one prefilling does.
+// The first two groups of rows prefetch, although the lines are the same. If only the first did,
+// decoding would be slower; if all did, prefilling would be.
 constexpr int FETCHING = 2 * MOST;  // rows
 
 // A matrix in rows.
@@ -35,7 +36,7 @@ struct Matrix {
     Matrix from(int row, int column) const { return {numbers + row * stride + column, stride}; }
 };
 
-// c [ROWS, 16] = a [ROWS, count] * b [count, 16], plus c times `shrink` [ROWS] unless that is null;
+// c [ROWS, 16] = a [ROWS, count] * b [count, 16], plus c * shrink [ROWS] unless `shrink` is null.
 // line(k) is the address of row k of b.
 template <int ROWS, class Line>
 inline void multiply(Matrix a, int count, const Line& line, Matrix c, const float* shrink) {
@@ -101,8 +102,8 @@ void add_values(ChunkState<Stored>& s, int row, int count, int value_dim, int64_
         if (whole < value_dim) add(whole, [&](int k) { return s.values.tails[k]; });
 }
 
-// Calls a function for groups of up to MOST rows of nearly the same size, with the first row of each
-// and the number of its rows as a type.
+// Divides rows into groups of nearly the same size, at most MOST, and calls a function with the
+// first row of each group and the number of its rows as a type.
 template <class Function>
 void in_groups(int rows, const Function& function) {
     const int groups = (rows + MOST - 1) / MOST;
@@ -140,7 +141,7 @@ class Attention {
     }
 
     void attend_tile(const Keys& keys) {
-        const int filled = std::min(keys.filled, TILE);  // so loops over it can be unrolled
+        const int filled = std::min(keys.filled, TILE);  // lets the compiler unroll loops
         if constexpr (SCALED<Stored>) load_scales(s);
         if (keys.partly) isolate_nonfinite(s, keys.count, call.value_dim);
         transpose_keys(s, filled, call.key_dim);

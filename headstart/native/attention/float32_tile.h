@@ -1,5 +1,5 @@
-// The working memory of attention in float32, and how a tile of K and V gets into it; include it after
-// the pragma.
+// The working memory of attention in float32, and the conversion of a tile of K and V to it;
+// include it after the pragma.
 #pragma once
 
 #include "int8_rows.h"
@@ -10,15 +10,15 @@ namespace {
 
 constexpr int PANEL = 2 * LANES;  // keys or dims of one product
 constexpr int MOST = 6;           // rows of one product
-constexpr int CHUNK = 16 * MOST;  // rows: their working set fits the second cache
+constexpr int CHUNK = 16 * MOST;  // rows whose working set fits the L2 cache
 
-// V as it lies in memory, except for the last dims if they are no whole panel.
+// V in memory; only the last dims are copied if they do not fill a panel.
 template <class Stored>
 struct Values {
     float tails[TILE][PANEL];
 };
 
-// V as floats, and the scales of K and V.
+// V converted to floats, and the scales of K and V.
 template <>
 struct Values<int8_t> {
     float numbers[TILE * MAX_DIM];  // [key, value_dim in whole panels]
@@ -40,8 +40,8 @@ struct alignas(64) ChunkState : Softmax<CHUNK, Avx2, Stored> {
     Values<Stored> values;
 };
 
-// Made on a thread's first use. Behind a pointer, since the compiler recomputes the address of a
-// thread-local object in inner loops.
+// Allocated at a thread's first use. It is a pointer, since the compiler would recompute the
+// address of a thread-local object in inner loops.
 template <class Stored>
 ChunkState<Stored>& chunk_state() {
     static thread_local const std::unique_ptr<ChunkState<Stored>> made =
@@ -82,7 +82,7 @@ void load_scales(ChunkState<int8_t>& s) {
     }
 }
 
-// Reads what of V does not lie in memory as the products need it.
+// Converts or copies the parts of V that the products cannot read from memory.
 void load_values(ChunkState<float>& s, int count, int value_dim, int64_t) {
     const int tail = value_dim % PANEL, whole = value_dim - tail;
     for (int k = 0; tail > 0 && k < count; ++k)

@@ -1,5 +1,5 @@
-// Rows of K or V in 8 bits, the same bits as headstart/attention/int8_rows.py; include it after the
-// pragma.
+// Rows of K or V in 8 bits, with the same bits as quantize_rows in headstart/attention/memory.py;
+// include it after the pragma.
 #pragma once
 
 #include "../narrow/digits.h"
@@ -7,7 +7,7 @@
 
 namespace headstart {
 
-// Loads up to 8 whole numbers; zeros behind them.
+// Loads up to 8 integers, padded with zeros.
 inline __m256 load(const int8_t* from, int count) {
     int64_t bytes = 0;
     if (count >= LANES)
@@ -19,8 +19,8 @@ inline __m256 load(const int8_t* from, int count) {
 
 constexpr float LARGEST_STEP = 0x1.020406p+121f;  // 127 times the next number is infinite
 
-// Writes a head's numbers, and its scale: the largest magnitude over 127, NaN if a number is not
-// finite, 0 below the smallest normal number. True if a number is not finite.
+// Writes a head's integers and its scale: the largest magnitude over 127, NaN if a number is not
+// finite, 0 if it is below the smallest normal number. Returns true if a number is not finite.
 inline bool write_int8_row(int8_t* to, float* scale, const float* from, int dim) {
     __m256i most = _mm256_setzero_si256();
     for (int d = 0; d < dim; d += LANES)

@@ -1,4 +1,4 @@
-// A chunk's rows and keys: their addresses, and which positions they see.
+// A chunk's rows and keys: their addresses, and the positions that rows see.
 #pragma once
 
 #include "attention.h"
@@ -6,8 +6,8 @@
 namespace headstart {
 
 constexpr int TILE = 64;  // keys
-// A hidden score, and the maximum before any score: both finite, since inf - inf is NaN, and far
-// enough apart that 2^(HIDDEN - NO_MAXIMUM) is 0.
+// A hidden score, and the maximum before the first score. Both are finite, since inf - inf is NaN,
+// and 2^(HIDDEN - NO_MAXIMUM) is 0.
 constexpr float HIDDEN = -3e38f;
 constexpr float NO_MAXIMUM = -1e30f;
 constexpr float LOG2_E = 1.44269504f;
@@ -76,7 +76,7 @@ struct Rows {
         to[1] = sum;
     }
 
-    // A sink is a score whose value is zero: it only initialises the maximum and the sum.
+    // A sink is a score with a value of zero, so it only initialises the maximum and the sum.
     bool sinks() const { return call.sinks != nullptr && chunk.segment->first_key == 0; }
 
     // The maximum of a row, in units of log2, and its sum before any key.
@@ -85,7 +85,8 @@ struct Rows {
     }
     float first_sum() const { return sinks() ? 1.0f : 0.0f; }
 
-    // Addresses of K and V of TILE positions from `first` on; from `end` on the last one repeats.
+    // Sets the addresses of K and V of TILE positions from `first` on; from `end` on the last
+    // repeats.
     void find_tile(Tile<Stored>& tile, int first, int end) const {
         const int32_t* table = step.tables + chunk.segment->table;
         const int size = 1 << step.block_shift;
@@ -110,8 +111,8 @@ struct Rows {
     }
 };
 
-// Blocks lie anywhere, so the hardware prefetcher cannot predict the next row. Kernels prefetch its
-// lines one by one between products: in bursts they would wait for the CPU's load buffers.
+// Blocks are scattered, so the hardware prefetcher cannot predict the next row. Kernels prefetch
+// its lines one by one between products; bursts would wait for the CPU's load buffers.
 template <auto HINT>
 inline void fetch(const void* line) {
     _mm_prefetch(static_cast<const char*>(line), HINT);
@@ -131,25 +132,26 @@ struct Seen {
         all_last = std::min(all_last, row.last_key);
     }
 
-    // Where the first tile begins: tiles lie at multiples of TILE from the segment's first key on.
+    // The start of the first tile. Tiles begin at multiples of TILE from the segment's first key
+    // on.
     int start(const Segment& segment) const {
         return segment.first_key + (first - segment.first_key) / TILE * TILE;
     }
 
-    // True if some row does not see all of the positions from `tile` on, `count` of them.
+    // True if some row does not see all of the `count` positions from `tile` on.
     bool partly(int tile, int count) const { return tile < all_first || tile + count > all_last; }
 };
 
-// A tile of a chunk's keys: the first position, the number of keys, and their number filled up to a
-// multiple of what a kernel takes together. True if some row does not see all of either.
+// A tile of a chunk's keys: the first position, the number of keys, and this number rounded up to
+// the kernel's multiple. The flags are true if some row does not see all of these keys.
 struct Keys {
     int first, count, filled;
     bool partly, partly_filled;
 };
 
-// Calls attend(keys) for each tile of the keys that a chunk's rows, s.rows, see; s.now has the
-// addresses. Those of s.next may be prefetched: of the next tile, then of the first tile of
-// `following`, unless that is null.
+// Calls attend(keys) for each tile of the keys that the rows s.rows see. s.now has the addresses of
+// its keys. s.next has addresses to prefetch: those of the next tile, and at the end those of the
+// first tile of `following`, unless that is null.
 template <class State, class Number, class Stored, class Attend>
 void attend_tiles(State& s, const Rows<Number, Stored>& rows, int together, const Chunk* following,
                   const Attend& attend) {
@@ -172,7 +174,7 @@ void attend_tiles(State& s, const Rows<Number, Stored>& rows, int together, cons
     }
 }
 
-// A row of one number.
+// A row that repeats one number.
 template <class Number>
 struct Constant {
     Number numbers[MAX_DIM] = {};

@@ -1,6 +1,6 @@
-// The online softmax of rows whose keys lie in lanes; include it after the pragma, and after a
-// header with has_nonfinite() of a row, and power(), larger() and largest_lane() of a vector, whose
-// type a Kind names.
+// The online softmax of rows whose keys are in lanes. Include it after the pragma and after a
+// header with has_nonfinite() for a row, and power(), larger() and largest_lane() for a Kind's
+// vectors.
 #pragma once
 
 #include "rows.h"
@@ -32,7 +32,7 @@ struct alignas(64) Softmax {
     static constexpr int LANES = sizeof(Vector) / sizeof(float);
 
     float scores[ROWS][TILE];
-    float sum[ROWS][LANES];  // one of every LANES keys in each
+    float sum[ROWS][LANES];  // lane i sums keys i, i + LANES, ...
     float maximum[ROWS];     // in units of log2
     float shrink[ROWS];      // the factor for weights of earlier tiles
     Row rows[ROWS];
@@ -50,11 +50,12 @@ struct alignas(64) Softmax {
 
     Vector& lanes(int r, int k) { return *reinterpret_cast<Vector*>(&scores[r][k]); }
 
-    // Bounds a row's scores, hides those that it does not see, and raises its maximum. Then they
-    // become weights relative to that, STEP keys at a time: weigh(k, maximum) returns their sum.
+    // Applies the softcap and the mask to a row's scores, and raises its maximum. Then converts
+    // them to weights relative to the maximum, STEP keys at a time: weigh(k, maximum) returns their
+    // sum.
     template <int STEP, class Weigh>
     void settle(int r, const Keys& keys, float softcap, const Weigh& weigh) {
-        const int count = std::min(keys.filled, TILE);  // so loops over it can be unrolled
+        const int count = std::min(keys.filled, TILE);  // lets the compiler unroll loops
         for (int k = 0; softcap > 0.0f && k < count; k += LANES)
             lanes(r, k) = soft_cap(lanes(r, k), softcap);
         const int first = rows[r].first_key - keys.first, last = rows[r].last_key - keys.first;

@@ -5,8 +5,8 @@
 //     CHUNK_ROWS                          the most rows of a chunk
 //     write_row(to, scale, from, dim)     writes a head of K or V, and its scale unless that is null;
 //                                         true if one of its elements is not finite
-//     attend(rows, next)                  attends with a chunk's rows; it may prefetch the first keys
-//                                         of the chunk that this thread may get next (or nullptr)
+//     attend(rows, next)                  attends with a chunk's rows; may prefetch the first keys of
+//                                         `next`, this thread's likely next chunk (or nullptr)
 //     power(x)                            2^x
 //     store_row(to, from, dim, factor)    writes floats times a factor
 #pragma once
@@ -35,8 +35,8 @@ void write_rows(const AttentionStep& step, const Call<Number, Stored>& call, int
     }
 }
 
-// Cuts the segments into chunks, the last rows of a segment first: they have the most keys. With
-// the small chunks last, threads finish at nearly the same time.
+// Cuts the segments into chunks, the last rows of a segment first, since they have the most keys.
+// With the small chunks last, threads finish at nearly the same time.
 template <class Kernel, class Number, class Stored>
 void cut(const AttentionStep& step, const Call<Number, Stored>& call, std::vector<Chunk>& chunks) {
     constexpr int most = Kernel::CHUNK_ROWS;
@@ -53,7 +53,7 @@ void cut(const AttentionStep& step, const Call<Number, Stored>& call, std::vecto
 template <class Kernel, class Number, class Stored>
 void attend_some(const AttentionStep& step, const Call<Number, Stored>& call, int threads,
                  Stages& stages) {
-    static thread_local std::vector<Chunk> chunks;  // the same in every thread
+    static thread_local std::vector<Chunk> chunks;  // with the same content in every thread
     cut<Kernel>(step, call, chunks);
     const int64_t count = static_cast<int64_t>(chunks.size());
     for (int64_t i = stages.take(1); i < count; i = stages.take(1))
@@ -84,7 +84,7 @@ void merge_head(const AttentionStep& step, const Call<Number, Stored>& call, con
                       out, dim, 1.0f / sum);
 }
 
-// A thread's part of one layer's attention. Ends with a barrier of all threads.
+// A thread's share of one layer's attention. Ends with a barrier of all threads.
 template <class Kernel, class Number, class Stored>
 void attend_layer(const AttentionStep& step, const Call<Number, Stored>& call, int thread,
                   int threads, Stages& stages) {

@@ -1,9 +1,9 @@
-// Small AVX2 functions over rows that become whole numbers; include it after the pragma.
+// Small AVX2 functions for rounding rows to integers; include it after the pragma.
 #pragma once
 
 namespace headstart {
 
-// The largest of 8 whole numbers.
+// The largest of 8 integers.
 inline int32_t largest(__m256i x) {
     __m128i most = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
@@ -23,14 +23,13 @@ inline float total(__m256 x) {
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 }
 
-// The bits of |x|. As whole numbers they have the order of the floats; infinity and NaN lie above.
+// The bits of |x|. As integers they have the same order; infinity and NaN are larger.
 inline __m256i magnitude(__m256 x) {
     return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
 }
 
-// x ~ step * whole number, whole number = round(x * inverse); `most` are the bits of the largest
-// |x|, which becomes `top`. Steps of what is not finite are NaN, so the result is NaN whatever the
-// weight and the numbers.
+// x ~ step * integer, integer = round(x * inverse). `most` has the bits of the largest |x|, which
+// is rounded to `top`. If x is not finite the step is NaN, and so is any product.
 struct Grid {
     float step, inverse;
 
@@ -43,7 +42,7 @@ struct Grid {
     }
 };
 
-// 8 floats as whole numbers of a grid.
+// 8 floats as integers of a grid.
 inline __m256i round(const float* x, float inverse) {
     return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x), _mm256_set1_ps(inverse)));
 }

@@ -1,8 +1,8 @@
-// Products of float32 rows with a weight in bf16, which lies in rows itself, for CPUs with AVX2.
+// Products of float32 rows with a bf16 weight, stored row by row, for CPUs with AVX2.
 //
-// Few rows wait for memory, so reading 2 bytes for each number of the weight instead of 4 takes half
-// of their time; the arithmetic is float32's. A row's sum for an output has an order of its own, 8
-// lanes that are added at the end, whatever the number of rows and threads.
+// With few rows a product is limited by memory, so reading 2 bytes per number of the weight instead
+// of 4 takes half the time. Arithmetic is in float32. Each sum is computed in 8 lanes that are
+// added at the end, in the same order for any number of rows and threads.
 #include "../weight.h"
 
 #pragma GCC target("avx2,fma")
@@ -14,28 +14,28 @@ using namespace headstart;
 namespace {
 
 constexpr int64_t STEP = 16;        // inputs
-constexpr int64_t TILE = 1 << 16;   // bytes of the weight that stay in the second cache
-constexpr int64_t WHOLE = 12;       // outputs: a tile has a multiple of them, as 1 to 4 divide it
-constexpr int64_t MOST_ROWS = 64;   // that stay there with them
-constexpr int TOGETHER = 4;         // outputs, and rows, whose sums are taken together at most
-constexpr size_t LONG_ROW = 12288;  // bytes; four of longer rows do not stay in the first cache
+constexpr int64_t TILE = 1 << 16;   // bytes of the weight that fit in the L2 cache
+constexpr int64_t WHOLE = 12;       // outputs; a tile has a multiple of this, which 1 to 4 divide
+constexpr int64_t MOST_ROWS = 64;   // rows that fit there too
+constexpr int TOGETHER = 4;         // most outputs, and most rows, that are summed at the same time
+constexpr size_t LONG_ROW = 12288;  // bytes; four longer rows do not fit in the L1 cache
 
-// By the number of rows, 1 to 4, how many outputs are summed together: sums, weights and one vector
-// of a row fit in 16 registers.
+// Outputs that are summed at the same time, for 1 to 4 rows, so that sums, weights and a vector of
+// a row fit in 16 registers.
 constexpr int OUTPUTS_OF[] = {4, 4, 3, 2};
 
 inline int64_t steps_of(int64_t inputs) { return (inputs + STEP - 1) / STEP; }
 
-// A bf16 number is the upper half of a float: of two neighbours in a 32-bit lane, one is the lane
-// shifted up, and one is the lane with its lower half cleared. So the first 8 numbers of a step are
-// those of even place, and no number is moved between lanes.
+// A bf16 number is the upper half of a float. Of the two numbers in a 32-bit lane, the first is the
+// lane shifted left, and the second is the lane with its lower half cleared. So a step has its 8
+// even numbers first, and no number is moved between lanes.
 inline __m256 load(const bf16* from, int half) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     return _mm256_castsi256_ps(half == 0 ? _mm256_slli_epi32(pairs, 16)
                                          : _mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
 }
 
-// The rows in steps of 16 inputs, in the order of the weight's lanes; zeros at their ends.
+// Copies rows in steps of 16 inputs, in the order of the weight's lanes, padded with zeros.
 const float* split(const float* x, int64_t rows, int64_t inputs) {
     static thread_local Scratch memory;
     const int64_t width = steps_of(inputs) * STEP, whole = inputs / STEP * STEP;
@@ -52,8 +52,8 @@ const float* split(const float* x, int64_t rows, int64_t inputs) {
     return out;
 }
 
-// OUTPUTS rows of the weight, the first at `weight`, times ROWS rows: sums[row][output]. The last
-// step of the weight, if it is not a whole one, is copied: behind it lies another row.
+// sums[row][output] = ROWS rows times OUTPUTS rows of the weight, from `weight` on. An incomplete
+// last step of the weight is copied, since another row follows it.
 template <int OUTPUTS, int ROWS>
 void multiply(const bf16* weight, int64_t inputs, const float* rows, float (*sums)[TOGETHER],
               int64_t ahead) {
@@ -69,15 +69,15 @@ void multiply(const bf16* weight, int64_t inputs, const float* rows, float (*sum
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++) {
                 __m256 row = _mm256_load_ps(rows + (r * steps + at) * STEP + 8 * half);
-                asm("" : "+x"(row));  // in a register, or every product loads it anew
+                asm("" : "+x"(row));  // keep it in a register, or every product loads it again
 #pragma GCC unroll 4
                 for (int o = 0; o < OUTPUTS; o++)
                     sum[o][r] = _mm256_fmadd_ps(weights[o], row, sum[o][r]);
             }
         }
     };
-    // Rows of a weight are short: the hardware would find each anew. So what comes `ahead` numbers
-    // later is fetched meanwhile, into the second cache, which waits for more lines than the first.
+    // Rows of a weight are too short for the hardware prefetcher. So numbers `ahead` are
+    // prefetched, into the L2 cache, which can wait for more lines than the L1 cache.
     for (int64_t at = 0; at < whole; at++) {
         const bf16* now = weight + at * STEP;
 #pragma GCC unroll 4

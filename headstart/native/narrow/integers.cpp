@@ -11,9 +11,9 @@ using namespace headstart::integers;
 
 namespace {
 
-constexpr float TOP = 127;  // a lane of 16 bits takes 16 products with 15, 8 with 31, 2 with 128
+constexpr float TOP = 127;  // a 16-bit lane can add 16 products with 15, 8 with 31, 2 with 128
 
-// Group `g` of the row x.
+// Rounds group `g` of the row x.
 void round_group(const float* x, const Weight& weight, int64_t g, Group& out) {
     alignas(32) float scaled[GROUP] = {};
     const int64_t from = g * GROUP;
@@ -37,15 +37,15 @@ void round_group(const float* x, const Weight& weight, int64_t g, Group& out) {
     const int32_t sum = total(added);
     out.step = grid.step;
     out.sum = grid.step * static_cast<float>(sum);
-    out.middle = sum * -128u;  // without a sign: of what is not finite, `sum` is the lowest number
+    out.middle = sum * -128u;  // unsigned, as `sum` is the lowest integer if x is not finite
 }
 
 struct Avx2 : Avx2Vectors {
     struct Sum {
-        __m256i narrow, exact;  // of 16 and of 32 bits
+        __m256i narrow, exact;  // lanes of 16 and of 32 bits
 
         static Sum of(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-        // A product takes bytes without a sign, so that of the weight goes over to the number.
+        // The instruction's first bytes are unsigned, so the weight's sign is moved to the number.
         void add(__m256i bytes, __m256i numbers) {
             const __m256i weight = bytes ^ _mm256_set1_epi8(-128);
             narrow =
@@ -59,7 +59,7 @@ struct Avx2 : Avx2Vectors {
         }
         void widen() {
             exact = _mm256_add_epi32(exact, _mm256_madd_epi16(narrow, _mm256_set1_epi16(1)));
-            asm("" : "+x"(exact));  // now, or the compiler keeps all products and adds them at last
+            asm("" : "+x"(exact));  // otherwise the compiler delays all additions
             narrow = _mm256_setzero_si256();
         }
         __m256 total() const { return _mm256_cvtepi32_ps(exact); }
@@ -84,7 +84,7 @@ void headstart::multiply_integers(const Weight& weight, const float* x, int64_t 
     multiply<Avx2>(weight, x, rows, out, threads);
 }
 
-// Values [outputs, inputs] of 8 bits in panels of whole groups; zeros fill them.
+// Packs 8-bit values [outputs, inputs] into panels, padded with zeros to whole groups.
 extern "C" void headstart_pack_int8(const int8_t* values, int64_t outputs, int64_t inputs,
                                     uint32_t* out, int threads) {
     const int64_t width = (inputs + GROUP - 1) / GROUP * GROUP;

@@ -1,4 +1,4 @@
-// Vectors of AVX2 for two kinds of integers_product.h; include it after the pragma.
+// AVX2 vectors for two Kinds of integers_product.h; include it after the pragma.
 #pragma once
 
 #include "integers_product.h"

@@ -1,8 +1,8 @@
-// The product of integers.cpp by AVX-512 with VNNI, which adds four products in one instruction; and
-// weights of 4 or 5 bits as bf16, for the products of ../linear.h.
+// The product of integers.cpp with AVX-512 VNNI, which adds four products in one instruction. Also
+// converts weights of 4 or 5 bits to bf16, for the products of ../linear.h.
 #include "integers.h"  // before the pragma: integers.cpp has its inline functions too
 
-#ifndef HEADSTART_EMULATED  // no bf16: many CPUs have VNNI alone
+#ifndef HEADSTART_EMULATED  // without bf16, since many CPUs have VNNI but no bf16
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")
 #endif
 
@@ -45,7 +45,7 @@ struct Avx512 {
     };
 };
 
-// Value `b` (0 to 3) of each four of a vector's bytes, or of their high halves; plus 128.
+// 128 plus value `b` (0 to 3) of each four bytes of a vector, or of their high halves.
 template <class Form>
 inline __m512 number(__m512i bytes, int b, bool high) {
     const int left = 16 - 8 * b - 4 * high;
@@ -62,8 +62,8 @@ inline __m512i pairs_of(__m512 even, __m512 odd) {
     return _mm512_srli_epi32(up(even), 16) | (up(odd) & _mm512_set1_epi32(-65536));
 }
 
-// A group of 16 outputs. Meanwhile it fetches what comes four groups of 32 later: further on, or while
-// the product runs, a token takes longer.
+// Converts a group of 16 outputs. Prefetches the data four groups of 32 later, which measured
+// fastest.
 template <class Form>
 inline void widen_block(const uint8_t* block, const float* columns, uint32_t* out) {
     const __m512 steps = integers::grid<Avx512, Form>(block);

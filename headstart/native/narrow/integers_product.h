@@ -1,19 +1,19 @@
 // The product of integers.h; include it after the pragma.
 //
-// A Kind says how a CPU computes:
+// A Kind has the operations of a CPU:
 //
-//     LANES                              outputs of a vector, 8 or 16
-//     MOST                               rows whose sums are taken together, for two vectors
+//     LANES                              outputs in a vector, 8 or 16
+//     MOST                               rows that are summed at the same time, for two vectors
 //     Floats, Integers                   a vector: for each output a float, or four bytes
-//     load(from), repeat(four)           one from memory; one of the same four bytes for each output
-//     right(x, bits)                     shifted right in lanes of 16 or 32 bits, not byte by byte
-//     from_bytes(from), from_halves(..)  the floats of a byte, or of a float16, for each output
+//     load(from), repeat(four)           a vector from memory; the same four bytes for each output
+//     right(x, bits)                     shift right in lanes of 16 or 32 bits, not of bytes
+//     from_bytes(from), from_halves(..)  convert a byte, or a float16, to a float for each output
 //     fmadd(a, b, c)                     a * b + c, rounded once
-//     Sum::of(middle)                    begins a group: with -128 times the sum of a row's numbers
-//     Sum.add(first, low, second, high)  adds products of values (without a sign) and a row's numbers
-//     Sum.add(bytes, numbers)            the same of 8 bits plus 128, which `middle` takes off; or adds
-//                                        products of the values themselves, and of() drops `middle`
-//     Sum.widen()                        comes after 4 calls of the first, or 2 with values of 5 bits
+//     Sum::of(middle)                    begin a group; middle: -128 times a row's sum of numbers
+//     Sum.add(first, low, second, high)  add products of unsigned values and a row's numbers
+//     Sum.add(bytes, numbers)            the same for 8 bits: bytes are values + 128, which `middle`
+//                                        corrects (or the Kind subtracts 128, and ignores `middle`)
+//     Sum.widen()                        call after 4 calls of the first add, or 2 with 5 bits
 //     Sum.total()                        the sums as floats
 #pragma once
 
@@ -22,7 +22,7 @@
 namespace headstart::integers {
 namespace {
 
-// A vector's values: the lower four bits of each byte and, of 5 bits, a bit of its byte of fifths.
+// A vector's values: the lower four bits of each byte and, with 5 bits, a bit of `fifths`.
 template <class Kind, class Form, class Integers>
 inline Integers values(Integers four, Integers fifths, int bit) {
     const Integers value = four & int64_t{0x0f0f0f0f0f0f0f0f};
@@ -31,22 +31,22 @@ inline Integers values(Integers four, Integers fifths, int bit) {
     return value | (moved & int64_t{0x1010101010101010});
 }
 
-// The steps, or in other units the starts, of a vector's outputs.
+// The stored steps or starts of a vector's outputs.
 template <class Kind, class Form>
 inline typename Kind::Floats grid(const uint8_t* from) {
     if constexpr (Form::IN_BYTES) return Kind::from_bytes(from);
     return Kind::from_halves(from);
 }
 
-// sums[row][output] = ROWS rows, from `row` on, times VECTORS vectors of outputs, before `scales`. The
-// first lies at `block`. Meanwhile it fetches what lies `ahead` bytes further on.
+// sums[row][output] = ROWS rows, from `row` on, times VECTORS vectors of outputs at `block`,
+// without `scales`. Prefetches the data `ahead` bytes later.
 template <class Kind, class Form, int ROWS, int VECTORS>
 [[gnu::noinline]] void product(const uint8_t* block, const Rows& rows, int64_t row,
                                float (*sums)[VECTORS * Kind::LANES], int64_t ahead) {
     constexpr bool WIDE = Form::BITS == 8, FIVE = Form::BITS == 5, PLAIN = Form::GRID_BYTES == 0;
     constexpr int64_t BLOCK = Form::BYTES_OF_BLOCK;
     const int64_t other = rows.groups * BLOCK;  // the next panel
-    // Where in a block, or in the next panel's, a vector's outputs have `bytes` bytes each.
+    // The address of a vector's outputs of `bytes` bytes each, in this block or the next panel's.
     const auto at = [&](int vector, int64_t from, int bytes) {
         const int output = vector * Kind::LANES;
         return block + from + output / PANEL * other + output % PANEL * bytes;
@@ -144,7 +144,7 @@ void multiply_form(const Weight& weight, const float* x, int64_t rows, float* ou
         const int64_t begin = panels * thread / all, end = panels * (thread + 1) / all;
         for (int64_t block = 0; block < rows; block += MOST_ROWS) {
             const int64_t last = std::min(rows, block + MOST_ROWS);
-            // One or two rows wait for memory: read it from its first byte to its last.
+            // One or two rows are limited by memory, which is fastest to read sequentially.
             const int64_t together = ALONE == 1 && last - block > 2 ? 2 : 1;
             for (int64_t panel = begin; panel < end; panel += together)
                 for (int64_t row = block; row < last; row += Kind::MOST)
@@ -159,7 +159,7 @@ void multiply_form(const Weight& weight, const float* x, int64_t rows, float* ou
     });
 }
 
-// Calls a function with the Form of this number, which is below FORMS.
+// Calls a function with a value of type Form<number>; number is below FORMS.
 template <int FORMS, class Function>
 void with_form(int64_t number, const Function& function) {
     with_count<FORMS>(number + 1, [&](auto next) { function(Form<next.value - 1>()); });

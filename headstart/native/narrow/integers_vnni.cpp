@@ -1,4 +1,4 @@
-// The product of integers.cpp by the VNNI of CPUs without AVX-512.
+// The product of integers.cpp with AVX-VNNI, for CPUs without AVX-512.
 #include "integers.h"
 
 #ifndef HEADSTART_EMULATED

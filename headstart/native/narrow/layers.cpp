@@ -1,5 +1,5 @@
-// Decoder layers as in ../layer.cpp, of few rows of float32, for CPUs with AVX2. Threads share
-// products and attention; what is between them is one thread's.
+// Decoder layers as in ../layer.cpp, for few float32 rows on CPUs with AVX2. Products and attention
+// use all threads, the operations between them one thread.
 #include "../layer.h"
 
 #pragma GCC target("avx2,fma")
@@ -36,7 +36,7 @@ void normalise(const float* x, int64_t width, const Norm& norm, float* out) {
     for (int64_t i = 0; i < width; i++) out[i] = weight[i] * (x[i] * scale);
 }
 
-// Heads of a row, normalised if there is a norm and rotated as ../layer.cpp does it, in place.
+// Normalises (if there is a norm) and rotates the heads of a row in place, as ../layer.cpp.
 void turn(float* row, int64_t width, int64_t dim, const Norm& norm, const float* cos,
           const float* sin) {
     for (float *head = row, *other = head + dim / 2; head < row + width;
@@ -50,7 +50,7 @@ void turn(float* row, int64_t width, int64_t dim, const Norm& norm, const float*
     }
 }
 
-// gate[count] = silu(gate) * up, in whole vectors: `count` may reach behind the last gate.
+// gate[count] = silu(gate) * up, in whole vectors, so it may write beyond `count`.
 void multiply_gates(float* gate, const float* up, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) {
         const __m256 x = _mm256_loadu_ps(gate + i);
@@ -61,8 +61,8 @@ void multiply_gates(float* gate, const float* up, int64_t count) {
 
 }  // namespace
 
-// Runs hidden float [rows, inputs], in place, through `count` layers of the same widths; cos and sin
-// float [rows, head_dim].
+// Runs hidden float [rows, inputs], in place, through `count` layers of the same widths; cos and
+// sin float [rows, head_dim].
 extern "C" void headstart_float_layers(const LayerRun* runs, int64_t count, float* hidden,
                                        int64_t rows, const float* cos, const float* sin,
                                        int threads) {
@@ -76,7 +76,7 @@ extern "C" void headstart_float_layers(const LayerRun* runs, int64_t count, floa
     const auto multiply = [&](const Weight& weight, const float* x, float* out) {
         headstart_float_linear(&weight, x, rows, out, threads);
     };
-    // Adds the last update, and begins the next with the rows normalised.
+    // Adds the last update to the rows, and writes the normalised rows to `update`.
     const auto begin = [&](const Norm& norm, bool add) {
         for (int64_t r = 0; r < rows; r++) {
             float *row = hidden + r * width, *more = update + r * width;

@@ -245,15 +245,18 @@ def rm(name: str, folder: str | None) -> None:
 def _describe_memory(llm: AsyncLLM) -> str:
     """Describe the memory that the caches of an engine may take."""
     facts, tiers = llm.frontend.facts, llm.tiers
-    tokens = llm.num_blocks * llm.block_size
-    text = f"K/V pool {show_bytes(llm.kv_cache_bytes)} for {tokens:,} tokens"
-    if facts.num_window_blocks:
-        tokens = facts.num_window_blocks * llm.block_size
-        text += f", in layers with a window of {facts.window:,} tokens for {tokens:,}"
+    parts = []
+    if llm.kv_cache_bytes:  # otherwise all layers are recurrent
+        tokens = llm.num_blocks * llm.block_size
+        pool = f"K/V pool {show_bytes(llm.kv_cache_bytes)} for {tokens:,} tokens"
+        if facts.num_window_blocks:
+            tokens = facts.num_window_blocks * llm.block_size
+            pool += f" ({tokens:,} in layers with a sliding window of {facts.window:,} tokens)"
+        parts.append(pool)
     if facts.num_states:
         size = show_bytes(facts.state_bytes)
-        text += f", {facts.num_states} states of recurrent layers {size}"
+        parts.append(f"{facts.num_states:,} states of recurrent layers {size}")
     if tiers is not None:
         size = show_bytes(tiers.queue_bytes)
-        text += f", blocks and images to save and blocks to load {size} each"
-    return text
+        parts.append(f"blocks and images to save and blocks to load {size} each")
+    return ", ".join(parts)

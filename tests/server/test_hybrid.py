@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 
 from tests.server.running import Running, running
-from tests.tiny_models import save_chatting
+from tests.tiny_models import save_chatting, tiny_config
 
 TEXT = "the other day they went there together, then rather later than the weather let them "
 CHAT = [{"role": "user", "content": TEXT}]
@@ -107,6 +107,23 @@ def test_checkpoints_in_reports(hybrid: Running) -> None:
     assert metrics["checkpoints_dropped_total"] == 0
     assert metrics["recomputed_tokens_total"] == int(known)
     assert metrics['prefix_cache_misses_total reason="state"'] == 1
+
+
+def test_window_blocks_in_reports(tmp_path: Path) -> None:
+    """Blocks of the layers with a sliding window are counted by use."""
+    folder = save_chatting("gemma3", tmp_path)
+    with running(folder, num_blocks=256, debug=True) as server:
+        body = {"model": "tiny", "prompt": 3 * TEXT, "max_tokens": 1}
+        for _ in range(2):
+            answer = httpx.post(f"{server.url}/v1/completions", json=body).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
+        windows = httpx.get(f"{server.url}/cache").json()["windows"]
+        metrics = read_metrics(server.url)
+    assert windows["tokens"] == tiny_config("gemma3").sliding_window
+    assert windows["held"] == 0 < windows["cached"] == windows["blocks"] - windows["empty"]
+    for use in ("held", "cached", "empty"):
+        assert metrics[f'window_blocks use="{use}"'] == windows[use]
+    assert metrics["window_blocks_evicted_total"] == windows["evicted"]
 
 
 def test_images_are_refused(hybrid: Running) -> None:

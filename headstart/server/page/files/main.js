@@ -83,9 +83,12 @@ async function showAdvice() {
       const { evicted_prompts: prompts, more_blocks: blocks, tokens_saved: tokens } = told.memory;
       items.push(`${counted(prompts, "prompt")} had an evicted prefix: ${blocks === null ? "the pool size that would have retained it is unknown" : `${counted(blocks, "more block")} would have saved ${counted(tokens, "token")}`}`);
     }
-    const { states, recomputed_tokens: recomputed } = latestPool ?? {};
+    const { states, windows, recomputed_tokens: recomputed } = latestPool ?? {};
     if (recomputed && states?.dropped) {
       items.push(`${counted(recomputed, "cached token")} had no checkpoint and were computed again; ${counted(states.dropped, "checkpoint")} gave way to others. More slots (--num-states) would retain some`);
+    }
+    if (recomputed && windows?.evicted) {
+      items.push(`${counted(recomputed, "cached token")} had no window and were computed again; ${counted(windows.evicted, "window block")} were evicted. More of them (--num-window-blocks) would retain some`);
     }
     const className = items.length ? "" : "quiet";
     if (!items.length) items.push("Nothing yet. Advice comes when several prompts begin alike and then differ."); // also after a reset

@@ -377,6 +377,8 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
                 "it has recurrent layers; allowed: attention in every layer (weights that are "
                 "quantized at load may have both)"
             )
+        if "model" in about.shape.names:
+            raise UnsupportedLayerError("it has parts besides its decoder; allowed: a text model")
         if about.shape.value_norm:
             raise UnsupportedLayerError("it has a norm of values, which undoes the units of values")
         DenseModules(about.shape, outline)

@@ -181,10 +181,12 @@ def test_quantized_weights(
     assert float(error.median()) < tolerance
 
 
-def test_gptq_refuses_norms_of_values(tmp_path: Path) -> None:
+def test_gptq_refuses_norms_of_values_and_vision(tmp_path: Path) -> None:
     save_tiny("gemma4_text", tmp_path / "float")
-    with pytest.raises(UnsupportedModelError, match="it has a norm of values"):
-        plan_quantization(tmp_path / "float", tmp_path / "small")
+    nested_models()["gemma3"].save_pretrained(tmp_path / "vision")
+    for name, reason in (("float", "a norm of values"), ("vision", "parts besides its decoder")):
+        with pytest.raises(UnsupportedModelError, match=f"it has {reason}"):
+            plan_quantization(tmp_path / name, tmp_path / "small")
 
 
 @FAMILIES

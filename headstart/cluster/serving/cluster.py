@@ -294,14 +294,14 @@ class ReplicaCluster:
         except HeadstartError as error:
             _LOG.warning("the replicas may not have saved their cached blocks: %s", error)
         finally:
-            if DISPATCHERS.get(self._name) is self._dispatcher:  # and not another server's
+            if DISPATCHERS.get(self._name) is self._dispatcher:  # it may be another server's
                 DISPATCHERS.pop(self._name, None)
             ray.shutdown()
             # Ray Serve stores its controller's handle in this process, also after the end of Ray.
             _set_global_client(None)
 
     def _delete(self) -> None:
-        """Delete the replicas, of a Ray whose calls never return if it died. Raises EngineError."""
+        """Delete the replicas. Raises EngineError, also if Ray has died and does not answer."""
         errors: list[HeadstartError] = []
 
         def delete() -> None:
@@ -334,8 +334,8 @@ def _check_address(address: str | None) -> None:
     host, _, port = (address or "").rpartition(":")
     if "://" in host:
         raise ConfigError(
-            f"RAY_ADDRESS is {address!r}; allowed: auto, or host:port of a cluster that this "
-            "machine is part of, as Ray's client does not support streams"
+            f"RAY_ADDRESS is {address!r}; allowed: auto, or host:port of a cluster to which this "
+            "machine belongs, as Ray's client does not support streams"
         )
     if port.isdecimal():
         try:

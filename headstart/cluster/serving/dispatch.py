@@ -3,10 +3,10 @@
     Ray Serve's thread    set_replicas, choose      which replicas run, and which gets a request
     the server's thread   expect, first_token, finish, apply
 
-One lock covers everything: the router is for one thread. Ray Serve names replicas, the router
-numbers them; a number is used again when its replica is gone.
+One lock protects everything, as the router is not thread-safe. Ray Serve names replicas, the router
+numbers them; the number of a removed replica is used again.
 
-Ray Serve makes the request router inside the server's process and passes it only JSON, so the
+Ray Serve creates the request router inside the server's process and passes it only JSON, so the
 request router finds its dispatcher by the application's name.
 """
 
@@ -27,35 +27,35 @@ from headstart.engine.metrics import Counter, Gauge, Histogram, Metric
 DISPATCHERS: dict[str, Dispatcher] = {}
 """The dispatcher of each application whose server is in this process."""
 _TRIES = 3
-"""The number of times a request is sent to a replica that does not accept it; Ray waits longer each
-time, up to a second.
+"""Attempts to send a request to a replica that does not accept it, before another one is used.
+Ray waits longer each time, up to a second.
 """
 
 
 def dispatcher_of(application: str) -> Dispatcher | None:
-    """Return an application's dispatcher, None in a process that is not its server.
+    """Return an application's dispatcher; None in a process that is not its server.
 
-    The request router is sent by value and may refer to this function, but not to the table.
+    The request router is pickled: it can refer to this function, but not to the table.
     """
     return DISPATCHERS.get(application)
 
 
 class Dispatcher:
-    """Routes requests over replicas that come and go. May be used from several threads."""
+    """Routing of requests over a changing set of replicas. Thread-safe."""
 
     def __init__(self, policy: str, most: int, *, shares_store: bool = False) -> None:
-        """`most` replicas may run at once, and twice as many while replicas are replaced.
+        """Allow `most` replicas, and twice as many while replicas are replaced.
 
-        shares_store: each can load what one of them has saved.
+        shares_store: each replica can load the blocks that another has saved.
         """
         self._lock = threading.Lock()
         self._router = Router(2 * most, make_policy(policy), shares_store=shares_store)
         self._numbers: dict[str, int] = {}
-        self._silent: set[str] = set()  # replicas that run and do not answer
+        self._silent: set[str] = set()  # running replicas that do not answer
         self._free = list(reversed(range(2 * most)))
         for number in self._free:
             self._router.set_alive(number, False)
-        # By id: a request to choose a replica for, and how often it was sent to each, by name.
+        # By request id: an unaccepted request, and how often it was sent to each replica.
         self._waiting: dict[str, tuple[RouteRequest, Counts[str]]] = {}
         self._metrics: dict[str, list[Metric]] = {}
         self._past: list[Metric] = []
@@ -133,18 +133,18 @@ class Dispatcher:
     def choose(self, request_id: str) -> str | None:
         """Return the replica for a request; None if none answers, or the request has ended.
 
-        A replica that did not accept it several times is avoided if there is another.
+        A replica that did not accept it several times is avoided if there are others.
         """
         with self._lock:
             waiting = self._waiting.get(request_id)
             if waiting is None or self._numbers.keys() <= self._silent:
                 return None
-            self._router.finish(request_id)  # the replica before did not accept it
+            self._router.finish(request_id)  # the previous replica did not accept it
             numbers, (request, tries) = self._numbers, waiting
             silent = {numbers[name] for name in self._silent}
             tried = {numbers[name] for name in tries if name in numbers and tries[name] >= _TRIES}
             avoid = silent | tried
-            if len(avoid) == len(numbers):  # rather a slow replica than a silent one
+            if len(avoid) == len(numbers):  # a slow replica is better than a silent one
                 avoid = silent
             number = self._router.route(request, time.monotonic(), avoid)
             replica = next(name for name, other in numbers.items() if other == number)
@@ -163,7 +163,7 @@ class Dispatcher:
             self._router.first_token(request_id, time.monotonic())
 
     def finish(self, request_id: str) -> None:
-        """Note that the request is answered or given up."""
+        """Note that the request is answered or abandoned."""
         with self._lock:
             self._waiting.pop(request_id, None)
             self._router.finish(request_id)
@@ -187,7 +187,7 @@ class Dispatcher:
                     next(steps)
                 except StopIteration as end:
                     return bool(end.value)
-            time.sleep(0)  # lets a thread that waits for the lock run
+            time.sleep(0)  # let a thread run that waits for the lock
 
     def note_metrics(self, replica: str, metrics: list[Metric]) -> None:
         """Store a replica's metrics."""

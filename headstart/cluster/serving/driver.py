@@ -1,7 +1,7 @@
 """Frontend and driver of replicas: prepare requests in the server's process, and route them.
 
-A replica receives token ids and returns token ids. So the router sees the hashes of a prompt's
-blocks, and a conversation's earlier turns are stored in one place whichever replica answers.
+A replica receives token ids and returns token ids. So the router knows the hashes of a prompt's
+blocks, and earlier turns of chats are stored in one place, whichever replica answers.
 
     submitted ──▶ routed ──▶ sent ──first tokens──▶ answered, token by token ──▶ finished
                     ▲          │                        │
@@ -9,11 +9,11 @@ blocks, and a conversation's earlier turns are stored in one place whichever rep
                       another one computes it again     ▼ client may have seen tokens
 
 A replica is lost when it died, or when it missed two heartbeats (`heartbeat.py`). A request that
-returns its tokens only at the end has shown none before, so it is always computed again. It fails
-when `MAX_LOST` replicas died while they computed it.
+returns its tokens only at the end is always computed again, as the client has seen no token. It
+fails when `MAX_LOST` replicas died while they computed it.
 
-One thread with its own event loop does everything, Ray Serve's calls included. A request's last
-update is sent by the task's done callback, since a task that is cancelled before it starts runs no
+One thread with its own event loop does all work, including Ray Serve's calls. The done callback of
+a request's task sends the last update, because a task that is cancelled before it starts runs no
 code.
 """
 
@@ -73,7 +73,7 @@ CLOSED = "the engine is closed"
 
 
 class ReplicaAdapters(AdapterNames):
-    """LoRA adapters of replicas, by name. For any thread.
+    """LoRA adapters of replicas, by name. Thread-safe.
 
         load        a replica reads the folder and returns the adapter's digest
         a request   has name, folder and digest, which is part of its prefix's identity
@@ -83,13 +83,13 @@ class ReplicaAdapters(AdapterNames):
     """
 
     def __init__(self, read: Callable[[str, Path], Adapter]) -> None:
-        """`read` has a replica read the adapter of this name in this folder."""
+        """Load adapters by `read`: a replica reads the adapter with a name in a folder."""
         super().__init__()
         self._read = read
-        self._changing = threading.Lock()  # an engine changes its names in one thread
+        self._changing = threading.Lock()  # one thread at a time may change the names
 
     def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
-        """Have a replica read the adapter in a folder and give it a name: `AdapterNames.load`."""
+        """Let a replica read the adapter in a folder, and give it a name: `AdapterNames.load`."""
         check_name("an adapter's name", name, ConfigError, required=True)
         adapter = self._read(name, adapter_folder(path))
 
@@ -120,7 +120,7 @@ class ReplicaFrontend(Frontend):
         adapters: ReplicaAdapters,
         tokenizer_folder: str | Path | None = None,
     ) -> None:
-        """`config` is a replica's; at most `max_replicas` run. Raises ModelError.
+        """Prepare requests for replicas with `config`; up to `max_replicas` run. Raises ModelError.
 
         tokenizer_folder: None for the model's own tokenizer.
         """
@@ -148,13 +148,13 @@ class ReplicaFrontend(Frontend):
             raise EngineError(self.why_closed)
 
     def close(self, reason: str = CLOSED) -> None:
-        """Accept no more requests; the first of several reasons counts."""
+        """Accept no more requests; later calls do not change the reason."""
         self.why_closed = self.why_closed or reason
 
 
 MAX_LOST = 3
 _LOST = "the replica that computed this answer died or stopped answering"
-_PATIENCE = 1.0  # seconds between two looks at whether the thread is alive
+_PATIENCE = 1.0  # seconds between two checks whether the thread is alive
 _LOG = logging.getLogger("headstart.server")
 
 Answer = TypeVar("Answer")
@@ -162,11 +162,11 @@ Answer = TypeVar("Answer")
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A request under way; `every_step` is False if only its last update is wanted.
+    """An unfinished request. every_step: False if only its last update is needed.
 
     The result of `task` is the last update. is_aborted, error: how the request ends if its task is
-    cancelled. name: its name here and in replicas: its id, or another name while a forgotten
-    request of that id has not ended everywhere.
+    cancelled. name: its name in this server and in replicas. It is the request's id, or another
+    name while an earlier request with that id has not ended everywhere.
     """
 
     group: RequestGroup
@@ -185,7 +185,7 @@ class _Running:
 
     def send(self, update: Update) -> None:
         """Send the last update."""
-        with suppress(Exception):  # the receiver may be gone
+        with suppress(Exception):  # the receiver may not exist any more
             self.receive(update)
 
     def last_update(self) -> Update:
@@ -207,7 +207,7 @@ class _Running:
 
 @dataclass(eq=False, slots=True)
 class _Attempt:
-    """A request sent to a replica; `parts` are not added to it yet."""
+    """A request sent to a replica. parts: received tokens that are not added to it yet."""
 
     running: _Running
     sent: float
@@ -246,19 +246,19 @@ class ReplicaDriver:
         put: Callable[[SentImages], Awaitable[SentImages]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`put` stores images for replicas, which await its result: `ray.put`.
+        """Send requests to replicas. put: stores images for replicas, as `ray.put`.
 
-        clock: returns seconds, by which silent replicas are detected.
+        clock: returns seconds, to detect silent replicas.
         """
         self._replicas = handle.options(stream=True)
         self._handle = handle
         self._frontend = frontend
         self._put = put
         self._dispatcher = dispatcher
-        self._name = uuid.uuid4().hex  # of this server, for the replicas that it follows
+        self._name = uuid.uuid4().hex  # name of this server in the replicas that it follows
         self._orders: deque[Callable[[], None]] = deque()
         self._running: dict[str, _Running] = {}  # by request id
-        self._started: dict[str, _Running] = {}  # by name, with those that are forgotten and end
+        self._started: dict[str, _Running] = {}  # by name, including cancelled ones until they end
         self._attempts: dict[RequestKey, _Attempt] = {}
         self._feeds = Feeds(
             self._replicas, dispatcher, self._name, self._take_progress, self._lose, clock
@@ -281,24 +281,24 @@ class ReplicaDriver:
     def submit(self, group: RequestGroup, receive: Receiver, *, every_step: bool = True) -> None:
         """Send a prepared request; its last update is a finished output or an error.
 
-        Raises EngineError when this driver is closed.
+        Raises EngineError if this driver is closed.
         """
         self._frontend.require_open()
         running = _Running(group, receive, every_step)
         self._order(lambda: self._start(running))
-        if self._frontend.why_closed is not None:  # closed meanwhile; the thread may have ended
+        if self._frontend.why_closed is not None:  # closed meanwhile, so the thread may have ended
             self._take_orders()
 
     def cancel(self, groups: Sequence[RequestGroup], *, wait: bool = True) -> None:
-        """Forget the unfinished ones of these requests; return at once.
+        """Cancel requests that are unfinished; return at once.
 
-        Their ids may be used by the next requests.
+        The next requests may use their ids.
         """
 
         def forget() -> None:
             for group in groups:
                 running = self._running.get(group.request_id)
-                if running is not None and running.group is group:  # not another with its id
+                if running is not None and running.group is group:  # not a later one with its id
                     running.receive = lambda update: None
                     running.cancel()
                     self._release(running)
@@ -317,7 +317,7 @@ class ReplicaDriver:
         self._order(abort)
 
     def call(self, function: Callable[[], Answer]) -> Answer:
-        """Call `function`: no engine in this process needs a pause between steps."""
+        """Call `function` at once: this process runs no steps."""
         self._frontend.require_open()
         return function()
 
@@ -336,13 +336,13 @@ class ReplicaDriver:
             asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            self._take_orders()  # now refuses requests
+            self._take_orders()  # refuses the remaining requests
             self._loop.close()
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every replica; replicas that die meanwhile are left out.
+        """Call a method of every replica; replicas that die meanwhile are ignored.
 
-        Raises the error of the first that fails.
+        Raises the error of the first call that fails.
         """
 
         async def call_all() -> list[Any]:
@@ -382,7 +382,7 @@ class ReplicaDriver:
     # In the thread
 
     def _take_orders(self) -> None:
-        """Carry out orders; once this driver is closed, refuse requests, in any thread."""
+        """Execute orders; once this driver is closed, refuse requests, in any thread."""
         while self._orders:
             try:
                 order = self._orders.popleft()
@@ -407,12 +407,12 @@ class ReplicaDriver:
         """Forget a request whose task has ended, and send its last update."""
         try:
             del self._started[running.name]
-            self._release(running)  # before the update: its receiver may use the id again
+            self._release(running)  # first, because the update's receiver may use the id again
             self._dispatcher.finish(running.name)
-        finally:  # a bug must not leave the receiver waiting
+        finally:  # even after a bug, the receiver must not wait forever
             update = running.last_update()
-            # A cancelled task has its frames, which refer to `running`: its images would stay in
-            # Ray's store until the next garbage collection.
+            # The frames of a cancelled task refer to `running`, so its images would stay in Ray's
+            # store until the next garbage collection.
             running.task = None
             running.send(update)
 
@@ -448,7 +448,7 @@ class ReplicaDriver:
             return read_error(error)
 
     async def _stream(self, running: _Running, request: AnswerRequest) -> None:
-        """Make an attempt: the first and last tokens arrive here, others with the reports.
+        """Make an attempt. The first and last tokens arrive here, the others with the reports.
 
         Raises the errors of Ray and of the replica.
         """
@@ -462,17 +462,17 @@ class ReplicaDriver:
                     self._dispatcher.first_token(running.name)
                     if self._frontend.images is not None:
                         self._frontend.images.note_encoded(running.group)
-                # A report may overtake the first tokens.
+                # A report may arrive before the first tokens.
                 attempt.parts.insert(len(attempt.parts) if attempt.is_begun else 0, part)
                 attempt.is_begun = True
                 if part.finished:
                     attempt.add_parts(send=False)
-                    stream = None  # there is nothing to cancel
+                    stream = None  # nothing to cancel
                     return
                 if running.every_step:
                     attempt.add_parts(send=True)
         except asyncio.CancelledError:
-            # No local variable may hold the task, which holds this frame: see `_end`.
+            # No local variable may refer to the task, which refers to this frame: see `_end`.
             if attempt.is_lost and running.task is not None and running.task.uncancel() == 0:
                 raise ReplicaLostError("the replica stopped answering") from None
             raise
@@ -504,9 +504,9 @@ class ReplicaDriver:
         group, facts, images = running.group, self._frontend.facts, self._frontend.images
         salt, sequence = group.namespace.salt, group.requests[0].sequence
         owner = facts.shares.owner(salt)
-        sequence.cut(facts.hasher.block_size)  # which counts its public blocks
+        sequence.cut(facts.hasher.block_size)  # counts its public blocks
         message = None if images is None else images.take(group)
-        # In another thread, since a large image takes long to copy.
+        # A thread copies the images, which may take long.
         images_ref = None if message is None else await asyncio.to_thread(self._put, message)
         return AnswerRequest(
             request_id=running.name,
@@ -528,7 +528,7 @@ class ReplicaDriver:
         self._take_orders()
         for running in list(self._started.values()):
             running.cancel(self._closed_error())
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}  # feeds, and calls of all replicas
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}  # feeds and calls of replicas
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

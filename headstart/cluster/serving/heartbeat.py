@@ -1,6 +1,6 @@
 """Heartbeats between servers and replicas, and the feeds of replicas that carry them.
 
-    server    send_heartbeats ──▶ every replica, four times in the silence that these allow
+    server    send_heartbeats ──▶ every replica, four times per allowed silence
     replica   Heartbeats: a server that was silent for too long is dead
     replica   with_heartbeats ──▶ every server that follows it, in its feed of reports
     server    Feeds: a replica that missed two heartbeats gets no requests until its next report
@@ -35,14 +35,14 @@ SILENCE = 120.0
 HEARTBEAT = 9.0
 """Seconds until a replica without news sends an empty report.
 
-Two missed heartbeats and the time to the next look are less than 20 seconds.
+A replica that misses two heartbeats is detected in less than 20 seconds.
 """
-_BEATS = 4  # in the allowed silence
-_LOOK_RAY = 2.0  # seconds between looks at Ray
+_BEATS = 4  # heartbeats per allowed silence
+_LOOK_RAY = 2.0  # seconds between checks of Ray's processes
 _PATIENCE = 5.0  # seconds that a process of Ray may take to accept a connection
-_LARGE = 1 << 14  # bytes of names: 512 blocks, which take most of a millisecond
+_LARGE = 1 << 14  # bytes of block hashes; a larger batch is applied in a thread
 _AGAIN = 0.5  # seconds between two starts of a replica's feed
-_LOOK = 1.0  # seconds between two looks for silent replicas
+_LOOK = 1.0  # seconds between two checks for silent replicas
 _LOG = logging.getLogger("headstart.server")
 
 
@@ -76,7 +76,7 @@ class Heartbeats:
         self._times.pop(name, None)
 
     def restart(self) -> None:
-        """Count the silence of all from now on."""
+        """Restart the silence of all names now."""
         self._times = dict.fromkeys(self._times, self._clock())
 
     def take_silent(self) -> list[str]:
@@ -115,7 +115,7 @@ async def with_heartbeats(
 
 
 class Feeds:
-    """The reports of the replicas that run, one task each. For the event loop's thread."""
+    """The feeds of running replicas' reports, one task each. Not thread-safe."""
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class Feeds:
     ) -> None:
         """Build the feeds of a server.
 
-        replicas: a handle that streams. follower: the name of this server. lose: called with a
-        replica that stopped answering. clock: returns seconds.
+        replicas: a streaming handle. follower: the name of this server. lose: called with a replica
+        that stopped answering. clock: returns seconds.
         """
         self._replicas = replicas
         self._dispatcher = dispatcher
@@ -140,7 +140,7 @@ class Feeds:
         self._beats = Heartbeats(2 * HEARTBEAT, clock)
         self._looked = clock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._names: set[str] = set()  # the replicas that ran at the last look
+        self._names: set[str] = set()  # the replicas that ran at the last `match`
         self._is_over = False
 
     def end(self) -> None:
@@ -148,7 +148,7 @@ class Feeds:
         self._is_over = True
 
     def match(self) -> None:
-        """Follow the replicas that run, and no others."""
+        """Start and stop feeds, so that exactly the running replicas are followed."""
         if self._is_over:
             return
         running = set(self._dispatcher.replicas)
@@ -168,7 +168,7 @@ class Feeds:
             task.add_done_callback(partial(self._drop, name))
 
     async def watch(self) -> None:
-        """Look for silent replicas periodically."""
+        """Check for silent replicas periodically."""
         while True:
             await asyncio.sleep(_LOOK)
             self.look()
@@ -176,7 +176,7 @@ class Feeds:
     def look(self) -> None:
         """Report the replicas that have been silent for too long."""
         now = self._clock()
-        if now - self._looked > HEARTBEAT:  # this process itself was stopped
+        if now - self._looked > HEARTBEAT:  # this process itself was suspended
             self._beats.restart()
         self._looked = now
         for name in self._beats.take_silent():
@@ -186,7 +186,7 @@ class Feeds:
     def _drop(self, name: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(name) is task:
             del self._tasks[name]
-        # The replica may still run: Ray cancelled the stream, or it was back at once.
+        # The replica may still run: Ray cancelled the stream, or the replica recovered at once.
         asyncio.get_running_loop().call_later(_AGAIN, self.match)
 
     async def _follow(self, replica: str) -> None:
@@ -197,11 +197,11 @@ class Feeds:
                 await self._read(replica)
             except Exception as error:  # the feed broke, or the replica died
                 _LOG.info("the feed of replica %s ended: %s", replica, read_error(error))
-            # A feed that breaks at once would load both sides with snapshots.
+            # Wait: each start of a feed sends a snapshot, which is expensive for both sides.
             await asyncio.sleep(start + _AGAIN - loop.time())
 
     async def _read(self, replica: str) -> None:
-        """Read reports until a batch is missing: a new feed begins with a snapshot."""
+        """Read reports until a batch is missing; the next feed begins with a snapshot."""
         stream = self._replicas.follow.remote(Follow(replica, self._follower))
         try:
             async for report in stream:
@@ -228,7 +228,7 @@ class Feeds:
 
 
 def cancel(stream: DeploymentResponseGenerator[Any]) -> None:
-    """End a call of a replica, which may be gone."""
+    """Cancel a call of a replica, which may not exist any more."""
     with suppress(Exception):
         stream.cancel()
 
@@ -236,7 +236,7 @@ def cancel(stream: DeploymentResponseGenerator[Any]) -> None:
 def watch_ray(
     processes: Mapping[str, str], is_over: threading.Event, lose: Callable[[str], object]
 ) -> None:
-    """Call `lose` with a message as soon as one of Ray's processes is dead; until `is_over`.
+    """Call `lose` with a message when one of Ray's processes has died; stop at `is_over`.
 
     processes: `host:port` of each, by name. A process that hangs still accepts connections.
     """
@@ -253,6 +253,6 @@ def watch_ray(
 
 
 def check_port(address: str) -> None:
-    """Raise OSError if nothing listens at `host:port`: Ray itself tries for a minute or more."""
+    """Raise OSError if nothing listens at `host:port`; Ray itself would try for a minute."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=_PATIENCE).close()

@@ -1,7 +1,7 @@
-"""Images in the server's process, which reads and places them; replicas encode them.
+"""Images in the server's process.
 
-It reads, checks and identifies images as an engine does, so a prompt has the same tokens and the
-same block hashes as in an engine. A replica gets the pixels and computes the embeddings.
+The server reads, checks and identifies images like an engine, so a prompt has the same tokens and
+block hashes as in an engine. A replica gets the pixels and computes the embeddings.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class ServerImages(ImagePrompts):
-    """Prompts with images that replicas encode. For any thread."""
+    """Prompts with images that replicas encode. Thread-safe."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ServerImages(ImagePrompts):
         tokenizer: PreTrainedTokenizerBase | None,
         config: EngineConfig,
     ) -> None:
-        """`facts` and `config` are a replica's. Raises ModelError."""
+        """Make prompts for replicas with `facts` and `config`. Raises ModelError."""
         vision = _UnweightedVision(model, facts, tokenizer)
         budget = EncoderBudget(EncoderCache(vision, config.encoder_cache_rows), None)
         super().__init__(vision, tokenizer, config, budget)
@@ -55,9 +55,9 @@ class ServerImages(ImagePrompts):
         self._similar = SimilarImages(self._encoded)
 
     def take(self, group: RequestGroup) -> SentImages | None:
-        """Move a request's images to a message for a replica, None without any.
+        """Move a request's images to a message for a replica; return None without images.
 
-        The pixels are then no longer held by this process.
+        The request then no longer refers to the pixels.
         """
         extras, group.extras = group.extras, None
         return send_images(self._fingerprint, extras)
@@ -90,7 +90,7 @@ class _UnweightedVision(ImageProcessor):
         return self.recall(image, super().process(image).shape)
 
     def recall(self, image: Any, shape: tuple[int, ...]) -> ProcessedImage:
-        # As an array, which Ray passes to a replica of the same machine without a copy.
+        # Ray passes an array to a replica on the same machine without a copy.
         return super().recall(np.asarray(image), shape)
 
     def encode(self, image: ProcessedImage) -> Tensor:
@@ -106,7 +106,7 @@ class _UnweightedVision(ImageProcessor):
 class _Encoded(Container[EncoderKey]):
     """The images that replicas encoded last, as many as fit into one replica's cache.
 
-    An estimate, for similar images: an image whose embeddings are gone is encoded again.
+    It is an estimate, for similar images: an image whose embeddings were evicted is encoded again.
     """
 
     def __init__(self, capacity: int) -> None:

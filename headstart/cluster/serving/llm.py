@@ -1,4 +1,4 @@
-"""`AsyncLLM` over replicas, and the routes of `/cache` of a server that has one."""
+"""`AsyncLLM` over replicas, and the routes of `/cache` for a server with replicas."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ReplicatedLLM(AsyncLLM):
         return bool(self.dispatcher.answering)
 
     def read_metrics(self) -> list[Metric]:
-        """Return the metrics of all replicas: sums, and means of shares. For any thread."""
+        """Return the metrics of all replicas: sums, and means of shares. Thread-safe."""
         return self.dispatcher.sum_metrics()
 
     async def reset_prefix_cache(
@@ -66,9 +66,9 @@ class ReplicatedLLM(AsyncLLM):
         return all(await asyncio.to_thread(self._replicas.call_all, "reset", running, tiers))
 
     async def unload_adapter(self, name: str) -> None:
-        """Remove a name, here and in reachable replicas: `AsyncLLM.unload_adapter`.
+        """Remove a name in the server and in reachable replicas: `AsyncLLM.unload_adapter`.
 
-        A replica that still runs a request of the adapter reads it again.
+        A replica that later gets a request of the adapter reads it again.
         """
         adapters = self.frontend.adapters
         adapter = adapters.find(name)

@@ -28,7 +28,7 @@ try:
         RayTaskError,
     )
 
-    # A large part of an answer is stored on its replica's machine, and may be lost with it.
+    # Ray stores a large part of an answer on the replica's machine, with which it may be lost.
     _LOST: tuple[Any, ...] = (RayActorError, NodeDiedError, ObjectLostError)
 except ModuleNotFoundError:  # without Ray nothing raises these
     ActorDiedError = RayTaskError = ()
@@ -38,15 +38,14 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
 
 RequestKey = tuple[str, int]
-"""A request's id and the number of the attempt to have it answered."""
+"""A request's id, and the number of the attempt."""
 
 
 class EngineFacts(NamedTuple):
     """Properties that all replicas share and the server needs.
 
-    model_name: the fingerprint that the names of blocks begin with, "" without tiers. silence:
-    seconds without a heartbeat after which a server counts as dead. vision: None for a model that
-    takes only text.
+    model_name: the model's fingerprint in block hashes; "" without tiers. silence: seconds without
+    a heartbeat after which a server counts as dead. vision: None for a model without vision.
     """
 
     vocab_size: int
@@ -65,11 +64,11 @@ class AnswerRequest:
     """A checked and tokenized request.
 
     owner: the tenant and its weight, if any. follower: the server that gets tokens as they are
-    computed, None if they are sent only at the end. server: the sender; the request ends when
-    the sender is silent for too long. attempt: how often it was sent before. num_public: blocks at
-    the prompt's head that all tenants share. adapter: loaded by a replica that has none of this
-    name and digest. images: awaited for those of the prompt, None without any; they are in Ray's
-    store, so a second attempt sends no pixels again.
+    computed; None if they are sent only at the end. server: the sender; the request ends if the
+    sender is silent for too long. attempt: how often it was sent before. num_public: first blocks
+    of the prompt that all tenants share. adapter: loaded if the replica has no adapter with this
+    name and digest. images: a reference to the prompt's images in Ray's store, so that a second
+    attempt does not send the pixels again; None without images.
     """
 
     request_id: str
@@ -88,12 +87,12 @@ class AnswerRequest:
 
     @property
     def key(self) -> RequestKey:
-        """The key of its tokens, which differs between attempts."""
+        """The key of the request's tokens, which differs between attempts."""
         return self.request_id, self.attempt
 
     @property
     def engine_id(self) -> str:
-        """The request's id in a replica, where an earlier attempt may still run."""
+        """The request's id in a replica, in which an earlier attempt may still run."""
         return f"{self.request_id}-{self.attempt}" if self.attempt else self.request_id
 
 
@@ -130,8 +129,8 @@ class OutputDelta(NamedTuple):
 class RequestDelta(NamedTuple):
     """New tokens of a request; only the first part has a `head`.
 
-    Parts may overlap, and a part before which tokens are missing can be left out: the last part has
-    all tokens but the first part's.
+    Parts may overlap. A part can be ignored if tokens before it are missing: the last part has all
+    tokens except those of the first part.
     """
 
     head: PromptResult | None
@@ -182,7 +181,7 @@ class RequestDelta(NamedTuple):
     def add_to(self, group: RequestGroup, sent: float) -> None:
         """Add the tokens to the request, which was sent at `sent` (`time.perf_counter`).
 
-        Times are those of this process, so that network delays count, as a client sees them.
+        Times are measured in this process, so they include network delays, as for a client.
         """
         now = time.perf_counter()
         if self.head is not None:

@@ -4,11 +4,11 @@
     event loop        batch ──▶ each follower's queue ──▶ a stream of Ray Serve's
                       tokens ──▶ their follower's queue, every `_TOGETHER` seconds
 
-A follower that reads too slowly loses a batch; the numbers of batches show it the gap, and it
-follows again, which begins with a snapshot. Tokens wait until there is space.
+A follower that reads too slowly loses a batch. It notices the gap in the batch numbers and follows
+again, which begins with a snapshot. Tokens are not lost: they wait until there is space.
 
-Blocks of the store are reported as a separate tier: those that this engine saved or loaded, the
-last `_MOST_STORED` of them. A store reports neither evictions nor what other processes save.
+Blocks of the store are reported as a separate tier: the last `_MOST_STORED` blocks that this engine
+saved or loaded. A store reports neither evictions nor the blocks of other processes.
 
 A message through Ray Serve is expensive at both ends. So the tokens of all streams are sent
 together, instead of a message for each token of each stream.
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 
 _PAUSE = 0.05  # seconds between batches while requests run
 _TOGETHER = 0.02  # seconds between messages of tokens
-_MOST_QUEUED = 256  # reports that wait for one follower
-_MOST_STORED = 1 << 18  # reported blocks of the store
+_MOST_QUEUED = 256  # reports that may wait for one follower
+_MOST_STORED = 1 << 18  # blocks of the store to report
 
 
 class CachePublisher:
@@ -69,12 +69,12 @@ class CachePublisher:
         # The follower chooses the replica's number; the epoch identifies this start.
         self._events = EventPublisher(replica=0, epoch=time.time_ns())
         self._store_events = EventPublisher(replica=0, epoch=time.time_ns(), tier=DISK)
-        self._stored: dict[BlockHash, None] = {}  # last seen last
+        self._stored: dict[BlockHash, None] = {}  # the last one seen is the last entry
         self._followers: dict[str, asyncio.Queue[Report | None]] = {}
         self._progress: dict[str, dict[RequestKey, list[RequestDelta]]] = {}  # by follower
         self._sending: asyncio.Task[None] | None = None
         self._num_running = 0
-        self._is_saving = False  # as of the last look
+        self._is_saving = False  # at the last call of `_read_stored`
         self._is_busy = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -88,11 +88,11 @@ class CachePublisher:
     def end(self) -> None:
         """Note the end of a request."""
         self._num_running -= 1
-        # No task is started here: a loop that ends closes generators after it ended all tasks.
+        # Start no task here: a loop that ends closes generators after it has ended all tasks.
         self._is_busy.set()
 
     async def publish(self) -> None:
-        """Report changes to all followers. Raises EngineError when the engine is closed."""
+        """Report changes to all followers. Raises EngineError if the engine is closed."""
         self._send(await self._llm.call(self._read))
         if self._llm.tiers is not None:
             self._send(await self._llm.call(self._read_stored))
@@ -100,7 +100,7 @@ class CachePublisher:
     async def reset(self, running: bool, tiers: bool) -> bool:
         """Reset the cache, `AsyncLLM.reset_prefix_cache`, and report it to all followers at once.
 
-        Raises TierError as that does, and EngineError as `publish`.
+        Raises TierError or EngineError.
         """
         report = await self._llm.call(lambda: self._reset(running, tiers))
         if report is not None:
@@ -133,7 +133,7 @@ class CachePublisher:
             await asyncio.sleep(_TOGETHER)
 
     async def follow(self, follower: str) -> AsyncGenerator[Report]:
-        """Yield the cached blocks, then all changes. Ends with the engine, and by `drop`."""
+        """Yield the cached blocks, then all changes, until the engine is closed or `drop`."""
         queue: asyncio.Queue[Report | None] = asyncio.Queue(_MOST_QUEUED)
         self._followers[follower] = queue  # first, so that changes after the snapshot are queued
         try:
@@ -150,7 +150,7 @@ class CachePublisher:
         """End a follower's stream, if there is one."""
         queue = self._followers.pop(follower, None)
         if queue is not None:
-            while not queue.empty():  # the end needs space
+            while not queue.empty():  # make space for the end marker
                 queue.get_nowait()
             queue.put_nowait(None)
 
@@ -163,23 +163,23 @@ class CachePublisher:
                 await self.publish()
                 await asyncio.sleep(_PAUSE)
                 if self._is_saving:
-                    self._is_busy.set()  # blocks that are saved then are reported, too
+                    self._is_busy.set()  # to report the blocks that are saved meanwhile
 
     # In the engine's thread
 
     def _read(self, *events: CacheEvent) -> Report:
         manager = self._llm.manager
         assert isinstance(manager, ObservedManager)
-        if self._llm.tiers is None:  # which otherwise take them
+        if self._llm.tiers is None:  # otherwise the tiers take the events
             manager.take_events()
         batch = self._events.publish([*manager.take_observed(), *events])
         return Report(batch, self._llm.read_metrics())
 
     def _reset(self, running: bool, tiers: bool) -> Report | None:
-        """Reset the cache; return None if nothing was forgotten.
+        """Reset the cache; return None if it was not reset.
 
-        The manager's own event may wait until the tiers take it in the next step. Blocks stored by
-        that step must not be reported before, or they would count as forgotten for good.
+        The manager's own event may wait until the tiers take it in the next step. It must be
+        reported before the blocks of that step, or these would count as forgotten.
         """
         done = self._llm.engine.reset_prefix_cache(
             reset_running_requests=running, reset_tiers=tiers
@@ -191,10 +191,10 @@ class CachePublisher:
         return Report(self._events.snapshot(), self._llm.read_metrics(), process=process)
 
     def _read_stored(self) -> Report | None:
-        """Return the store's blocks seen since the last call, which replace the oldest."""
+        """Return the store's blocks seen since the last call; they replace the oldest ones."""
         tiers = self._llm.tiers
         assert tiers is not None
-        self._is_saving = tiers.saver.is_saving  # first: blocks saved meanwhile are taken next time
+        self._is_saving = tiers.saver.is_saving  # first, so that no saved block is missed
         names = tiers.saver.take_saved()
         for name in names:
             self._stored.pop(name, None)
@@ -229,15 +229,15 @@ _VALUES: dict[type, dict[str, str]] = {
 class RayGauges:
     """The engine's metrics for Ray: `vllm:...` as `ray_vllm_...`, by replica.
 
-    Ray Serve tags them with the replica. Counts are gauges here, since Ray's counters can only be
-    increased, and the engine counts itself. A histogram becomes its count and its sum.
+    Ray Serve tags them with the replica. Counts are gauges here, because Ray's counters can only be
+    increased and not set. A histogram becomes its count and its sum.
     """
 
     def __init__(self) -> None:
         self._gauges: dict[str, Any] = {}
 
     def update(self, values: list[Metric]) -> None:
-        """Set the gauges to these values."""
+        """Set the gauges to the values."""
         for metric in values:
             for ending, attribute in _VALUES[type(metric)].items():
                 name = metric.name.replace(":", "_") + ending
@@ -250,13 +250,12 @@ class RayGauges:
 class EngineReplica:
     """An engine that answers requests of servers and reports its cache.
 
-    Ray Serve creates it, checks its health, waits for its requests before it stops it, and
-    replaces it if it dies. The new replica gets cached blocks only from the tiers, if there are
-    any.
+    Ray Serve creates the replica, checks its health, waits for its requests before stopping it, and
+    replaces it if it dies. A new replica can get cached blocks only from tiers.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], silence: float = SILENCE) -> None:
-        """`options` are the engine's; a server silent for `silence` seconds counts as dead.
+        """Start an engine with `options`; a server counts as dead after `silence` seconds.
 
         Raises ConfigError, ModelError or OutOfMemoryError.
         """
@@ -264,7 +263,7 @@ class EngineReplica:
         self._publisher = CachePublisher(self._llm)
         self._gauges = RayGauges()
         self._servers = Heartbeats(silence)
-        self._server_of: dict[RequestGroup, str] = {}  # of each request that runs
+        self._server_of: dict[RequestGroup, str] = {}  # the server of each running request
         self._naming = asyncio.Lock()  # held while an adapter's name must not change
 
     async def facts(self) -> EngineFacts:
@@ -279,21 +278,21 @@ class EngineReplica:
             kv_cache_bytes=facts.kv_cache_bytes,
             model_name=facts.hasher.model,
             silence=self._servers.silence,
-            # Reads all weights here, so that the first image does not wait for it.
+            # Reads all weights now, so that the first image does not wait for that.
             vision=await asyncio.to_thread(images.facts) if images is not None else None,
         )
 
     async def answer(self, request: AnswerRequest) -> AsyncGenerator[RequestDelta]:
-        """Yield two parts: when the prompt is computed, and all other tokens at the end.
+        """Yield the first part when the prompt is computed, and all other tokens at the end.
 
-        The tokens between are reported to the request's follower meanwhile, together with those of
-        its other requests: see `CachePublisher`. Raises RequestError or EngineError.
+        Meanwhile tokens are reported to the request's follower, together with tokens of its other
+        requests: see `CachePublisher`. Raises RequestError or EngineError.
         """
         self._servers.beat(request.server)
         params = request.params.clone()
         params.output_kind = RequestOutputKind.DELTA
         hasher = self._llm.frontend.facts.hasher
-        if request.num_public:  # the server has read the operator's files
+        if request.num_public:  # the server has read the files of public prefixes
             hasher.publish(request.prompt_token_ids[: request.num_public * hasher.block_size])
         group = await self._prepare(request, params)
         for answer in group.requests:
@@ -306,7 +305,7 @@ class EngineReplica:
             async with aclosing(self._llm.outputs(group)) as outputs:
                 async for part in self._parts(outputs, request):
                     if group not in self._server_of:
-                        return  # an error would be sent to the dead server: Ray tries for a second
+                        return  # Ray would try for a second to send an error to the dead server
                     yield part
         finally:
             self._server_of.pop(group, None)
@@ -331,10 +330,10 @@ class EngineReplica:
                 self._publisher.add_progress(request.follower, request.key, part)
 
     async def _prepare(self, request: AnswerRequest, params: SamplingParams) -> RequestGroup:
-        """Prepare a request, and load its adapter if it is not here.
+        """Prepare a request, and load its adapter if necessary.
 
-        Raises RequestError or EngineError for images that cannot be taken, DamagedAdapterError for
-        an adapter that differs from the server's.
+        Raises RequestError or EngineError for images that cannot be used, and DamagedAdapterError
+        for an adapter that differs from the server's.
         """
         prompt, images = PreparedPrompt(request.prompt_token_ids), self._llm.frontend.images
         if request.images is not None:
@@ -352,14 +351,14 @@ class EngineReplica:
         adapter = request.adapter
         if adapter is None:
             return await prepare()
-        async with self._naming:  # another request may want another adapter of this name
+        async with self._naming:  # another request may use another adapter with this name
             if adapter not in self._llm.adapters:
                 await self._llm.load_adapter(adapter.name, adapter.path)
             group = await prepare(adapter=adapter.name)
         if group.adapter is None or group.adapter.digest != adapter.digest:
             raise DamagedAdapterError(
-                f"the files in {adapter.path} on a replica's machine differ from the files that "
-                f"adapter {adapter.name!r} was loaded from; load it again"
+                f"the files in {adapter.path} on a replica's machine differ from the files from "
+                f"which adapter {adapter.name!r} was loaded; load it again"
             )
         return group
 
@@ -369,7 +368,7 @@ class EngineReplica:
             return await self._llm.load_adapter(name, path)
 
     async def unload_adapter(self, adapter: Adapter) -> None:
-        """Forget an adapter's name, unless another adapter has it by now."""
+        """Forget an adapter's name, unless another adapter has it now."""
         async with self._naming:
             if adapter in self._llm.adapters:
                 await self._llm.unload_adapter(adapter.name)
@@ -383,11 +382,11 @@ class EngineReplica:
                 yield report
 
     async def beat(self, server: str) -> None:
-        """Record a server's heartbeat; without any for `silence` seconds its calls end."""
+        """Record a server's heartbeat; after `silence` seconds without one its calls end."""
         self._servers.beat(server)
 
     async def reset(self, running: bool, tiers: bool) -> bool:
-        """Reset the cache: `AsyncLLM.reset_prefix_cache`; followers learn of it at once."""
+        """Reset the cache: `AsyncLLM.reset_prefix_cache`; report it to followers at once."""
         return await self._publisher.reset(running, tiers)
 
     async def forget_inputs(self) -> None:
@@ -397,8 +396,8 @@ class EngineReplica:
     async def check_health(self) -> None:
         """End the calls of silent servers, and update the metrics; called by Ray Serve.
 
-        Raises EngineError when the engine is closed or broken. The engine's thread must answer,
-        too: a replica whose thread hangs is replaced when Ray's patience ends.
+        Raises EngineError if the engine is closed or has failed. The engine's thread must answer
+        too, so that Ray replaces a replica whose thread hangs.
         """
         values = await self._llm.call(self._llm.read_metrics)
         for server in self._servers.take_silent():
@@ -408,11 +407,11 @@ class EngineReplica:
                 await self._llm.abort(group.request_id)
         try:
             self._gauges.update(values)
-        except Exception:  # requests are answered all the same
+        except Exception:  # metrics are not needed to answer requests
             _LOG.warning("the replica's metrics cannot be passed to Ray", exc_info=True)
 
     def __del__(self) -> None:
-        """Save cached blocks to the tiers; called by Ray Serve when nothing runs here any more."""
+        """Save cached blocks to the tiers; called by Ray Serve after the last request has ended."""
         llm = self.__dict__.get("_llm")  # missing if `__init__` failed
         if llm is not None:
             llm.close()

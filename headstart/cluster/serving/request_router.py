@@ -1,8 +1,8 @@
-"""Request router that Ray Serve runs: it chooses the replica of our own router.
+"""The request router of Ray Serve, which returns the choice of our own router.
 
-Ray Serve makes one in the server's process, passes it the replicas that run, and calls it again
-when the chosen replica died before it took the request. This class is sent by value, so its state
-is in `dispatch`.
+Ray Serve creates it in the server's process, passes it the running replicas, and calls it again if
+the chosen replica died before it accepted the request. This class is pickled, so its state is in
+`dispatch`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests by prefix and load, and a subscription to its replica."""
+    """Routing of requests by prefix and load, and of a subscription to its replica."""
 
     _dispatcher: Dispatcher | None = None
 
     def initialize_state(self, **options: Any) -> None:
-        """Find the dispatcher; called in each process with a handle, of which the server has one.
+        """Find the dispatcher; called in each process with a handle, only some of which have it.
 
         Called by Ray Serve, as are the methods below.
         """
         self._dispatcher = dispatcher_of(options["application"])
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the replicas that run."""
+        """Set the running replicas."""
         super().update_replicas(replicas)
         self._notify()
 
@@ -51,8 +51,8 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Choose a replica for a request; called again if that did not accept it."""
         if pending_request is not None:
-            # Otherwise Ray retries in a busy loop for a request whose caller has just left, and the
-            # loop that carries all calls cannot even process the cancellation.
+            # If the caller has just left, Ray would retry in a busy loop, in which the event loop
+            # cannot process the cancellation.
             pending_request.routing_context.should_backoff = True
         call = pending_request.args[0] if pending_request and pending_request.args else None
         if isinstance(call, AnswerRequest) and self._dispatcher is not None:

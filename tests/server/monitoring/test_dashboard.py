@@ -9,6 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.running import Running, running
+from tests.tiny_models import save_chatting
 
 FILE = Path(__file__).parents[3] / "docs" / "grafana" / "headstart.json"
 _METRIC = re.compile(r"\b(?:vllm|headstart):\w+")
@@ -42,6 +43,9 @@ def test_every_metric_that_it_asks_for_is_served_and_the_other_way_round(tmp_pat
         tiers.stats.loaded_tokens["disk"] += 0  # a tier is told of when something came from it
         tiers._faults.note("a load failed", "on purpose")  # and a fault when there was one
         found = served(server)
+    for name in ("lfm2", "gemma3"):  # with states of recurrent layers, and with window blocks
+        with running(save_chatting(name, tmp_path / name), num_blocks=256) as server:
+            found |= served(server)
     board = read_board()
     asked = {name for query in queries(board) for name in _METRIC.findall(query)}
     assert asked - found.keys() == set()

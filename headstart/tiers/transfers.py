@@ -44,18 +44,23 @@ class StateName(NamedTuple):
 class StateSearch:
     """The state that a job loads before its blocks, which are useless without it.
 
-    candidates: returns the states to look for, for the number of blocks found, deepest first.
-    saved_blocks: returns the blocks that need no computing with a state. num_stored: the blocks
-    found. found: the deepest state found, None if there is none. block: the state, once it has
-    arrived. rest: the states that were not looked up.
+    candidates: returns the states to look for, for the number of blocks found, deepest first. span:
+    the tokens that are computed without a state. num_stored: the number of blocks found. found: the
+    deepest state found, if any. block: the state, once it has arrived. rest: the states that were
+    not looked up yet.
     """
 
     candidates: Callable[[int], Iterator[StateName]]
-    saved_blocks: Callable[[StateName], int]
+    span: range
+    block_size: int
     num_stored: int = 0
     found: StateName | None = None
     block: LoadedBlock | None = None
     rest: Iterator[StateName] = field(default_factory=lambda: iter(()))
+
+    def count_blocks(self, position: int) -> int:
+        """Return the blocks that need no computing with a state after `position` tokens."""
+        return -(-(position - self.span.start) // self.block_size)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -88,7 +93,7 @@ class LoadJob(Job):
         state = self.state
         if state is None:
             return self.count
-        return state.saved_blocks(state.found) if state.found is not None else 0
+        return state.count_blocks(state.found.position) if state.found is not None else 0
 
 
 class Loader:
@@ -220,10 +225,12 @@ class Loader:
 
     def _look_up(self, job: LoadJob) -> bool:
         """Choose how many blocks of a job to load; queue the job for loading if there are any."""
-        job.limit = self._limit(len(job.names))
+        state = job.state
+        blocks = len(job.names) if state is None else state.count_blocks(state.span.stop)
+        job.limit = self._limit(blocks)
         num_stored = self._stores.find(job.names, job)
-        if job.state is not None:
-            job.state.num_stored, job.state.rest = num_stored, job.state.candidates(num_stored)
+        if state is not None:
+            state.num_stored, state.rest = num_stored, state.candidates(num_stored)
         self._choose(job, num_stored)
         job.lookup_seconds = job.spent
         job.limit = self._limit(job.saved_blocks)

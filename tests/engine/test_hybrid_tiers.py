@@ -80,6 +80,16 @@ def test_a_state_is_loaded_alone_when_memory_has_all_blocks(tmp_path: Path) -> N
     assert group.output().loaded_tokens == {"disk": len(PROMPT) - 1}
 
 
+def test_a_state_is_loaded_below_the_blocks_that_memory_has(tmp_path: Path) -> None:
+    engines = Restarts(tmp_path, num_blocks=200)
+    document = [i * 7 % 50 for i in range(270)]
+    engines.harness.run([*document, *[1] * 30])
+    harness = engines.again()
+    assert harness.run([*document, *[1] * 30]) == 299
+    assert harness.run([*document, *[2] * 30]) == 128
+    assert harness.run([*document, *[3] * 30]) == 270  # a fork
+
+
 def test_a_damaged_state_is_passed_for_the_one_before(tmp_path: Path) -> None:
     engines = Restarts(tmp_path)
     engines.harness.run(PROMPT)

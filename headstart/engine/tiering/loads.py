@@ -223,17 +223,18 @@ class Load:
     """The load of one prefix.
 
     key: the hash of the prefix to load. first: index in the prompt of the first block that the job
-    loads. start: the tokens that the pool has. next: index of the block that is written to the pool
-    next. written: the tiers of the blocks written before it. state_tier: the tier of the state that
-    was written to the pool. sequence: holds the blocks; None before anything has arrived. requests:
-    the requests that wait for it. lacks_space: the free blocks do not suffice for its request.
+    loads. start: the tokens that need no computing without it. known: the tokens whose K/V the pool
+    has. next: index of the block that is written to the pool next. written: the tiers of the blocks
+    written before it. state_tier: the tier of the state that was written to the pool. sequence:
+    holds the blocks; None before anything has arrived. requests: the requests that wait for it.
+    lacks_space: the free blocks do not suffice for its request.
     """
 
     def __init__(self, request: Request, key: BlockHash, computed: ComputedBlocks, job: LoadJob):
         self.request = request
         self.key = key
         self.first = self.next = len(computed.blocks)
-        self.start = computed.num_tokens
+        self.start, self.known = computed.num_tokens, computed.known_tokens
         self.job = job
         self.state_tier: str | None = None
         self.sequence: TokenSequence | None = None
@@ -538,7 +539,8 @@ class Loads:
     def _needs_state(self, load: Load) -> bool:
         """Return True if the pool has all blocks before those of a load, and no state as deep."""
         computed = self._manager.get_computed_blocks(load.request.sequence)
-        return load.next >= load.first and computed.num_tokens < load.position
+        first = min(load.first, load.position // self._manager.block_size)
+        return load.next >= first and computed.num_tokens < load.position
 
     def _leave_checkpoint(self, load: Load) -> None:
         """Have the requests leave a checkpoint where the blocks of the stores end without a state.
@@ -549,7 +551,7 @@ class Loads:
         if state is None or self._states is None or not load.job.done:
             return
         end = (load.first + state.num_stored) * self._manager.block_size
-        if end - load.position >= self._states.min_gain:
+        if end > load.known and end - load.position >= self._states.min_gain:
             for request in load.requests:
                 request.sequence.forks = (*request.sequence.forks, end)
 

@@ -167,4 +167,4 @@ def search_states(
             name = name_state(hashes[depth - 1], tail)
             yield StateName(name, position, max(0, depth - first))
 
-    return StateSearch(candidates, lambda state: -(-(state.position - start) // size))
+    return StateSearch(candidates, range(start, num_tokens), size)

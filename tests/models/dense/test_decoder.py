@@ -246,7 +246,7 @@ def test_layouts_and_their_windows_are_those_that_transformers_uses(
     name: str, tmp_path: Path
 ) -> None:
     layouts = load_model(save_tiny(name, tmp_path), "float32").layouts
-    assert layouts == probe_model(tiny_model(tiny_config(name)))
+    assert layouts == probe_model(tiny_model(tiny_config(name))).layouts
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -49,6 +49,7 @@ _HARMLESS = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "use_mrope", "rope_scaling"),
         *("attention_dropout", "initializer_range", "pretraining_tp", "layer_types", "rope_theta"),
         *("sliding_window", "use_sliding_window", "max_window_layers", "cache_implementation"),
+        *("_sliding_window_pattern", "embd_pdrop", "resid_pdrop"),
     }
 )
 _THETA = 10_000.0  # default base of rotary positions

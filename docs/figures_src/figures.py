@@ -1,4 +1,4 @@
-"""Draw the figures of the docs: the state of a real block pool, and curves that were measured.
+"""Draw the figures of the docs: the state of a real block pool, and measured curves.
 
     python docs/figures_src/figures.py [--out docs/figures]
 
@@ -20,7 +20,7 @@ PROMPT = "the first reader paid for every line and all who came later read it"
 
 
 def draw_all() -> dict[str, str]:
-    """Every figure, by file name."""
+    """Return every figure, by file name."""
     _, scenes = at_time_6()
     before, after = before_and_after_a_free("lru")
     _, after_empty_first = before_and_after_a_free("empty-first-lru")

@@ -1,4 +1,4 @@
-"""The picture of a prompt with an image in it: its blocks, and what is in the key of each."""
+"""The picture of a prompt with an image: its blocks and their keys."""
 
 from pool import MARGIN, WIDTH, heading
 from svg import CACHED, EMPTY, HOLDERS, LINE, Canvas, Color
@@ -13,7 +13,7 @@ LEFT, STEP, WIDE = MARGIN + 132, 64, 46
 
 
 def draw_items() -> Canvas:
-    """The worked example of the reference: 8 tokens, 41 placeholders of one image, 1 token."""
+    """Draw the reference's example: 8 tokens, 41 placeholders of one image, 1 token."""
     title = "A prompt with an image, cut into blocks, and the key of each"
     item = MultiModalItem(DIGEST, len(TEXT), PLACEHOLDERS)
     token_ids = [*TEXT, *[IMAGE_TOKEN] * PLACEHOLDERS, END]

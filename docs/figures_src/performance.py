@@ -1,4 +1,4 @@
-"""The curves of docs/performance.md, from the line that bench/curves.py wrote."""
+"""The curves of docs/performance.md, from the output of bench/curves.py."""
 
 import json
 from itertools import pairwise
@@ -8,12 +8,12 @@ from typing import NamedTuple
 from svg import HOLDERS, LINE, Canvas, Color
 
 WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 76, 164, 104, 56  # room around the axes
-APART = 18  # pixels between two names
+LEFT, RIGHT, TOP, BOTTOM = 76, 164, 104, 56  # margins around the axes
+APART = 18  # least pixels between two names
 
 
 class Curve(NamedTuple):
-    """One line: its name, one value for each place on the x axis, and its color."""
+    """One line: its name, one value for each position on the x axis, and its color."""
 
     name: str
     values: list[float]
@@ -21,7 +21,7 @@ class Curve(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The frame of a chart: its texts, the places on the x axis, the ticks of y."""
+    """The frame of a chart: its texts, the positions on the x axis, the ticks of y."""
 
     title: str
     note: str
@@ -32,18 +32,18 @@ class Frame(NamedTuple):
     even: bool
 
     def x(self, at: int) -> float:
-        """Pixels of a place: as far along as it is, or, if `even`, one as far as the other."""
+        """Return the pixels of a position: proportional, or, if `even`, at equal distances."""
         part = at / (len(self.places) - 1) if self.even else self.places[at] / self.places[-1]
         start = LEFT + (24 if self.even else 0)
         return start + part * (WIDTH - RIGHT - start)
 
     def y(self, value: float) -> float:
-        """Pixels of a value."""
+        """Return the pixels of a value."""
         return HEIGHT - BOTTOM - value / self.ticks[-1] * (HEIGHT - TOP - BOTTOM)
 
 
 def draw_curves(frame: Frame, curves: list[Curve]) -> Canvas:
-    """Lines over a common x axis, each with its last value and its name at its end."""
+    """Draw lines over a common x axis, each with its last value and its name at its end."""
     canvas = Canvas(WIDTH, HEIGHT, frame.title)
     canvas.text(28, 38, frame.title, size=19, style="bold")
     canvas.text(28, 62, frame.note, size=13.5, style="muted")
@@ -73,7 +73,7 @@ def draw_curves(frame: Frame, curves: list[Curve]) -> Canvas:
 
 
 def nice_ticks(highest: float) -> list[float]:
-    """From 0 to at least `highest` in four to six round steps.
+    """Return ticks from 0 to at least `highest` in four to six round steps.
 
     >>> nice_ticks(7.3)
     [0.0, 2.0, 4.0, 6.0, 8.0]
@@ -93,7 +93,7 @@ def nice_ticks(highest: float) -> list[float]:
 
 
 def draw_performance(data: Path) -> dict[str, Canvas]:
-    """Both figures, by name."""
+    """Return both figures, by name."""
     found = json.loads(data.read_text(encoding="utf-8"))
     machine = (
         f"{found['shape']}, {found['threads']} thread, {found['gemm_gflops']} GFLOP/s, "

@@ -13,17 +13,17 @@ WIDTH = 2 * MARGIN + 10 * BLOCK + 9 * GAP
 
 
 def block_x(block_id: int) -> float:
-    """Left edge of a block in the pool's row."""
+    """Return the left edge of a block in the pool's row."""
     return MARGIN + block_id * (BLOCK + GAP)
 
 
 def block_middle(block_id: int) -> float:
-    """Middle of a block in the pool's row."""
+    """Return the middle of a block in the pool's row."""
     return block_x(block_id) + BLOCK / 2
 
 
 def color_of(block: BlockView) -> Color:
-    """Return the color of the block's holder, else that of its content."""
+    """Return the color of the block's holder, or else of its content."""
     if block.holders:
         return HOLDERS[block.holders[0]]
     return CACHED if block.cached else EMPTY
@@ -35,7 +35,7 @@ def heading(canvas: Canvas, title: str, note: str) -> None:
 
 
 def draw_block(canvas: Canvas, block: BlockView, y: float) -> None:
-    """A block: its id, its tokens in their slots, who holds it, and whether it can be found."""
+    """Draw a block: its id, its tokens in their slots, its holders, and its state."""
     x = block_x(block.block_id)
     place = (x, y, BLOCK, HEIGHT)
     color = color_of(block)
@@ -61,14 +61,14 @@ def draw_block(canvas: Canvas, block: BlockView, y: float) -> None:
 
 
 def draw_mark(canvas: Canvas, x: float, y: float) -> None:
-    """A lookup finds this block."""
+    """Draw the mark of a block that lookups find."""
     canvas.parts.append(f'<circle cx="{x}" cy="{y}" r="4.5" fill="{CACHED.line}"/>')
 
 
 def draw_queue(
     canvas: Canvas, scene: Scene, y: float, *, rings: frozenset[int] = frozenset()
 ) -> None:
-    """The free queue, head first; blocks in `rings` are new in it."""
+    """Draw the free queue, head first; blocks in `rings` are new in it."""
     x = float(MARGIN)
     canvas.text(x, y + 24, "head", size=12, style="muted")
     x += 40
@@ -89,7 +89,7 @@ def draw_queue(
 
 
 def draw_tables(canvas: Canvas, scene: Scene, y: float, x: float) -> None:
-    """The block table of each running request."""
+    """Draw the block table of each running request."""
     for holder, table in scene.tables.items():
         color = HOLDERS[holder]
         canvas.text(x, y + 21, f"request {holder}", size=13, style=f"bold {color.line}")
@@ -102,7 +102,7 @@ def draw_tables(canvas: Canvas, scene: Scene, y: float, x: float) -> None:
 
 
 def draw_prefixes(canvas: Canvas, scene: Scene, y: float, x: float) -> None:
-    """The cached prefixes, shortest first, and the block that ends each."""
+    """Draw the cached prefixes, shortest first, and the block that ends each."""
     ordered = sorted(scene.prefixes.items(), key=lambda entry: (len(entry[1]), entry[0]))
     for at, (block_id, prefix) in enumerate(ordered):
         left, top = x + at // 4 * 262, y + at % 4 * 22
@@ -127,7 +127,7 @@ def draw_legend(canvas: Canvas, scene: Scene, y: float) -> None:
 
 
 def draw_moment(scene: Scene) -> Canvas:
-    """One time of the worked example: pool, free queue, block tables, cached prefixes."""
+    """Draw one time of the worked example: pool, free queue, block tables, cached prefixes."""
     canvas = Canvas(WIDTH, 446, scene.title)
     heading(canvas, scene.title, scene.note)
     canvas.text(MARGIN, 100, "Block pool", size=13, style="bold")
@@ -148,7 +148,7 @@ def draw_moment(scene: Scene) -> Canvas:
 
 
 def draw_overview(scene: Scene) -> Canvas:
-    """The four components, and how they point at the same blocks."""
+    """Draw the four components, which refer to the same blocks."""
     title = "The four components, all about the same blocks"
     canvas = Canvas(WIDTH, 530, title)
     heading(canvas, title, "Two requests are running; they share the blocks that they agree in.")
@@ -179,7 +179,7 @@ def _overview_tables(canvas: Canvas, scene: Scene) -> None:
 
 
 def _overview_queue(canvas: Canvas, scene: Scene, y: float) -> None:
-    """Arcs below the pool from each free block to the next."""
+    """Draw arcs below the pool from each free block to the next."""
     x = block_x(len(scene.blocks) - len(scene.queue) - 1) - 32
     canvas.text(x, y + 62, "Free block queue", size=13, style="bold")
     canvas.text(x, y + 80, "linked through the blocks themselves", size=12, style="muted")
@@ -196,7 +196,7 @@ def _overview_queue(canvas: Canvas, scene: Scene, y: float) -> None:
 
 
 def _overview_index(canvas: Canvas, scene: Scene, y: float) -> None:
-    """The prefix index: each cached prefix stands below its block."""
+    """Draw the prefix index, with each cached prefix below its block."""
     x = block_x(len(scene.blocks) - len(scene.queue) - 1) + 20
     canvas.text(x, y + 144, "Prefix index", size=13, style="bold")
     canvas.text(x, y + 162, "one step compares one block's tokens;", size=12, style="muted")
@@ -223,7 +223,7 @@ def _overview_index(canvas: Canvas, scene: Scene, y: float) -> None:
 
 
 def draw_free(before: Scene, after: Scene, after_empty_first: Scene) -> Canvas:
-    """The free queue before and after request 0 ends, under both policies."""
+    """Draw the free queue before and after request 0 ends, under both policies."""
     title = "The free queue after request 0 is freed"
     canvas = Canvas(700, 330, title)
     freed = frozenset(after.queue) - frozenset(before.queue)
@@ -247,7 +247,7 @@ def draw_free(before: Scene, after: Scene, after_empty_first: Scene) -> Canvas:
 
 
 def draw_identity(words: Sequence[str], block_size: int) -> Canvas:
-    """A prompt cut into blocks, and what makes the identity of each."""
+    """Draw a prompt cut into blocks, and the parts of each identity."""
     title = "A prompt cut into blocks, and the identity of each"
     sequence = TokenSequence("prompt", range(len(words)), salt="tenant 7")
     names = BlockHasher(block_size, "model").of_keys(sequence.namespace, sequence.cut(block_size))

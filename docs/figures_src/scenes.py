@@ -1,4 +1,4 @@
-"""Moments in the life of a real pool, taken down so that they can be drawn.
+"""Snapshots of a real pool, to be drawn.
 
 The worked example of "Automatic Prefix Caching": ten blocks of four tokens, the order of the
 reference. A token is drawn as a letter; equal letters are equal tokens.
@@ -11,16 +11,16 @@ from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, TokenSequ
 from headstart.cache.block import PrefixNode
 
 BLOCK_SIZE = 4
-SHARED = "abcdefghijk"  # what request 0 and request 1 begin with
+SHARED = "abcdefghijk"  # the common prefix of requests 0 and 1
 REQUEST_0 = SHARED + "lmn"
 DECODED = "opq"
 REQUEST_1 = SHARED + "xyz"
-OTHER = "ABCDEFGHIJKLMNOPQ"  # what request 2 goes on with
+OTHER = "ABCDEFGHIJKLMNOPQ"  # the other tokens of request 2
 
 
 @dataclass(frozen=True)
 class BlockView:
-    """One block: the letters in it ("" where it is empty), who holds it, whether it is cached."""
+    """One block: its letters ("" if it is empty), its holders, and whether it is cached."""
 
     block_id: int
     letters: str
@@ -30,7 +30,7 @@ class BlockView:
 
 @dataclass(frozen=True)
 class Scene:
-    """All there is to draw of one moment. `parents`: block id of the prefix before, or None."""
+    """A snapshot to draw. parents: the block id of the parent of each cached prefix, or None."""
 
     title: str
     note: str
@@ -57,7 +57,7 @@ class WorkedExample:
         self.running: dict[int, TokenSequence] = {}
 
     def admit(self, number: int, letters: str) -> int:
-        """Compute a whole prompt in one step; the number of tokens that hit."""
+        """Compute a whole prompt in one step; return the number of tokens that hit."""
         sequence = TokenSequence(f"request {number}", [ord(letter) for letter in letters])
         found = self.manager.get_computed_blocks(sequence)
         left = len(letters) - found.num_tokens
@@ -67,7 +67,7 @@ class WorkedExample:
         return found.num_tokens
 
     def decode(self, number: int, letters: str) -> None:
-        """Generate tokens, a step each."""
+        """Generate tokens, one per step."""
         sequence = self.running[number]
         for letter in letters:
             sequence.append(ord(letter))
@@ -79,7 +79,7 @@ class WorkedExample:
         self.manager.free(self.running.pop(number))
 
     def scene(self, title: str, note: str, before: Scene | None = None) -> Scene:
-        """Take the pool down as it is; blocks that look other than `before` are `changed`."""
+        """Return a snapshot of the pool; blocks that differ from `before` are `changed`."""
         self.manager.check()
         blocks = tuple(self._view(block) for block in self.manager.pool.blocks)
         nodes = {b.block_id: b.node for b in self.manager.pool.blocks if b.node is not None}
@@ -107,12 +107,12 @@ class WorkedExample:
 
 
 def letters_of(node: PrefixNode) -> str:
-    """The letters of a node's own block."""
+    """Return the letters of a node's own block."""
     return "".join(chr(token) for (token,) in struct.iter_unpack("<I", node.key))
 
 
 def whole_prefix(node: PrefixNode) -> str:
-    """The letters from the beginning up to the end of the node's block."""
+    """Return the letters from the beginning to the end of the node's block."""
     letters = letters_of(node)
     while node.parent is not None:
         node = node.parent
@@ -126,7 +126,7 @@ def _parent(node: PrefixNode) -> int | None:
 
 
 def at_time_6() -> tuple[WorkedExample, list[Scene]]:
-    """The example up to its time 6, and the scenes on the way: times 1, 3, 4, 5, 6."""
+    """Return the example at its time 6, and the scenes of times 1, 3, 4, 5 and 6."""
     example = WorkedExample()
     blank = example.scene("", "")
     example.admit(0, REQUEST_0)
@@ -164,7 +164,7 @@ def at_time_6() -> tuple[WorkedExample, list[Scene]]:
 
 
 def at_time_7(num_shared: int, num_tokens: int) -> Scene:
-    """Request 2: its first tokens are request 0's, the others new."""
+    """Return the scene of request 2, whose first tokens are request 0's."""
     example, scenes = at_time_6()
     known = REQUEST_0 + DECODED
     hit = example.admit(2, known[:num_shared] + OTHER[: num_tokens - num_shared])
@@ -180,13 +180,13 @@ def at_time_7(num_shared: int, num_tokens: int) -> Scene:
 
 
 def join(ids: list[int]) -> str:
-    """1, 2 and 3"""
+    """Return a text such as "1, 2 and 3"."""
     words = [str(at) for at in ids]
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def before_and_after_a_free(eviction: str) -> tuple[Scene, Scene]:
-    """The example's time 4 and, after request 0 has ended, its time 5."""
+    """Return the scenes of time 4 and, after request 0 has ended, of time 5."""
     example = WorkedExample(eviction)
     example.admit(0, REQUEST_0)
     example.decode(0, DECODED)

@@ -1,8 +1,8 @@
-"""Just enough SVG to draw with: boxes, text, lines and arrows on a card of its own color.
+"""A minimal SVG writer: boxes, text, lines and arrows on an opaque card.
 
-Attributes hold the colors for a light page; a style sheet in the file changes them where the
-reader's system is dark. A viewer that knows no style sheets shows the light card, which is opaque.
-Numbers are written one way only, so that the same drawing is the same file.
+Attributes have the colors for a light page. A style sheet in the file replaces them in dark mode; a
+viewer without style sheets shows the light card. Numbers are formatted in only one way, so that
+equal drawings are equal files.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ HOLDERS = (
     Color("#d5efdc", "#2c8651"),
 )
 
-# What each color becomes on a dark page.
+# The color on a dark page for each color.
 DARK = {
     PAPER: "#16191f",
     INK: "#e7e9ed",
@@ -50,13 +50,13 @@ DARK = {
 
 
 def number(value: float) -> str:
-    """At most one decimal, and none where it is zero."""
+    """Format a number with at most one decimal, and none if it is zero."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 @dataclass
 class Canvas:
-    """A card of `width` by `height` pixels, drawn on from back to front."""
+    """A card of `width` by `height` pixels; later parts cover earlier ones."""
 
     width: int
     height: int
@@ -66,7 +66,7 @@ class Canvas:
     def box(
         self, place: tuple[float, float, float, float], color: Color, *, style: str = ""
     ) -> None:
-        """A rounded box at (x, y, width, height). `style`: dashed, thick, square."""
+        """Draw a rounded box at (x, y, width, height). style: dashed, thick, square."""
         x, y, width, height = place
         stroke = 2.2 if "thick" in style else 1.3
         corner = 2 if "square" in style else 6
@@ -78,7 +78,7 @@ class Canvas:
         )
 
     def halves(self, place: tuple[float, float, float, float], left: Color, right: Color) -> None:
-        """A box whose halves have two colors, the border too."""
+        """Draw a box whose halves have two colors, including the border."""
         x, y, width, height = place
         middle, bottom, corner = x + width / 2, y + height, 6
         for edge, turn, color in ((x, corner, left), (x + width, -corner, right)):
@@ -95,7 +95,7 @@ class Canvas:
             )
 
     def text(self, x: float, y: float, words: str, *, size: float = 13, style: str = "") -> None:
-        """Words whose baseline is at y. `style`: mono, bold, muted, middle, end, or #color."""
+        """Draw words with their baseline at y. style: mono, bold, muted, middle, end, or #color."""
         look = style.split()
         colors = [word for word in look if word.startswith("#")]
         fill = colors[0] if colors else MUTED if "muted" in look else INK
@@ -109,7 +109,7 @@ class Canvas:
         )
 
     def path(self, outline: str, color: str, *, style: str = "") -> None:
-        """A line along an SVG path. `style`: arrow, dashed, faint, thick."""
+        """Draw a line along an SVG path. style: arrow, dashed, faint, thick."""
         marker = f' marker-end="url(#tip-{color[1:]})"' if "arrow" in style else ""
         dashed = ' stroke-dasharray="4 3"' if "dashed" in style else ""
         faint = ' opacity="0.55"' if "faint" in style else ""
@@ -122,13 +122,13 @@ class Canvas:
     def line(
         self, start: tuple[float, float], end: tuple[float, float], color: str, *, style: str = ""
     ) -> None:
-        """A straight line."""
+        """Draw a straight line."""
         (x, y), (to_x, to_y) = start, end
         outline = f"M {number(x)} {number(y)} L {number(to_x)} {number(to_y)}"
         self.path(outline, color, style=style)
 
     def render(self) -> str:
-        """The whole file."""
+        """Return the whole file."""
         tips = "".join(
             f'<marker id="tip-{color[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6.5" '
             f'markerHeight="6.5" orient="auto-start-reverse">'

@@ -91,13 +91,13 @@ def attack(server: Server, ask: Ask, count: int, progress: Progress) -> dict[str
         ask(server, "victim", number)
     order = list(range(2 * count))
     random.Random(0).shuffle(order)
-    told = {
+    answers = {
         number: ask(server, "prober", number)
         for number in progress.track(order, description="the prober asks")
     }
     sent, others = range(count), range(count, 2 * count)
-    times = auc([-told[n].first_token for n in sent], [-told[n].first_token for n in others])
-    tokens = auc([told[n].cached for n in sent], [told[n].cached for n in others])
+    times = auc([-answers[n].first_token for n in sent], [-answers[n].first_token for n in others])
+    tokens = auc([answers[n].cached for n in sent], [answers[n].cached for n in others])
     return {"time": round(times, 3), "cached_tokens": round(tokens, 3)}
 
 

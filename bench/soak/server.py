@@ -35,11 +35,11 @@ Json = dict[str, Any]
 
 def serve(replicas: int, model: str) -> None:
     """Serve, and print the state of the pool for each line of stdin."""
-    told_to = os.fdopen(os.dup(1), "w", buffering=1)
+    output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of Ray goes to stderr
     engine: Json = {"num_blocks": BLOCKS, "max_num_seqs": RUNNING, "max_model_len": LONGEST}
     options = ServerOptions(port=0, api_keys=False, max_waiting=WAITING)
-    at = listen(options)
+    listener = listen(options)
     more: Json = {}
     if replicas:
         cluster, router = start_replicas(engine, replicas)
@@ -51,33 +51,33 @@ def serve(replicas: int, model: str) -> None:
 
     def look() -> Json:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        told: Json = {"blocks": BLOCKS, "free": BLOCKS, "megabytes": pages * 4096 / 1e6}
+        state: Json = {"blocks": BLOCKS, "free": BLOCKS, "megabytes": pages * 4096 / 1e6}
         if not replicas:
             manager = llm.engine.manager
             manager.check()
-            told["free"] = manager.num_free_blocks
+            state["free"] = manager.num_free_blocks
             if (states := manager.states) is not None:
-                told["slots"] = states.num_slots
-                told["checkpoints"] = len(states.checkpoints)
-                told["free_slots"] = states.num_free
-                told["dropped"] = states.num_dropped
+                state["slots"] = states.num_slots
+                state["checkpoints"] = len(states.checkpoints)
+                state["free_slots"] = states.num_free
+                state["dropped"] = states.num_dropped
         else:
-            told["replicas"] = find_processes(dispatcher.replicas)
-            told["free"] = BLOCKS - count_held(dispatcher.metrics)
-        return told
+            state["replicas"] = find_processes(dispatcher.replicas)
+            state["free"] = BLOCKS - count_held(dispatcher.metrics)
+        return state
 
     def answer() -> None:
         for _ in sys.stdin:
             try:
-                told = llm.driver.call(look)
+                state = llm.driver.call(look)
             except BaseException as error:
-                told = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(told), file=told_to)
+                state = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(state), file=output)
 
     threading.Thread(target=answer, daemon=True).start()
     app = create_app(llm, MODEL, options, **more)
-    print(json.dumps({"port": at.getsockname()[1]}), file=told_to)
-    run(app, at)
+    print(json.dumps({"port": listener.getsockname()[1]}), file=output)
+    run(app, listener)
     llm.close()
     if replicas:
         cluster.close()
@@ -101,12 +101,12 @@ def start_replicas(engine: Json, replicas: int) -> tuple[Any, Any]:
     return cluster, router
 
 
-def count_held(told: Mapping[str, list[Metric]]) -> int:
+def count_held(metrics_of: Mapping[str, list[Metric]]) -> int:
     """Return the held blocks of the replica that holds most, from the replicas' metrics."""
     usage = "vllm:kv_cache_usage_perc"
     shares = [
         metric.value
-        for metrics in told.values()
+        for metrics in metrics_of.values()
         for metric in metrics
         if isinstance(metric, Gauge) and metric.name == usage
     ]
@@ -117,8 +117,8 @@ def find_processes(replicas: list[str]) -> list[int]:
     """Return the process ids of replicas, given their names in Ray Serve."""
     from ray._private.state import actors
 
-    found = [one for one in actors().values() if one["State"] == "ALIVE"]
-    return [one["Pid"] for one in found if one["Name"].rpartition("#")[2] in replicas]
+    alive = [actor for actor in actors().values() if actor["State"] == "ALIVE"]
+    return [actor["Pid"] for actor in alive if actor["Name"].rpartition("#")[2] in replicas]
 
 
 if __name__ == "__main__":

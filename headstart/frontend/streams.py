@@ -109,7 +109,7 @@ class OutputStream(Generator[Output, None, None]):
         chats: ChatRequests | None = None,
         owner: object = None,
     ) -> None:
-        """Stream `group`. chats: stores the answer. owner: an object to keep alive."""
+        """Stream `group`. chats: stores the answer. owner: is referenced until the stream ends."""
         self._driver, self._group, self._chats, self._owner = driver, group, chats, owner
         self._shown = ShownOutputs(group.output_kind)
         self._updates: Mailbox[Any] = Mailbox(driver, [group])
@@ -339,7 +339,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
     async def asend(self, value: None) -> Output:
         """Return the next output; `value` is ignored. Raises the exceptions of `prepare`.
 
-        Raises RequestError in another event loop than that of the first output.
+        Raises RequestError if the event loop differs from that of the first output.
         """
         if self._ended:
             self._stop()

@@ -1,5 +1,4 @@
-"""Faults of the machine: a full disk, reads and writes that fail, no permission, a wrong clock,
-and files or folders that are links."""
+"""Faults of the machine: full disk, failing system calls, lost permissions, wrong clock, links."""
 
 import errno
 import os

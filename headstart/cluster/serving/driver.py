@@ -382,7 +382,7 @@ class ReplicaDriver:
     # In the thread
 
     def _take_orders(self) -> None:
-        """Execute orders; once this driver is closed, refuse requests, in any thread."""
+        """Execute the calls of other threads; once this driver is closed, refuse requests."""
         while self._orders:
             try:
                 order = self._orders.popleft()

@@ -19,6 +19,8 @@ from headstart.tiers.index import INDEX, DiskIndex, slot_path
 from tests.engine.test_hybrid import Harness, expected_answer
 from tests.tiny_models import HYBRIDS, save_tiny
 
+pytestmark = pytest.mark.usefixtures("loads_always")
+
 PROMPT = [i * 7 % 50 for i in range(90)]
 
 

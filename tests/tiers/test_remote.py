@@ -14,6 +14,7 @@ from headstart.cache import BlockHash
 from headstart.errors import ConfigError
 from headstart.tiers import ModelRecord, RemoteStore, remote
 from headstart.tiers import store as records
+from tests.engine.test_hybrid import Harness
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, Clock, blocks, held, name, names
 
@@ -194,3 +195,12 @@ def test_engines_share_what_any_of_them_computed(server: Server, tmp_path: Path)
     assert answers == [answers[0]] * 4
     disk = {"disk": 0, "remote": 96}
     assert found == [{"remote": 0}, disk, disk, {"disk": 96, "remote": 0}]
+
+
+@pytest.mark.usefixtures("loads_always")
+def test_engines_share_states_of_recurrent_layers(server: Server) -> None:
+    prompt = [i * 7 % 50 for i in range(90)]
+    for hit in (0, 89):
+        harness = Harness(remote_cache=server.url)
+        assert harness.run(prompt) == hit
+        harness.core.close()

@@ -109,36 +109,34 @@ class StateOffers:
         before the step writes anything.
         """
         for checkpoint in list(self._pool.unsaved):
-            if not self._is_worth_saving(checkpoint):
-                del self._pool.unsaved[checkpoint]
-                continue
             if not self._saver.has_space(self._payload.nbytes):
                 break
-            self._offer(checkpoint)
+            tail = None
+            if checkpoint.key and self._payload.has_tail:
+                tail = self._manager.find_tail(checkpoint)
+                if tail is None:
+                    continue  # a request fills that block
+            is_complete = tail is not None or not checkpoint.key
+            gain = self._pool.saved_gain(checkpoint)  # takes time by the depth, so comes last
+            if is_complete and gain >= self._min_gain:
+                self._offer(checkpoint, tail.block_id if tail is not None else None, gain)
+            del self._pool.unsaved[checkpoint]
         if requested_at is not None:
             self._requested_at = requested_at
 
-    def _is_worth_saving(self, checkpoint: Checkpoint) -> bool:
-        has_place = self._payload.has_tail or not checkpoint.key
-        return has_place and self._pool.saved_gain(checkpoint) >= self._min_gain
-
-    def _offer(self, checkpoint: Checkpoint) -> None:
-        """Offer a checkpoint, unless the K/V of its last tokens are of no block yet."""
-        tail = self._manager.find_tail(checkpoint)
-        if (checkpoint.key and tail is None) or checkpoint.node is None:
-            return
+    def _offer(self, checkpoint: Checkpoint, tail: int | None, gain: int) -> None:
+        """Offer a checkpoint. tail: the block with the tokens after its last full block."""
+        assert checkpoint.node is not None
         parent = self._manager.hasher.of_node(checkpoint.node)
         block = StoredBlock(
             name_state(parent, checkpoint.key),
             parent,
             checkpoint.position,
-            self._seconds_of(self._pool.saved_gain(checkpoint)),
+            self._seconds_of(gain),
             self._requested_at,
-            self._payload.read(checkpoint.slot, tail.block_id if tail is not None else None),
+            self._payload.read(checkpoint.slot, tail),
         )
-        if self._saver.offer([block]):
-            checkpoint.is_saved = True
-            del self._pool.unsaved[checkpoint]
+        checkpoint.is_saved = self._saver.offer([block])
 
 
 def search_states(

@@ -243,7 +243,8 @@ class Tiers:
 
     def _offer_states(self, requested_at: float | None = None) -> None:
         if self._state_offers is not None:
-            self._state_offers.offer(requested_at)
+            with suppress(MemoryError, RuntimeError):  # torch's: they are offered again
+                self._state_offers.offer(requested_at)
 
     def wait(self) -> bool:
         """Wait a moment for a load, when nothing can run; return False if there is no load."""

@@ -1,12 +1,12 @@
-"""Autoregressive stage: an `EngineCore` with a separate KV cache, whose rows other stages take.
+"""Autoregressive stage: an `EngineCore` with a separate KV cache that passes rows to other stages.
 
-The engine runs as usual; only `EngineHooks` differ. A request waits while its inputs are still
-coming, its hits are limited to blocks with rows, and after each pass its rows are passed on.
+The engine runs as usual; only `EngineHooks` differ. A request waits until its inputs have arrived,
+its hits are limited to blocks with stored rows, and after each pass its rows are passed on.
 
-A first stage has its prompt when a request arrives. A later stage is fed rows: its prompt is
+A first stage has its prompt when a request arrives. A later stage receives rows: its prompt is
 complete when enough rows have arrived, and each further token waits for its row. Token ids do not
-determine these rows (a talker's prompt is one repeated mask token), so the rows are part of its
-blocks' identity: by the names of their upstream blocks, or else by a digest of their bytes.
+determine these rows (a talker's prompt is one repeated mask token), so the rows are part of a
+block's identity: the name of the block that they come from, or else a digest of their bytes.
 """
 
 import hashlib
@@ -65,13 +65,13 @@ class StagePrompt:
 
 
 class Feed:
-    """One request's inputs to one stage; by default all are there from the beginning."""
+    """One request's inputs to one stage; by default all are present from the beginning."""
 
     def take(self, source: str, event: OutputEvent | StageStarted) -> None:
         """Take rows or block names from an earlier stage."""
 
     def end(self, source: str) -> None:
-        """Note that `source` has no more rows."""
+        """Note that `source` will send no more rows."""
 
     def prompt(self) -> StagePrompt | None:
         """Return the prompt, None until it is complete. Raises RequestError."""
@@ -86,7 +86,7 @@ class Feed:
 
 
 Feeder = Callable[[OmniRequest], Feed]
-"""Begins a request's feed. Raises RequestError for a request that the stage cannot serve."""
+"""Makes a request's feed. Raises RequestError for a request that the stage cannot serve."""
 
 
 class PromptFeed(Feed):
@@ -101,15 +101,15 @@ class PromptFeed(Feed):
 
 @dataclass(kw_only=True, eq=False)
 class TalkerFeed(Feed):
-    """A talker's feed: makes its prompt and its rows, one per position, of the thinker's rows.
+    """A talker's feed: makes its prompt and one row per position from the thinker's rows.
 
-    An `EmbeddingSource`: `_combine` makes the embeddings of tokens from their rows. Blocks that
-    align with the thinker's are identified by the names of those, others by a digest of their rows.
+    An `EmbeddingSource`: `_combine` makes the embeddings of tokens from their rows. A block that
+    aligns with a thinker's block is identified by its name, any other by a digest of its rows.
 
-    rows: the thinker's output that feeds it. bos, eos, pad: rows `[width]`, the only rows besides
-    the thinker's. voice: part of the identity; talkers of different voices share no block.
-    positions: None for 0, 1, 2, ... anonymous: rows have no identity, and the request shares no
-    block with any other; for a stage without caching.
+    rows: the thinker's output that it reads. bos, eos, pad: rows `[width]`, the only ones not from
+    the thinker. voice: part of the identity; talkers of different voices share no block.
+    positions: None for 0, 1, 2, ... anonymous: the request shares no block with any other; for a
+    stage without caching.
     """
 
     request: OmniRequest
@@ -124,8 +124,8 @@ class TalkerFeed(Feed):
     anonymous: bool = False
 
     def __post_init__(self) -> None:
-        self._prompt_tokens: int | None = None  # of the thinker
-        self._num_rows = 0  # of the thinker
+        self._prompt_tokens: int | None = None  # length of the thinker's prompt
+        self._num_rows = 0  # rows received from the thinker
         self._private = os.urandom(16) if self.anonymous else None
         self._buffer: Tensor | None = None  # doubled when full
         self._num_given = 0
@@ -237,7 +237,7 @@ class TalkerFeed(Feed):
         raise NotImplementedError
 
     def _end_rows(self) -> None:
-        """Note that the thinker has no more rows."""
+        """Note that the thinker will send no more rows."""
         raise NotImplementedError
 
     def _token_ids(self) -> list[int] | None:
@@ -277,9 +277,9 @@ class _State:
 
 
 class EngineStage(Stage):
-    """Runs a decoder over prompts that its feeder makes, and passes on rows and tokens.
+    """Runs a decoder over the prompts of its feeds, and passes on rows and tokens.
 
-    cache: the store of its rows, unused without `spec.enable_prefix_caching`. Raises
+    cache: the store of rows, unused without `spec.enable_prefix_caching`. Raises
     OutOfMemoryError if no K/V fit. `engine` and `rows` are public for benchmarks.
     """
 
@@ -355,7 +355,7 @@ class EngineStage(Stage):
             for group, error in results:
                 self._deliver(group, error)
             self._complete_tokens(results)
-        self._decoder.take_passes()  # those of a step that failed
+        self._decoder.take_passes()  # drops the passes of a step that failed
         seconds = time.perf_counter() - start
         events, self._events = self._events, []
         for request_id in ran & self._states.keys():
@@ -411,16 +411,16 @@ class EngineStage(Stage):
         for sequence, chunk in self.rows.computed(parts, outputs):
             self.give(names[sequence], chunk)
 
-    # For stages that do more
+    # Overridden by stages with more work per step
 
     def ran(self, batch: Batch, outputs: Mapping[str, Tensor]) -> None:
-        """Take a step's outputs `[tokens of the step, ...]`, declared or not."""
+        """Receive a step's outputs `[tokens of the step, ...]`, declared or not."""
 
     def complete(self, tokens: Mapping[str, tuple[Feed, int]]) -> None:
-        """Take the feeds and new tokens of requests that continue; an exception ends them."""
+        """Receive feeds and new tokens of continuing requests; an exception ends these requests."""
 
     def give(self, request_id: str, chunk: Chunk) -> None:
-        """Pass rows of an output on."""
+        """Pass rows of an output to later stages."""
         self._events.append(OutputEvent(request_id, chunk))
 
     # Inside

@@ -28,9 +28,9 @@ from headstart.omni.stage_decoder import OmniModel
 class OmniStages:
     """Makes the stages of one loaded model, and prompts for them.
 
-    audio, codes: the outputs that are the waveform and the codes. spelling: the text of an audio
-    and of an image in a prompt. A request's options: `voice` for `talker`. Embeddings of audio and
-    images are cached in `cache`; they outlive the process where the thinker's blocks do.
+    audio, codes: the outputs with the waveform and the codes. spelling: the text that stands for an
+    audio and for an image in a prompt. A request's options: `voice` for `talker`. Embeddings of
+    audio and images are cached in `cache`, and in the thinker's tiers if it has any.
     """
 
     graph: str
@@ -53,7 +53,7 @@ class OmniStages:
     def prepare(
         self, text: PreparedPrompt, inputs: Mapping[str, Any], salt: str | None
     ) -> SpokenPrompt:
-        """Return a prompt with its audio and images in place. Raises RequestError.
+        """Return a prompt with placeholders for its audio and images. Raises RequestError.
 
         inputs: `features` as transformers' processor makes them, or `audio` and `images`. An item
         that was encoded before under the same salt is not encoded again.

@@ -1,12 +1,12 @@
 """Stages that are functions: vocoders, encoders, diffusion. There are two kinds.
 
-    WholeStage    needs all of its inputs: runs once per request. Its result is cached by the
-                  content of all its inputs.
-    FramesStage   causal: frames depend only on earlier codes. Runs block by block as codes come;
-                  a block's frames are cached by all codes up to the block's end.
+    WholeStage    needs all of its inputs, so it runs once per request. The cache key of its result
+                  is the content of all inputs.
+    FramesStage   causal: frames depend only on earlier codes. Runs block by block as codes arrive;
+                  the cache key of a block's frames is all codes up to the block's end.
 
-Both give the same bits with and without the cache: a frames stage always computes whole blocks at
-absolute positions.
+Both return the same bits with and without the cache, since a frames stage always computes whole
+blocks at absolute positions.
 """
 
 import time
@@ -138,10 +138,10 @@ class _FunctionStage(Stage):
 
 
 class WholeStage(_FunctionStage):
-    """Runs `function` once all inputs are there.
+    """Runs `function` when all inputs are complete.
 
-    identity: a digest of everything that the result depends on, or None if this result must not be
-    reused. Without `identity` no result is reused.
+    identity: returns a digest of everything that the result depends on, or None for a result that
+    must not be reused. Without `identity` no result is reused.
     """
 
     def __init__(
@@ -186,12 +186,12 @@ class WholeStage(_FunctionStage):
 class FramesPlan:
     """The options of a `FramesStage`.
 
+    Frames depend on the earlier codes of their segment and on `context` codes before the segment.
+
     function: maps `(request, codes [n, ...], context)` to the frames of all codes but the first
-    `context`, which are only context. block: codes per call. context: number of codes before a
-    segment that its frames depend on, besides the earlier codes of the segment. segment: codes per
-    segment, a multiple of `block`; None makes each block a segment. identity: the parts of a
-    request that determine its frames besides its codes. Raises ConfigError for a segment that is no
-    multiple of the block.
+    `context`. block: codes per call. segment: codes per segment, a multiple of `block`; None makes
+    each block a segment. identity: what determines a request's frames besides its codes. Raises
+    ConfigError for a segment that is no multiple of the block.
     """
 
     function: Callable[[OmniRequest, Tensor, int], Tensor]
@@ -208,12 +208,12 @@ class FramesPlan:
 
 
 class FramesStage(_FunctionStage):
-    """Frames by blocks of codes, as the codes come. Takes one input and gives one output."""
+    """Makes frames for blocks of codes as these arrive. Has one input and one output."""
 
     def __init__(self, spec: StageSpec, plan: FramesPlan, cache: OutputCache | None = None) -> None:
         super().__init__(spec, cache)
         if len(spec.takes) != 1 or len(spec.gives) != 1:
-            raise ConfigError(f"stage {spec.name!r}needs one input and one output to make frames")
+            raise ConfigError(f"stage {spec.name!r} needs one input and one output to make frames")
         [self._codes], [self._output] = spec.takes, spec.gives
         if self._output.alignment.kind is not Kind.FRAMES:
             raise ConfigError(
@@ -244,7 +244,7 @@ class FramesStage(_FunctionStage):
         return events
 
     def _frames(self, state: _State, codes: Tensor, stop: int) -> Tensor:
-        """Return the frames of codes `done` to `stop - 1`; caches a whole block."""
+        """Return the frames of codes `done` to `stop - 1`; caches those of a whole block."""
         is_whole = stop - state.done == self._plan.block
         index = len(state.keys)
         if is_whole and self._cache is not None:

@@ -29,7 +29,7 @@ _AXES = {
     "pixel_values": ("patches", "width"),
     "image_grid_thw": ("images", "3"),
 }
-"""The tensors that a prompt may have besides token ids, by the names of transformers' processor."""
+"""The axes of each feature tensor, by its name in transformers' processors."""
 
 _FLOATS = ("input_features", "pixel_values")
 
@@ -51,9 +51,9 @@ class Media:
     """Reads audio and images of one model's prompts.
 
     placeholders: the token ids that stand for "audio" and "image". sound_lengths: maps numbers of
-    audio frames int64 `[sounds]` to numbers of embeddings. merge_size: the side, in
-    patches, of the square that becomes one embedding. padding: the feature extractor's padding
-    mode; sounds are then cut to the longest.
+    audio frames int64 `[sounds]` to numbers of embeddings. merge_size: the side, in patches, of the
+    square that becomes one embedding. padding: the feature extractor's padding mode; padding beyond
+    the longest sound is removed afterwards.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Media:
     def place(
         self, token_ids: Sequence[int], features: Mapping[str, Tensor]
     ) -> tuple[list[int], list[PlacedItem]]:
-        """Return the prompt with one placeholder per embedding, and its items in order.
+        """Expand a prompt to one placeholder per embedding; return it and its items in order.
 
-        A prompt has one placeholder per item, or all of them. Raises RequestError if items and
-        placeholders do not fit.
+        `token_ids` may have one placeholder per item, or one per embedding already. Raises
+        RequestError if placeholders and items differ in number.
         """
         expanded, placed = list(token_ids), []
         contents = {"audio": self._audios(features), "image": self._images(features)}
@@ -219,7 +219,7 @@ def as_items(value: object) -> list[Any]:
 def read_features(values: object) -> dict[str, Tensor]:
     """Return a prompt's tensors as transformers' processor makes them. Raises RequestError.
 
-    Checks names, dtypes and numbers of axes, but not that the tensors fit one another.
+    Checks names, dtypes and numbers of axes, but not whether the tensors' shapes agree.
     """
     if not isinstance(values, Mapping):
         raise RequestError(
@@ -291,7 +291,7 @@ def _load(kind: Any, folder: Path, **options: Any) -> Any:
 
 
 def as_rgb(image: Any) -> Any:
-    """Return a Pillow image as models see it, and anything else unchanged. Raises RequestError."""
+    """Return a Pillow image in RGB, and anything else unchanged. Raises RequestError."""
     try:
         from PIL import Image
     except ImportError:

@@ -1,6 +1,6 @@
 """`Omni` and `AsyncOmni`: models with text, audio and image input and spoken answers.
 
-A driver's thread runs all steps of the pipeline, for both, as it does for `LLM` and `AsyncLLM`.
+As in `LLM` and `AsyncLLM`, a driver's thread runs all steps.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from headstart.validation import check_fields, describe
 Answer = TypeVar("Answer")
 
 DEFAULT_CACHE_BYTES = 1 << 30
-"""Default bound of the stage-output store, in bytes of host memory."""
+"""Default size limit of the stage-output store, in bytes of host memory."""
 _MEDIA = ("audio", "images", "features")
 _TEXT = ("prompt", "prompt_token_ids")
 
@@ -45,10 +45,10 @@ class Omni:
     one pipeline. After `close` every call raises EngineError.
 
     pipeline: a graph in TOML that replaces the model's own; a stage's `options` are the fields of
-    `EngineConfig`. cache_bytes: bound of the stage-output store. options: defaults for all engines;
-    without `enable_prefix_caching` no stage caches anything, `num_threads` applies to the process,
-    and with `cache_dir` a restarted pipeline skips what this one computed. An option without effect
-    in a pipeline is refused.
+    `EngineConfig`. cache_bytes: size limit of the stage-output store. options: defaults for all
+    engines. `enable_prefix_caching=False` disables the caches of all stages, `num_threads` applies
+    to the process, and with `cache_dir` a restarted pipeline reuses what this one computed. Options
+    without effect in a pipeline are refused.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Omni:
         """Answer one or many prompts together; returns outputs in the order of the prompts.
 
         cache_salt: prompts with different salts share nothing. Raises RequestError before any work
-        if any prompt is bad; EngineError if a stage failed, and after `close`.
+        if any prompt is invalid; EngineError if a stage failed, and after `close`.
         """
         self.pipeline.require_open()
         prompts = _as_list(prompts)
@@ -226,10 +226,10 @@ class AsyncOmni:
     async def start(
         self, prompt: OmniPrompt, params: OmniParams | None = None, *, cache_salt: str | None = None
     ) -> AsyncOutputStream[OmniOutput]:
-        """Prepare an answer, and return its outputs when it is known to be possible.
+        """Check a request, and return the stream of its outputs.
 
-        Each output holds the whole answer so far. The request begins when the first one is read;
-        closing the stream aborts it, as does its garbage collection. Raises the errors of
+        Each output holds the whole answer so far. The request begins when the first output is read.
+        Closing the stream aborts the request, as does its garbage collection. Raises the errors of
         `Omni.generate`.
         """
         prepare = partial(self.omni.prepare, prompt, params, cache_salt)
@@ -250,7 +250,7 @@ class AsyncOmni:
         raise EngineError("the pipeline ended a request without an answer")
 
     async def call(self, function: Callable[[], Answer]) -> Answer:
-        """Call `function` in the pipeline's thread; returns or raises what it does.
+        """Call `function` in the pipeline's thread; returns its result or raises its exception.
 
         Raises EngineError after `close`, RequestError for an object that cannot be called.
         """
@@ -269,7 +269,7 @@ def _joined(chunks: Sequence[Chunk]) -> Tensor:
 
 
 def _as_list(prompts: OmniPrompt | Sequence[OmniPrompt]) -> list[OmniPrompt]:
-    """Return one prompt or many as a list: a list of integers is one."""
+    """Return one prompt or several as a list; a list of integers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):

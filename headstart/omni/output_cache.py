@@ -2,14 +2,14 @@
 
 A stage that skips a cached prefix still needs that prefix's rows for the next stage. An entry maps
 (block identity, stage, output) to the rows of one block in host memory, and is never overwritten.
-When the bytes run out, the least recently used entry is evicted that does not belong to the prefix
-that is being stored. If there is no such entry, nothing more of the prefix is stored. So
+When the store is full, the least recently used entry outside the prefix that is being stored is
+evicted. If there is no such entry, nothing more of the prefix is stored. So
 
-    KV evicted, rows kept      the rows stay until they are evicted; they are used again once a
+    only K/V evicted           the rows stay until they are evicted; they are used again once a
                                request computes the block's K/V again
-    rows evicted, KV kept      the block is no hit for a stage that must hand its rows on
-    a late reader              holds the tensors themselves: changes to the store or to the KV
-                               block's slots do not affect them
+    only rows evicted          the block is no hit for a stage that must pass its rows on
+    a reader                   holds the tensors themselves: eviction from the store or reuse of
+                               the KV block does not affect them
 
 A block is identified by its stage, its namespace, and every key from the root on, compared by
 content as in the KV cache. The store knows no block ids, so a stage may have any number of KV
@@ -61,7 +61,7 @@ class OutputCacheStats(NamedTuple):
 
 
 class _Node(PrefixNode):
-    """One block identity. `needed`: the outputs without which the block is no hit.
+    """One block identity. `needed`: the outputs that must be stored to make the block a hit.
 
     A node without rows stays while it has children. `nbytes` includes its rows.
     """
@@ -125,11 +125,7 @@ class OutputCache:
         return sum(1 for _ in self._whole(path, start))
 
     def touch(self, path: BlockPath) -> None:
-        """Mark a prefix as just used; its last block will be evicted before its first.
-
-        So a prefix is evicted from its end, as in the KV cache, and the rest still begins at
-        position 0.
-        """
+        """Mark a prefix as just used. It will be evicted from its end, as in the KV cache."""
         for node in reversed(list(self._walk(path))):
             for name in node.rows:
                 self._order.move_to_end((node, name))
@@ -143,10 +139,10 @@ class OutputCache:
     ) -> None:
         """Store a copy of a stage's outputs for block `index` of the path: by name, `[rows, ...]`.
 
-        The rows must be complete in host memory. required: the outputs that a request must get to
-        skip this block; by default those in `rows`. While one of them is missing the block is no
-        hit. An existing entry is not replaced; rows that are not finite are not stored, nor rows
-        that do not fit next to the blocks before this one. Call `touch` at the end of a prefix.
+        The rows must be complete in host memory. required: the outputs that must be stored to make
+        the block a hit; by default those in `rows`. An existing entry is not replaced. Rows with
+        NaN or inf are not stored, nor rows for which there is no space besides the blocks before
+        this one. Call `touch` at the end of a prefix.
         """
         node = self._make(path, index)
         node.needed = frozenset(rows if required is None else required)
@@ -155,7 +151,7 @@ class OutputCache:
                 self._order.move_to_end((node, name))
                 continue
             size = tensor.nbytes + ENTRY_BYTES
-            if not bool(torch.isfinite(tensor).all()) or not self._make_room(node, size):
+            if not bool(torch.isfinite(tensor).all()) or not self._make_space(node, size):
                 self._refused += 1
                 continue
             node.rows[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -166,7 +162,7 @@ class OutputCache:
         self._prune(node)
 
     def drop(self, stage: str, name: str) -> None:
-        """Drop all rows of one output whose detected alignment was wrong; no block needs them."""
+        """Drop all rows of an output that is no longer aligned by token; hits need them no more."""
         for node, entry in [key for key in self._order if key[1] == name]:
             top: PrefixNode = node
             while top.parent is not None and top.parent.parent is not None:
@@ -202,7 +198,7 @@ class OutputCache:
 
     def _nodes(self) -> list[_Node]:
         nodes: list[PrefixNode] = [*self._tree.roots()]
-        for node in nodes:  # it grows meanwhile
+        for node in nodes:  # the loop appends to the list
             nodes += node.children()
         return [node for node in nodes if isinstance(node, _Node)]
 
@@ -229,10 +225,10 @@ class OutputCache:
         assert isinstance(node, _Node)
         return node
 
-    def _make_room(self, node: _Node, size: int) -> bool:
-        """Evict the oldest entries until so many bytes are free; return False if they cannot be.
+    def _make_space(self, node: _Node, size: int) -> bool:
+        """Evict the oldest entries until `size` bytes are free; return False if that is impossible.
 
-        Neither the node's own rows are evicted nor those of the nodes before it.
+        The rows of the node and of the nodes before it are not evicted.
         """
         if self._bytes + size <= self.max_bytes:
             return True
@@ -284,14 +280,14 @@ class ContentCache:
         self._model = ""
 
     def keep(self, store: ImageLoads, model: str) -> None:
-        """Put tensors made from now on into a store that outlives the process, too.
+        """Also save tensors made from now on in a store that outlives the process.
 
         model: the fingerprint of everything that a tensor depends on besides its digest.
         """
         self._store, self._model = store, model
 
     def recall(self, digest: bytes, make: Callable[[], Tensor], salt: str | None = None) -> Tensor:
-        """Return the cached tensor of a digest and salt, or the result of `make`, then cached.
+        """Return the cached tensor of a digest and salt, or call `make` and cache its result.
 
         The tensor is on the host. Raises the exceptions of `make`.
         """

@@ -18,7 +18,7 @@ from headstart.validation import check_fields, describe, option
 
 
 def pcm16(samples: Tensor) -> bytes:
-    """Return samples in -1 .. 1, float `[samples]`, as little-endian 16-bit PCM; clips louder ones.
+    """Return samples, float `[samples]`, as little-endian 16-bit PCM, clipped to -1 .. 1.
 
     >>> pcm16(torch.tensor([0.0, 1.0, -2.0])).hex()
     '0000ff7f0180'
@@ -39,9 +39,9 @@ def wav_bytes(samples: Tensor, sample_rate: int) -> bytes:
 
 
 OmniPrompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping: `prompt` or `prompt_token_ids`, and optionally `audio` and
-`images`, one or a list, or `features` (tensors of transformers' processor). Sounds are arrays
-`[samples]`: floats from -1 to 1, int16 or int32. Images are Pillow's."""
+"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids`. A mapping may also have
+`audio` and `images` (one or a list each), or `features` (tensors of transformers' processor).
+Sounds are arrays `[samples]`: floats from -1 to 1, int16 or int32. Images are Pillow's."""
 
 
 @dataclass(kw_only=True)
@@ -49,8 +49,8 @@ class OmniParams:
     """The parameters of one request.
 
     text, speech: sampling of the thinker and of the talker; None takes the model's defaults. voice:
-    None takes the first. audio: False gives only text. seed: of a vocoder that begins with noise.
-    Raises RequestError for a value outside its range; of one that was set later, the call does.
+    None takes the first. audio: False generates only text. seed: for a vocoder that starts from
+    noise. Raises RequestError for a value outside its range; values set later are checked at use.
     """
 
     text: SamplingParams | None = None
@@ -76,8 +76,8 @@ class OmniOutput:
     """A request and its answer so far.
 
     token_ids: of the text. codes: of the speech, int64 `[codes, ...]`. metrics: those of the stages
-    that have ended, by name. finish_reason: None while it runs, else the thinker's ("stop",
-    "length") or "abort". prompt_token_ids: with a token for each embedding of a sound or an image.
+    that have ended, by name. finish_reason: None while it runs, then the thinker's ("stop",
+    "length") or "abort". prompt_token_ids: with one placeholder per embedding.
     """
 
     request_id: str

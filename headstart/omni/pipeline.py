@@ -1,9 +1,9 @@
-"""Pipelines: stages in an acyclic graph, which carries each output to the stages that take it.
+"""Pipelines: stages in an acyclic graph; each output goes to the stages that take it.
 
-A step of the pipeline is a step of each stage that has work, in topological order; its outputs go
-to their takers at once. So requests of several users are in several stages at the same time, and a
-talker speaks while its thinker still generates. A driver's thread runs the steps. A request that
-fails in one stage ends in all stages and holds no memory; other requests continue.
+A pipeline step runs one step of each stage that has work, in topological order. Outputs reach the
+stages that take them at once, so a talker speaks while its thinker still generates, and stages work
+on different requests at the same time. A driver's thread runs the steps. A request that fails in
+one stage ends in all stages and frees its memory; other requests continue.
 
 A graph is written in TOML. `kind` names the factory that makes the stage, and `options` are the
 factory's arguments:
@@ -75,8 +75,8 @@ class Graph:
     def with_options(self, options: Mapping[str, Any]) -> Graph:
         """Return this graph with `options` as defaults of all autoregressive stages.
 
-        `enable_prefix_caching` applies to every stage: False switches caching off in all stages;
-        with True a stage may still switch it off for itself.
+        `enable_prefix_caching=False` disables caching in all stages; with True a single stage may
+        still disable it.
         """
         defaults = dict(options)
         caching = defaults.pop("enable_prefix_caching", True)
@@ -229,9 +229,8 @@ class Progress:
     """One request in the pipeline.
 
     chunks: the rows of the outputs that the pipeline collects, in order; the caller may remove
-    them. results: the result of each stage that has ended. metrics: the metrics of each stage that
-    has ended. finish_reason: "done", "abort" or "error", None while it runs. render: makes the
-    user's output of this.
+    them. results, metrics: of each stage that has ended. finish_reason: "done", "abort" or "error",
+    None while it runs. render: makes the user's output from this object.
     """
 
     request: OmniRequest
@@ -254,7 +253,7 @@ class Progress:
 
     @property
     def finished(self) -> bool:
-        """True if no more outputs come."""
+        """True if there will be no more outputs."""
         return self.finish_reason is not None
 
     def output(self) -> Any:
@@ -264,9 +263,9 @@ class Progress:
 
 
 class Pipeline:
-    """Runs stages; the core of a driver. `collects`: the outputs for the user.
+    """Runs stages; a driver calls it. `collects`: the outputs for the user.
 
-    Raises ConfigError for two stages of one name, an input that no stage gives, and a cycle.
+    Raises ConfigError for two stages with the same name, an input that no stage has, and a cycle.
     """
 
     def __init__(self, stages: Sequence[Stage], collects: Sequence[Input] = ()) -> None:

@@ -8,8 +8,8 @@ codec prompt, and the thinker's rows carry the content:
     token      mask ..... mask   lead[0]   lead[1]   code 0    code 1
     row        thinker's prompt  bos       reply 0   reply 1   reply 2 ... eos  pad  pad ...
 
-If a token has a separate embedding (from T on), it is added to the row. The prompt is complete
-with the thinker's first reply row; from there on, the talker runs one row behind the thinker.
+From position T on, the token's embedding is added to the row. The prompt is complete with the
+thinker's first reply row; after that the talker runs one row behind the thinker.
 
 Source: `Qwen2_5OmniForConditionalGeneration.generate` in transformers.
 """
@@ -88,9 +88,9 @@ class Qwen25Omni(OmniModel):
         self.end_codes = (self.ids.tts_codec_end_token_id, self.ids.tts_codec_pad_token_id)
 
     def thinker(self) -> StageDecoder:
-        """Return a decoder that generates text and gives `spoken` `[tokens, hidden]`.
+        """Return a decoder that generates text, with the output `spoken` `[tokens, hidden]`.
 
-        Rows are the last hidden rows plus text embeddings; at placeholders of audio and images, the
+        A text token's row is its last hidden row plus its embedding; a placeholder's row is the
         hidden row alone.
         """
 
@@ -135,7 +135,7 @@ class Qwen25Omni(OmniModel):
         return self._talker if of_talker else self._thinker.model
 
     def remember_speakers(self, recall: Recall) -> None:
-        """Embed each speaker once, not at every step of every waveform."""
+        """Cache each speaker's embedding, which is otherwise computed in every vocoder step."""
         inputs = self._token2wav.code2wav_dit_model.input_embed
         inputs.spk_encoder = _Remembered(inputs.spk_encoder, recall)
 
@@ -171,7 +171,7 @@ def _load_voices(file: Path) -> dict[str, Voice]:
 
 @dataclass(kw_only=True, eq=False)
 class CodecTalkerFeed(TalkerFeed):
-    """One request's feed; it is ready when the thinker is one row ahead.
+    """One request's feed: a step needs the thinker to be one row ahead.
 
     mask_id, lead_ids: the prompt's token ids. embed: token ids int64 `[n]` to embeddings `[n,
     width]`. positions: of the thinker's prompt and the lead. limit: maximum number of tokens.
@@ -283,7 +283,7 @@ class Qwen25Stages(OmniStages):
         return stage
 
     def _talker_positions(self, prompt: SpokenPrompt, bos: int) -> RotaryPositions | None:
-        """Return the thinker's rotary positions, over its prompt and two tokens of text."""
+        """Return the thinker's rotary positions of its prompt and two more text tokens."""
         if prompt.prepared.extras is None:
             return None
         ids = [*prompt.prepared.token_ids, bos, bos]

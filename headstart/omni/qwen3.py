@@ -4,18 +4,18 @@
     token     blank          blank       nothink  bos  eos  voice  pad  bos   frame 0 frame 1
     row       user's turns   answer 0-2  pad      pad  pad  pad    bos  3     4       5 ... eos pad
 
-Rows are the thinker's: of the user's turns, then of the answer's turn. If a token has an embedding
-(from U + 3 on) it is added to the row; a frame's embedding is the sum of those of its codes.
+Rows are the thinker's: of the user's turns, then of the answer's turn. From position U + 3 on, the
+token's embedding is added to the row; a frame's embedding is the sum of its codes' embeddings.
 
-A small decoder predicts a frame's codes after the first, one after another, right after the first
-code, since the next step needs them. It has no state between frames:
+The talker generates a frame's first code. Then a small decoder predicts the frame's other codes,
+one after another, since the talker's next step needs them. It has no state between frames:
 
     position   0             1              2              3 ...
     input      talker's row  first code     second code    third code
     predicts                 second code    third code     ...
 
-Equal first codes with different other codes are a different prefix. So the other codes are stored
-with the rows, and are part of a block's identity.
+Frames with equal first codes may differ in the others. So the other codes are stored with the rows,
+and are part of a block's identity.
 
 Source: `Qwen3OmniMoeForConditionalGeneration.generate` in transformers.
 """
@@ -64,7 +64,7 @@ from headstart.omni.stage_decoder import (
 )
 
 _UNSPOKEN = 1024
-"""Number of the talker's last token ids that are not codes; of them only the end is sampled."""
+"""Number of the talker's last token ids that are no codes; only the end may be sampled."""
 
 
 class Qwen3Omni(OmniModel):
@@ -98,7 +98,7 @@ class Qwen3Omni(OmniModel):
         self.vocoder = CausalVocoder(self._whole.code2wav)
 
     def thinker(self) -> StageDecoder:
-        """Return a decoder that generates text and gives `handed`."""
+        """Return a decoder that generates text, with the output `handed`."""
         ends = frozenset([int(self.config.im_end_token_id)])
         accept = int(self.codec.accept_hidden_layer)
         return thinker_decoder(
@@ -106,7 +106,7 @@ class Qwen3Omni(OmniModel):
         )
 
     def talker(self) -> StageDecoder:
-        """Return a decoder that generates first codes and gives `hidden`, the predictor's input."""
+        """Return a decoder of first codes with the output `hidden`, the predictor's input."""
         count, end = int(self.codec.text_config.vocab_size), int(self.codec.codec_eos_token_id)
         unspoken = set(range(count - _UNSPOKEN, count)) - {end}
         return StageDecoder(
@@ -139,8 +139,8 @@ class Qwen3Omni(OmniModel):
     ) -> Tensor:
         """Return the other codes int64 `[n, others]` of many frames at once, on the host.
 
-        `hidden` are the talker's rows `[n, hidden]` that gave the first codes int64 `[n]`; `choose`
-        chooses a code for each row of logits float32 `[rows, codes]`.
+        hidden: the talker's rows `[n, hidden]` from which the first codes, int64 `[n]`, were
+        sampled. choose: samples one code per row of logits float32 `[rows, codes]`.
         """
         tables, embedded = self._predictor.get_input_embeddings(), self.embed_codes(first)
         past, codes_list = None, []
@@ -172,7 +172,7 @@ class Qwen3Omni(OmniModel):
     def encode(self, placed: PlacedItem) -> Tensor:
         """Return the rows of an item's placeholders, `[length, hidden * (1 + deep layers)]`.
 
-        A row is an embedding, then the rows added after each of the first layers, zeros for audio.
+        A row is an embedding, then the parts added after the first layers (zeros for audio).
         """
         content = self._on_device(placed.content)
         with torch.inference_mode():
@@ -196,9 +196,9 @@ def thinker_decoder(
     *,
     checkpoint: StageCheckpoint | None = None,
 ) -> StageDecoder:
-    """Return a thinker's decoder, which gives `handed` `[tokens, hidden]`.
+    """Return a thinker's decoder with the output `handed` `[tokens, hidden]`.
 
-    A text token's row is its embedding, any other row the one after `accept_layer` layers.
+    A text token's row is its embedding, a placeholder's row the output of layer `accept_layer`.
     """
 
     def give(tensors: PassTensors) -> Mapping[str, Tensor]:
@@ -221,12 +221,12 @@ def thinker_decoder(
 class CausalVocoder:
     """A causal vocoder that runs block by block; the function of a `FramesStage`.
 
-    A code gives `ratio` samples. The last `delay` samples of a code need the next code, so the
-    convolutions leave them out at the end of their input. So the wave is delayed by `delay`
-    samples: it begins with silence, and blocks join without a gap.
+    A code becomes `ratio` samples. The last `delay` of them need the next code, so the convolutions
+    omit them at the end of their input. The wave therefore begins with `delay` samples of silence,
+    and blocks join without a gap.
 
-    The transformer before the convolutions has a longer context and is the cheaper part. So it runs
-    over all codes, and the convolutions only over the block and the `reach` codes before it.
+    The transformer before the convolutions has a longer context and is cheaper. So it runs over all
+    codes, and the convolutions run only over the block and the `reach` codes before it.
     """
 
     def __init__(self, code2wav: Qwen3OmniMoeCode2Wav) -> None:
@@ -261,7 +261,7 @@ class CausalVocoder:
 
 
 def _reach(code2wav: Qwen3OmniMoeCode2Wav, delay: int) -> int:
-    """Return the convolutions' context in codes, `delay` samples before a code's first one."""
+    """Return how many codes before a code influence its samples, which begin `delay` early."""
     position = -delay
     for part in (code2wav.decoder, code2wav.upsample):
         for module in reversed(list(part.modules())):
@@ -274,22 +274,23 @@ def _reach(code2wav: Qwen3OmniMoeCode2Wav, delay: int) -> int:
 
 
 CODES = "codes"
-"""A frame talker gives frames, int64 `[frames, codes]`, beside its tokens."""
+"""The output of a frame talker with its frames, int64 `[frames, codes]`."""
 
 _NOW = 3
 """Rows of the answer's turn that are in the prompt: its start, its role, a newline."""
 
 _OTHERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
-"""transformers' sampling of the other codes, independent of the first code's sampling."""
+"""transformers' sampling of the other codes; a greedy request samples these greedily too."""
 
 
 @dataclass(kw_only=True, eq=False)
 class FrameTalkerFeed(TalkerFeed):
     """One request's feed. A step needs the previous frame and the thinker's next row.
 
-    spoken_to: bool `[prompt]`, the user's turns in the thinker's prompt; is_media: of these only,
-    true for audio and images. answer_start: the position where the answer's turn begins. lead_ids:
-    the six ids before the first frame. generator: of the other codes.
+    spoken_to: bool `[prompt]`, true for the user's turns in the thinker's prompt. is_media: bool
+    for the tokens of these turns, true for audio and images. answer_start: the position where the
+    answer's turn begins. lead_ids: the six ids before the first frame. generator: samples the other
+    codes.
     """
 
     spoken_to: Tensor
@@ -349,7 +350,7 @@ class FrameTalkerFeed(TalkerFeed):
             frame += 1
 
     def _row(self, index: int) -> Tensor | None:
-        """Return the row of the answer's token, eos or pad after its end, None if not there yet."""
+        """Return the answer's row, `eos` or `pad` after its end, None if it has not arrived."""
         if index < len(self._answer):
             return self._answer[index]
         if not self._ended:
@@ -357,7 +358,7 @@ class FrameTalkerFeed(TalkerFeed):
         return self.eos if index == len(self._answer) else self.pad
 
     def _with_others(self, rows: Tensor, codes: Tensor | None = None) -> Tensor:
-        """Append the frames' other codes to rows, in float32, which holds both exactly."""
+        """Append the frames' other codes to rows, in float32, which represents both exactly."""
         if codes is None:
             codes = torch.zeros(len(rows), self.model.num_others)
         return torch.cat([rows.float().cpu(), codes.float()], dim=1)
@@ -368,7 +369,7 @@ class FrameTalkerFeed(TalkerFeed):
         return [self.blank_id] * (self._num_user + _NOW) + list(self.lead_ids)
 
     def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
-        """Return rows projected for the talker, plus the tokens' embeddings from U + 3 on."""
+        """Return projected rows, plus the tokens' embeddings from position U + 3 on."""
         model, count = self.model, self.model.num_others
         is_media = torch.zeros(len(rows), dtype=torch.bool)
         part = self.is_media[position : position + len(rows)]
@@ -387,9 +388,9 @@ class FrameTalkerFeed(TalkerFeed):
 
 
 class FrameTalker(EngineStage):
-    """An engine stage over first codes, whose frames are completed after each step.
+    """An engine stage that generates first codes and completes the frames after each step.
 
-    Its feeds are `FrameTalkerFeed`s; its decoder gives `hidden` `[tokens, hidden]`.
+    Its feeds are `FrameTalkerFeed`s; its decoder has the output `hidden` `[tokens, hidden]`.
     """
 
     def __init__(
@@ -460,7 +461,7 @@ _SEGMENT, _CONTEXT = 300, 25
 
 
 def vocoder_plan(vocoder: CausalVocoder) -> FramesPlan:
-    """Plan the vocoder in small blocks that together give the samples of transformers' passes."""
+    """Return small blocks that together have the same samples as transformers' longer passes."""
     return FramesPlan(function=vocoder, block=_BLOCK, context=_CONTEXT, segment=_SEGMENT)
 
 
@@ -551,12 +552,12 @@ class Qwen3Stages(OmniStages):
                 "the prompt does not end with the assistant's turn, which a spoken answer needs"
             )
         turn = torch.searchsorted(starts, torch.arange(len(ids)), right=True) - 1
-        # Tokens before the first turn count as part of it, as in transformers.
+        # As in transformers, tokens before the first turn belong to it.
         roles = ids[torch.where(turn < 0, 0, starts[turn]) + 1]
         return roles == config.user_token_id, int(starts[-1])
 
     def _positions(self, user: list[int], prompt: SpokenPrompt) -> RotaryPositions | None:
-        """Return the thinker's rotary positions, over the user's turns and the next nine tokens."""
+        """Return the thinker's rotary positions of the user's turns and the next nine tokens."""
         if "image_grid_thw" not in prompt.features:
             return None
         ids = [*user, *[self.model.config.tts_pad_token_id] * 9]

@@ -4,12 +4,12 @@
                 passed on   | from the store | from this step  |
                                              ^ where the request runs from
 
-Rows of a skipped prefix come from the store, or from the step if another request computes them in
-this step. This rule covers chunks of a prompt, decoding, and a preempted request that resumes with
-a longer or a shorter hit.
+Rows of a skipped prefix come from the store, or from this step if another request computes them
+now. This holds for chunked prefill, for decoding, and for a preempted request that resumes with a
+longer or a shorter hit.
 
-The order in a step: `usable` for requests that could be admitted, `admitted` for admitted requests,
-`computed` for all requests that ran.
+The order of calls in a step: `usable` for requests that could be admitted, `admitted` for admitted
+requests, `computed` for all requests that ran.
 """
 
 import math
@@ -47,7 +47,7 @@ class _Tail:
 
 @dataclass(slots=True)
 class _Request:
-    """The state of one request's rows. finite: its tokens before the first with a NaN or inf."""
+    """The state of one request's rows. finite: the number of tokens before the first NaN or inf."""
 
     watermark: int = 0
     start: int = 0
@@ -61,9 +61,9 @@ class _Request:
 class StageRows:
     """The rows of all requests of one stage.
 
-    outputs: the declared outputs. find_outputs: detect the alignment of undeclared outputs;
-    otherwise they are ignored. cache: None caches nothing. A stage without row outputs may skip all
-    tokens that its KV cache holds.
+    outputs: the declared outputs. find_outputs: detect the alignment of undeclared outputs, which
+    are otherwise ignored. cache: None caches no rows. A stage without row outputs can use all hits
+    of its KV cache.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StageRows:
         self.limit_to(None)
 
     def limit_to(self, outputs: Set[str] | None) -> None:
-        """Limit the taken outputs to these, None for all. Not while a request runs.
+        """Limit the outputs that other stages take, None for all. Not while a request runs.
 
         Other outputs are neither cached nor required for a hit.
         """
@@ -98,7 +98,7 @@ class StageRows:
         return self._taken is None or name in self._taken
 
     def open(self, sequence: TokenSequence) -> None:
-        """Begin a request; nothing of it has been passed on."""
+        """Begin a request with no rows passed on."""
         self._requests[sequence] = _Request()
 
     def close(self, sequence: TokenSequence) -> Counter[str]:
@@ -115,13 +115,12 @@ class StageRows:
     # Admission
 
     def usable(self, sequence: TokenSequence, found: ComputedBlocks) -> int:
-        """Return how many blocks of a lookup have rows, or need none.
+        """Return how many blocks of a lookup have rows, or need none. Changes nothing.
 
-        Blocks below the watermark need none. Blocks that this step computes will have their rows
-        when it ends. They are not usable with undeclared outputs, since such an output may first
-        appear with a later part of the block. Rows of an undecided output are usable for a request
-        that runs alone and whose pass is shorter than all before: that pass decides about them
-        before they are passed on. Changes nothing.
+        Blocks below the watermark need none. Blocks that this step computes will have rows when it
+        ends, except with undeclared outputs, which may first appear in a later part of the block.
+        An output whose alignment is still undecided is usable only for a request that runs alone
+        with fewer tokens than any pass before: its pass decides before the rows are passed on.
         """
         count = len(found.blocks)
         if not self._gives_rows:
@@ -139,7 +138,7 @@ class StageRows:
         return usable
 
     def admitted(self, sequence: TokenSequence, start: int) -> None:
-        """Hold the rows of a skipped prefix; the sequence runs from token `start` on."""
+        """Get the rows of the skipped prefix; the sequence runs from token `start` on."""
         request = self._requests[sequence]
         request.start = start
         request.tails.clear()
@@ -178,7 +177,7 @@ class StageRows:
         filled: dict[int, Mapping[str, Tensor]] = {}  # by block id
         if self._cache is not None:
             self._find_nonfinite(parts, named)
-            # A hit needs all outputs but optional ones, also those of undecided alignment.
+            # A hit needs all outputs that are not optional, even if their alignment is undecided.
             optional = {name for name, output in self._outputs.items() if not output.required}
             required = frozenset(named) - optional
             for part, share in zip(parts, shares, strict=True):
@@ -241,10 +240,10 @@ class StageRows:
         required: frozenset[str],
         filled: dict[int, Mapping[str, Tensor]],
     ) -> None:
-        """Store the blocks that the part completes, and add them to those filled in this step.
+        """Store the blocks that the part completes, and add them to `filled`.
 
-        From the first row on that is not finite nothing of the request is stored: the engine ends
-        the request, and stored rows are never overwritten.
+        From the first row with NaN or inf on, no rows of the request are stored, since the engine
+        ends it and stored rows are never overwritten.
         """
         request = self._requests[part.sequence]
         blocks: dict[int, dict[str, Tensor]] = {}
@@ -357,7 +356,7 @@ class _BlockLayout(NamedTuple):
 
 
 class TierRows:
-    """The declared rows of one stage, as bytes of its blocks; a `BlockRows` of its engine's tiers.
+    """The declared rows of one stage as bytes for its engine's tiers; a `BlockRows`.
 
     place: the stage's name in `cache`. like: the stage's outputs for one token, `[ratio, ...]`.
     """
@@ -390,7 +389,7 @@ class TierRows:
         data: list[bytes | None] = []
         first = 0
         for stop in range(1, len(blocks) + 1):
-            # One lookup finds a run of blocks that follow one another in one prefix.
+            # One lookup covers a run of consecutive blocks of one prefix.
             if stop == len(blocks) or blocks[stop].parent != blocks[stop - 1].name:
                 path = BlockPath(self._place, *blocks[stop - 1].path())
                 data += map(self._join, self._cache.find(path, blocks[first].depth))

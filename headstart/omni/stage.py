@@ -1,7 +1,7 @@
 """Stages, their outputs, and the alignment of their rows with a stage's tokens.
 
     token          one row per token of the stage's sequence: cached block by block
-    frames(ratio)  `ratio` rows per token, a vocoder's samples for instance: cached likewise
+    frames(ratio)  `ratio` rows per token (a vocoder's samples): cached block by block
     request        one value per request, made when the request ends
     global         the same for all requests
 
@@ -68,9 +68,9 @@ def parse_alignment(text: str) -> Alignment:
 class Output:
     """One output of a stage: its name, its alignment and its dtype.
 
-    dtype: torch's name of the tensors' dtype ("float32"); None allows any. required: a request that
-    skips a prefix must still get the prefix's rows; otherwise these rows may be missing downstream.
-    Raises ConfigError.
+    dtype: torch's name of the tensors' dtype ("float32"); None allows any. required: a prefix is
+    skipped only if its rows are stored; rows of other outputs may be missing downstream. Raises
+    ConfigError.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Output:
             raise ConfigError(f"output {self.name!r}: {self.dtype!r} is not a dtype of torch")
 
     def check(self, tensor: Tensor, num_tokens: int) -> None:
-        """Raise EngineError if a tensor of a pass of `num_tokens` differs from its declaration."""
+        """Raise EngineError if the output of `num_tokens` tokens differs from its declaration."""
         if self.dtype is not None and tensor.dtype is not getattr(torch, self.dtype):
             raise EngineError(f"output {self.name!r} is {tensor.dtype}, declared {self.dtype}")
         rows = num_tokens * self.alignment.ratio
@@ -96,12 +96,12 @@ class Output:
 
 
 class AlignmentDetector:
-    """Detects the outputs of a stage with one row per token, from shapes, never from names.
+    """Detects from shapes which outputs of a stage have one row per token.
 
-    An output is a candidate if its first axis is as long as the pass has tokens. A single match
-    may be chance, so a candidate is trusted after matching passes of two different lengths, one of
-    them with more tokens than requests. A pass that does not match rules it out for good. Declared
-    alignments are not checked here.
+    An output is a candidate if its first axis is as long as the pass has tokens. One match may be
+    chance, so a candidate is trusted after passes of two different lengths, one of them with more
+    tokens than requests. A pass with another length rules it out for good. Declared alignments are
+    not checked here.
     """
 
     def __init__(self, declared: Mapping[str, Alignment]) -> None:
@@ -143,7 +143,7 @@ class AlignmentDetector:
         return not is_known and not self.is_by_token(name)
 
     def is_settled_by(self, num_tokens: float) -> bool:
-        """Return True if a pass of one request over so few tokens leaves no candidate undecided."""
+        """Return True if one request's pass over `num_tokens` tokens will decide all candidates."""
         return all(
             name in self._dense and num_tokens < min(lengths)
             for name, lengths in self._lengths.items()
@@ -156,7 +156,7 @@ class AlignmentDetector:
 
 
 TOKENS = "tokens"
-"""Every autoregressive stage gives its own tokens, int64 `[n]`, counted from its first one."""
+"""The output of every autoregressive stage with its generated tokens, int64 `[n]`."""
 
 
 class Input(NamedTuple):
@@ -202,9 +202,9 @@ class StageSpec:
 class OmniRequest:
     """A user's request to a pipeline.
 
-    prompt: the input of the first stage's feeder. params: of autoregressive stages, by name.
-    options: of any stage, by name, such as a speaker or a seed. salt: requests of different salts
-    share nothing. stages: names of the stages that take part; None is all.
+    prompt: the input of the first stage's feeder. params: of autoregressive stages, by stage name.
+    options: by stage name, for example a voice or a seed. salt: requests of different salts share
+    nothing. stages: names of the stages that run; None is all.
     """
 
     request_id: str
@@ -219,9 +219,10 @@ class OmniRequest:
 class StageMetrics:
     """The metrics of one request in one stage.
 
-    seconds: time of the steps that it was in. first_output, total: seconds from its arrival in the
-    pipeline. tokens: of prompt and answer; cached_tokens: not computed; loaded_tokens: of these,
-    from disk or another machine. hit_rows: tokens whose rows came from the store, by output.
+    seconds: time of the steps that computed it. first_output, total: seconds since its arrival in
+    the pipeline. tokens: of prompt and answer. cached_tokens: those not computed. loaded_tokens:
+    those of the cached ones that came from disk or another machine. hit_rows: by output, the number
+    of tokens whose rows came from the store.
     """
 
     seconds: float = 0.0
@@ -269,7 +270,7 @@ class StageStarted(NamedTuple):
 
 
 class StageFinished(NamedTuple):
-    """The stage has given all of a request. `result`: its result for the user besides rows."""
+    """A request is finished in the stage. `result`: its result for the user besides rows."""
 
     request_id: str
     metrics: StageMetrics
@@ -277,7 +278,7 @@ class StageFinished(NamedTuple):
 
 
 class StageFailed(NamedTuple):
-    """The request failed in the stage, which holds nothing of it any more."""
+    """A request failed in the stage, which has freed its memory."""
 
     request_id: str
     error: HeadstartError
@@ -297,7 +298,7 @@ class Stage:
         raise NotImplementedError
 
     def limit_to(self, outputs: Set[str]) -> None:
-        """Limit outputs to these, the only ones taken; called before any request."""
+        """Limit the outputs to those that other stages take; called before any request."""
 
     def check(self, request: OmniRequest) -> None:
         """Raise RequestError if the stage cannot serve the request; changes nothing."""
@@ -311,7 +312,7 @@ class Stage:
         raise NotImplementedError
 
     def end_input(self, source: str, request_id: str) -> None:
-        """Note that stage `source` has given all of a request."""
+        """Note that stage `source` will send nothing more for a request."""
         raise NotImplementedError
 
     def step(self) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Decoders of stages, whose passes also give rows for the next stage, and models made of them.
+"""Decoders whose passes also return rows for the next stage, and models made of them.
 
 Rows are copied to host memory asynchronously:
 
@@ -6,7 +6,7 @@ Rows are copied to host memory asynchronously:
     copy stream                        | rows -> pinned memory | event
     host                                                       waits here, and not before
 
-The host waits for a copy only before it reads the rows. Rows in host memory are not copied.
+The host waits for a copy only before it reads the rows.
 """
 
 import hashlib
@@ -93,8 +93,8 @@ class PassTensors(NamedTuple):
     """The tensors of one pass, one row per token.
 
     embedded: `[tokens, width]`, the inputs. is_own: bool `[tokens]`, true if the input is the
-    token's own embedding. layers: the rows before the first layer, after it, ..., after the last,
-    in transformers' numbering, empty unless needed. hidden: `[tokens, hidden]`, after the final
+    token's own embedding. layers: transformers' `hidden_states` (the inputs of the first layer,
+    then each layer's outputs), empty unless needed. hidden: `[tokens, hidden]`, after the final
     norm.
     """
 
@@ -105,7 +105,7 @@ class PassTensors(NamedTuple):
 
 
 class StageCheckpoint(NamedTuple):
-    """The files that a model was read from: their folder, and their versions before that."""
+    """A model's folder, and the stamps that its files had before they were read."""
 
     folder: Path
     files: tuple[FileStamp, ...]
@@ -115,12 +115,12 @@ class StageCheckpoint(NamedTuple):
 class StageParts:
     """The parts of a stage's decoder.
 
-    text_model: layers over embeddings, with token embeddings. head: hidden rows to
-    logits. give: makes a pass's outputs, `[tokens, ...]` by name. project: from embedding width to
-    the text model's. needs_layers: `give` reads `layers`. hidden_ids: tokens never sampled.
-    num_deep: number of first layers after which rows are added where embeddings are given
-    (DeepStack, https://arxiv.org/abs/2406.04334). These rows follow the embeddings, so a given row
-    is `1 + num_deep` times as wide. checkpoint: of the whole model, None for one in memory.
+    text_model: the layers and token embeddings. head: maps hidden rows to logits. give: makes a
+    pass's outputs, `[tokens, ...]` by name. project: maps embeddings to the text model's width.
+    needs_layers: `give` reads `layers`. hidden_ids: tokens never sampled. num_deep: number of first
+    layers after which rows of images are added (DeepStack, https://arxiv.org/abs/2406.04334). These
+    rows follow an image's embedding, so its row is `1 + num_deep` times as wide. checkpoint: of the
+    whole model, None for one in memory.
     """
 
     text_model: PreTrainedModel
@@ -135,7 +135,7 @@ class StageParts:
 
 
 class StageDecoder(TransformersDecoder):
-    """A `TransformersDecoder` whose passes also give rows for the next stage.
+    """A `TransformersDecoder` whose passes also return rows for the next stage.
 
     Raises UnsupportedModelError for a text model with recurrent layers.
     """
@@ -161,7 +161,7 @@ class StageDecoder(TransformersDecoder):
         return passes
 
     def outputs_of_one(self) -> Mapping[str, Tensor]:
-        """Return outputs of a pass over one token, for their dtypes and shapes."""
+        """Return the outputs of one token of zeros, for their dtypes and shapes."""
         width = self.embed(torch.zeros(1, dtype=torch.int64, device=self.device)).shape[1]
         embedded, hidden = (
             torch.zeros(1, count, dtype=self.dtype, device=self.device)
@@ -212,8 +212,8 @@ class StageDecoder(TransformersDecoder):
             )
             hidden: Tensor = output.last_hidden_state[0]
             layers = [rows[0] for rows in output.hidden_states] if parts.needs_layers else []
-            handed = parts.give(PassTensors(embedded, is_own, layers, hidden))
-            self._passes.append(self._begin_copy(handed))  # while the head is computed
+            outputs = parts.give(PassTensors(embedded, is_own, layers, hidden))
+            self._passes.append(self._begin_copy(outputs))  # runs while the head is computed
             logits: Tensor = parts.head(hidden.index_select(0, logit_rows)).float()
             if parts.hidden_ids:
                 logits.index_fill_(1, self._hidden_ids, -torch.inf)
@@ -233,7 +233,7 @@ class StageDecoder(TransformersDecoder):
 class OmniModel:
     """A checkpoint of an omni model in transformers' modules, split into the parts of its stages.
 
-    All computation is transformers' own. media: reads audio and images of prompts. voices: by
+    All layers are transformers' modules. media: reads audio and images of prompts. voices: by
     name. Raises ConfigError or ModelError.
     """
 
@@ -254,7 +254,7 @@ class OmniModel:
         with silence_transformers():
             self._config: Any = load_config(folder)
             check_speaker(folder, self._config)
-            # A class's own `from_pretrained` may read voices and give no loading report.
+            # The class's own `from_pretrained` may read voices and returns no loading report.
             load = super(kind, kind).from_pretrained  # type: ignore[misc]
             loaded: Any = load_weights(load, folder, config=self._config, **options)
         self._whole = loaded.to(target_device).eval()
@@ -278,7 +278,7 @@ class OmniModel:
         raise NotImplementedError
 
     def embed_text(self, token_id: int) -> Tensor:
-        """Return the thinker's embedding `[hidden]` of a token, on the host as feeds hold rows."""
+        """Return the thinker's embedding `[hidden]` of a token, on the host."""
         ids = torch.tensor([token_id], device=self._whole.device)
         with torch.inference_mode():
             row: Tensor = self._thinker.get_input_embeddings()(ids)[0].cpu()

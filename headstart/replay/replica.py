@@ -1,12 +1,11 @@
 """A replica of the simulation: a real cache manager and a simple scheduler in simulated time.
 
-Requests wait in the order they came. A step continues prompts that are under way, oldest first,
-then admits from the head of the queue, up to `chunk` tokens; every request that decodes gets one
-token. A request waits while another computes its next block, as in the engine, and while the pool
-cannot hold its whole prompt and reply in addition to those of all that run: nothing is ever
-preempted. A request whose prompt was computed on another replica decodes as soon as it is admitted.
-A step that only decodes repeats until a reply ends or a request comes, and is simulated as one
-event.
+The queue is in order of arrival. A step first continues running prefills, oldest first, then admits
+requests from the head of the queue, up to `chunk` prompt tokens. Every decoding request gets one
+token. As in the engine, a request waits while another computes its next block. It also waits until
+the pool has space for its whole prompt and reply, so no request is ever preempted. A request whose
+prompt was computed on another replica decodes as soon as it is admitted. Steps without prefill are
+simulated as one event, which lasts until a reply ends or a request arrives.
 """
 
 from collections import deque
@@ -25,17 +24,17 @@ MAX_SKIPPED = 16
 class SpeedModel:
     """The speed of a simulated replica.
 
-    A step that computes p tokens of prompts while n requests decode generates a token for each of
-    the n requests. It takes, in seconds,
+    A step computes p prompt tokens and generates a token for each of n decoding requests. It takes,
+    in seconds,
 
         step_time + p / prefill_rate + n * decode_time
 
-    The defaults are roughly those of a 70B model on four accelerators: 15,000 tokens of prompts or
-    50 steps of decoding a second. The length of a context does not change the cost of attention.
+    The defaults are roughly those of a 70B model on four accelerators: 15,000 prompt tokens or 50
+    decode steps per second. Attention costs the same for every context length.
 
-    chunk: largest number of tokens of prompts in a step. max_running: requests that run at once.
-    transfer_rate: of each replica that computes prompts for others; 13 GB/s for 128 KB a token.
-    Raises ConfigError.
+    chunk: maximum prompt tokens per step. max_running: maximum number of running requests.
+    transfer_rate: tokens per second that each prefill replica sends; the default is 13 GB/s at
+    128 KB per token. Raises ConfigError.
     """
 
     prefill_rate: float = option(15_000.0, "tokens of prompts a second", Number(float, 1))
@@ -61,9 +60,9 @@ class SpeedModel:
 class ReplayRequest:
     """A request: its sequence of units, and the times of its events.
 
-    num_blocks: of prompt and reply. reply: unit ids of the reply beyond the prompt's last unit.
-    is_moved: its prompt was computed elsewhere, and its K/V came here. computed: units that are
-    computed, or hit. Times are in seconds; finished is when the last token was there.
+    num_blocks: of prompt and reply. reply: unit ids of the reply after the prompt's last unit.
+    is_moved: another replica computed its prompt and sent the K/V. computed: number of units with
+    K/V, hits included. Times are in seconds; `finished` is the time of the last token.
     """
 
     name: str
@@ -90,7 +89,7 @@ class _Step:
 
 
 class Replica:
-    """A cache manager, the requests sent to it, and the step under way."""
+    """A cache manager, the requests sent to it, and the current step."""
 
     def __init__(self, pool: CacheConfig, grain: int, speed: SpeedModel) -> None:
         """`pool` counts in units of `grain` tokens."""
@@ -100,13 +99,13 @@ class Replica:
         self.waiting: deque[ReplayRequest] = deque()
         self.computed_tokens = 0
         self.num_requests = 0
-        self._prompts: list[ReplayRequest] = []  # whose prompts are under way
+        self._prompts: list[ReplayRequest] = []  # running prefills
         self._decoding: list[
             tuple[int, int, ReplayRequest]
         ] = []  # a heap by their last decode step
         self._decoded = 0  # decode steps so far
         self._ticket = 0
-        self._reserved = 0  # blocks that running requests will take yet
+        self._reserved = 0  # blocks that running requests have not allocated yet
         self._step: _Step | None = None
 
     @property
@@ -115,7 +114,7 @@ class Replica:
         return len(self.waiting) + len(self._prompts) + len(self._decoding)
 
     def check_fits(self, num_blocks: int, name: str) -> None:
-        """Raise ConfigError if a request needs more blocks than there are."""
+        """Raise ConfigError if a request needs more blocks than the pool has."""
         have, size = self.manager.config.num_blocks, self.manager.block_size * self.grain
         if num_blocks > have:
             raise ConfigError(
@@ -139,7 +138,7 @@ class Replica:
         return now + count * seconds
 
     def interrupt(self, now: float) -> float | None:
-        """End a repeated step early, since a request came; return its new end if it changes."""
+        """End repeated steps early for a new request; return their new end if it changes."""
         step = self._step
         if step is None or step.count == 1:
             return None
@@ -150,7 +149,7 @@ class Replica:
         return step.start + done * step.seconds
 
     def end(self, now: float) -> tuple[list[ReplayRequest], list[ReplayRequest]]:
-        """End the step; return the requests with a first token since, and the finished ones."""
+        """End the step; return the requests that got their first token, and the finished ones."""
         step, self._step = self._step, None
         assert step is not None
         self.manager.commit_step()
@@ -186,7 +185,7 @@ class Replica:
         return min(max(budget // self.grain, 1), len(job.sequence.token_ids) - start)
 
     def _compute(self, job: ReplayRequest, budget: int) -> int:
-        """Continue a prompt; return its tokens in this step."""
+        """Continue a prefill; return its tokens in this step."""
         start = job.computed
         count = self._chunk(job, start, budget)
         has_slots = self.manager.append_slots(job.sequence, count)
@@ -241,5 +240,5 @@ class Replica:
             has_slots = self.manager.append_slots(job.sequence, len(job.reply))
             assert has_slots, "blocks were reserved"
             self._advance(job, job.computed, job.computed + len(job.reply))
-        self._ticket += 1  # jobs have no order of their own
+        self._ticket += 1  # breaks ties in the heap: requests cannot be compared
         heappush(self._decoding, (self._decoded + job.num_output - 1, self._ticket, job))

@@ -1,15 +1,15 @@
 """The simulator: a trace, a router and many replicas, in discrete events.
 
-There are three kinds of events: a request comes, a replica's step ends, and a prompt's K/V arrive
-at another replica. A request is routed the moment it comes. At the end of a step the replica's
-events reach the router's index, then its first tokens and finished replies are reported to the
-router. Nothing else takes time: routing, the network and snapshots are free. Requests come at the
-times of the trace, however far behind the replicas are (an open loop).
+There are three kinds of events: a request arrives, a replica's step ends, and a prompt's K/V arrive
+at another replica. A request is routed when it arrives. At the end of a step, the router's index
+receives the replica's cache events; then the router is told of first tokens and finished replies.
+Routing, the network and snapshots take no time. Requests arrive at the times of the trace, however
+far behind the replicas are (an open loop).
 
-With prefill replicas the router has these alone. When one has computed a prompt, and with it the
-first token, the least loaded of the others is chosen to decode, and the prompt's K/V are sent
-there, one prompt after another from each replica. The prompt's blocks are free where they were
-computed, and stay cached there.
+With prefill replicas, the router chooses among these alone. When a prefill replica has computed a
+prompt and its first token, it sends the K/V to the least loaded of the other replicas, which
+decodes. Each prefill replica sends one prompt at a time. It frees the prompt's blocks, which stay
+cached there.
 """
 
 import gc
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The replicas and the KV memory of each, in tokens. Raises ConfigError.
+    """The replicas, each with KV memory for `kv_tokens` tokens. Raises ConfigError.
 
     prefill_replicas: replicas that only compute prompts for the others; 0: each does both.
     """
@@ -55,7 +55,7 @@ class Fleet:
         return self.prefill_replicas or self.replicas
 
     def cache_config(self, grain: int, share: int = 1, *, events: bool = False) -> CacheConfig:
-        """Return the options of a manager with the memory of `share` replicas, in a trace's units.
+        """Return the options of a manager with the memory of `share` replicas; it counts units.
 
         Raises ConfigError for a block size that is no multiple of the trace's.
         """
@@ -77,12 +77,12 @@ class Fleet:
 class ReplayResult:
     """The figures of one trace, router and fleet.
 
-    hit_rate: tokens of prompts that were hit, of all. ttft_*: seconds from a request's arrival
-    to its first token. tpot_*: seconds a token after the first, of requests with more than one.
-    imbalance: tokens of prompts that the busiest replica computed, over the mean. load: tokens of
-    prompts computed, over what the replicas could compute in that time if they did nothing else.
-    evictions: cached blocks whose memory was reused. seconds: from the first request to the last
-    token. events_per_second: requests and steps simulated in a second of this machine.
+    hit_rate: the share of prompt tokens that were hits. ttft_*: seconds from a request's arrival to
+    its first token. tpot_*: seconds per token after the first. imbalance: prompt tokens computed by
+    the busiest replica, divided by the mean. load: prompt tokens computed, divided by the number
+    that the replicas could compute in that time without decoding. evictions: cached blocks whose
+    memory was reused. seconds: from the first request to the last token. events_per_second:
+    requests and steps simulated per second of real time.
     """
 
     router: str
@@ -109,7 +109,7 @@ def replay(
     speed: SpeedModel | None = None,
     progress: Progress | None = None,
 ) -> ReplayResult:
-    """Send a trace through a router of this policy. `progress` gets the finished replies, and all.
+    """Replay a trace with this routing policy; calls `progress(finished, total)` as replies end.
 
     Raises ConfigError for options out of range, or a request that no replica can hold.
     """
@@ -139,7 +139,7 @@ class Transfers:
     def __init__(self, receivers: Sequence[Replica], senders: int, speed: SpeedModel) -> None:
         self._receivers = receivers
         self._rate = speed.transfer_rate
-        self._free_at = [0.0] * senders  # when the last prompt is sent
+        self._free_at = [0.0] * senders  # when each sender has sent its last prompt
         self._coming = [0] * len(receivers)
         self._arrivals: list[
             tuple[float, int, int, ReplayRequest]
@@ -147,7 +147,7 @@ class Transfers:
         self._ticket = 0
 
     def next_time(self) -> float:
-        """Return when the next prompt arrives; infinity if none is being sent."""
+        """Return when the next prompt arrives; infinity if no transfer is running."""
         return self._arrivals[0][0] if self._arrivals else math.inf
 
     def send(self, job: ReplayRequest, sender: int, now: float) -> None:
@@ -198,7 +198,7 @@ class _Simulation:
         while self._next_time() < math.inf:
             now = self._handle_next(progress)
         assert len(self.jobs) == len(self.trace.requests), "a request was left waiting"
-        simulated = now - self.trace.requests[0].time  # times may count from long before it
+        simulated = now - self.trace.requests[0].time  # a trace need not begin at time 0
         result = summarise(self.policy, self.jobs, self.replicas, self.fleet.computing, simulated)
         spent = time.perf_counter() - start
         result.events_per_second = (len(self.jobs) + self._num_steps) / spent
@@ -261,7 +261,7 @@ class _Simulation:
         )
 
     def _schedule(self, replica: int, end: float | None) -> None:
-        """Plan the end of the replica's step, in place of an end that was planned before."""
+        """Schedule the end of the replica's step; replaces an earlier scheduled end."""
         self._is_idle[replica] = end is None
         if end is not None:
             self._versions[replica] += 1
@@ -291,7 +291,7 @@ class _Simulation:
         return now
 
     def _send_on(self, job: ReplayRequest, now: float) -> bool:
-        """Send a request to the replica that decodes it; False if its reply is complete."""
+        """Send a request to a decoding replica; return False if its reply is complete."""
         request = self._requests.pop(job.name, None)
         if request is None:
             return False
@@ -353,7 +353,7 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """Token hit rates of one engine: with the memory of all replicas, and without limit."""
+    """Token hit rates of one engine: with the memory of all replicas, and with unlimited memory."""
 
     same_memory: float
     unlimited: float

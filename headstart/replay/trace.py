@@ -1,22 +1,22 @@
-"""A trace: requests with the time they came and the identity of their prompts.
+"""A trace: requests with their arrival times and the identity of their prompts.
 
 Traces name prompts by blocks, not by tokens, and a simulation needs no more. So one *unit* stands
 for `grain` tokens: the cache manager gets a token id for each unit, and `block_size / grain`
-units make a block. Equal unit ids at the head of two prompts are equal tokens. The tokens of a
-prompt beyond its last full unit, and those of every reply, are private: their units have ids that
-no other request has, and fill memory without being hit.
+units make a block. Equal unit ids at the head of two prompts are equal tokens. The tokens after a
+prompt's last full unit and those of its reply are private: no other request has their unit ids, so
+they fill memory but are never hit.
 
 Files of traces, which may end in .gz:
 
     Mooncake's JSON lines   {"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}
-                            one id for each 512 tokens of the prompt; equal ids, equal prefixes
+                            one id for each 512 tokens of the prompt; equal ids mean equal prefixes
     headstart's JSON lines  {"time": s, "tokens": [...], "output": 16, "session": "a"}
                             the prompt's token ids; `output` and `session` may be left out
     npz of sessions         a prefix trie of blocks of `B` tokens: `t`, `L`, `out`, `sess`,
                             `nblk`, `leaf` for each request, and `pdelta` for each node, whose
                             parent is node - 1 - pdelta, or -1
 
-Synthetic workloads, in which requests come at random, 4 a second; a unit stands for 16 tokens:
+Synthetic workloads have 4 random arrivals per second, and units of 16 tokens:
 
     shared-prompt   one system prompt of 4,096 tokens before every question
     documents       questions about 200 documents of 8,192 tokens, some far more popular
@@ -49,9 +49,9 @@ _SESSION_ARRAYS = ("B", "t", "L", "out", "sess", "nblk", "leaf", "pdelta")
 class TraceRequest:
     """One request.
 
-    time: seconds since the trace began. parts: the ids of the prompt's full units, in pieces
-    that are ranges where ids are consecutive. num_tokens, num_output: of the prompt and the
-    reply. session: equal for the requests of one conversation. first_unit: added to each id.
+    time: seconds since the trace began. parts: the ids of the prompt's full units; consecutive ids
+    are a range. num_tokens, num_output: tokens of the prompt and of the reply. session: equal for
+    the requests of one conversation. first_unit: added to each id.
     """
 
     time: float
@@ -70,7 +70,7 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order they came; `num_units` is above all their unit ids."""
+    """Requests in order of arrival; all their unit ids are below `num_units`."""
 
     name: str
     grain: int
@@ -92,7 +92,7 @@ class Trace:
         return replace(self, requests=self.requests[:count])
 
     def copied(self, copies: int, gap: float = 1.0) -> "Trace":
-        """Multiply the users by copies that share no prefix, each `gap` seconds later.
+        """Repeat all requests in copies that share no prefix, `gap` seconds after one another.
 
         Raises ConfigError for more units than there are token ids.
         """
@@ -117,7 +117,7 @@ class Trace:
         return replace(self, num_units=copies * self.num_units, requests=requests)
 
     def faster(self, speed: float) -> "Trace":
-        """Let sessions begin `speed` times as often, at the same pace inside.
+        """Let sessions begin `speed` times as often; the times within a session stay.
 
         Raises ConfigError for a speed that is not above 0.
         """
@@ -138,7 +138,7 @@ def private_units() -> Iterator[int]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace. Raises ConfigError if the file has none of the formats."""
+    """Read a trace. Raises ConfigError for a file of another format."""
     try:
         if path.suffix == ".npz":
             return _read_sessions(path)
@@ -173,7 +173,7 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 content = json.loads(line)
-            except json.JSONDecodeError as error:  # which says "line 1" of every line
+            except json.JSONDecodeError as error:  # it counts lines within `line`
                 raise ConfigError(
                     f"{path} cannot be read as a trace: {error.msg}: line {number} column "
                     f"{error.colno}"
@@ -199,7 +199,7 @@ def _read_mooncake(location: str, name: str, ids: list[int], line: dict[str, Any
         parts=_ranges(ids[:full]),
         num_tokens=length,
         num_output=_number(location, line, "output_length", 0),
-        # Every prompt of the published trace begins with one block: the second identifies a chat.
+        # All prompts of the published trace begin with the same block; the second one names a chat.
         session=str(ids[1]) if len(ids) > 1 else name,
     )
 
@@ -224,7 +224,7 @@ def _number(location: str, line: dict[str, Any], key: str, least: int) -> Any:
 
 
 def _ranges(ids: Sequence[int]) -> tuple[range, ...]:
-    """Return the ids as ranges: the blocks of one prompt only are numbered consecutively."""
+    """Return the ids as ranges. Blocks that only one prompt has are numbered consecutively."""
     ranges: list[range] = []
     for unit in ids:
         if ranges and ranges[-1].stop == unit:
@@ -236,7 +236,7 @@ def _ranges(ids: Sequence[int]) -> tuple[range, ...]:
 
 def _read_sessions(path: Path) -> Trace:
     """Read an npz of sessions. Raises ConfigError, and what numpy raises for other files."""
-    numpy = load_module("numpy")  # which `headstart --help` does without
+    numpy = load_module("numpy")  # here, so that `headstart --help` does not import it
     with numpy.load(path) as file:
         if missing := [name for name in _SESSION_ARRAYS if name not in file.files]:
             raise ConfigError(
@@ -247,7 +247,7 @@ def _read_sessions(path: Path) -> Trace:
     pdelta = arrays["pdelta"].astype(numpy.int64)
     nodes = numpy.arange(len(pdelta))
     parents = nodes - 1 - pdelta
-    # The first node of each row of nodes that are parents of one another.
+    # For each node, the first node of its run; in a run each node is the parent of the next.
     first = numpy.maximum.accumulate(numpy.where(parents == nodes - 1, 0, nodes)).tolist()
     up = parents.tolist()
 
@@ -273,7 +273,7 @@ def _make_trace(path: Path, grain: int, num_units: int, requests: list[TraceRequ
 
 GRAIN = 16
 RATE = 4.0
-_QUESTION = 12  # units that only one request has
+_QUESTION = 12  # private units at the end of a prompt
 
 
 class _Ids:

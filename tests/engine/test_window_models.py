@@ -99,6 +99,15 @@ def test_answers_after_hits(name: str, deterministic: bool, load: Callable[..., 
 
 
 @each_model
+def test_drafts_do_not_change_answers(name: str, load: Callable[..., LLM]) -> None:
+    reference, llm = make_reference(name), load(name, speculation=4)
+    for _ in range(2):  # the second time all tokens are drafted
+        outputs = llm.generate([TEXT[:n] for n in (9, 60, 77, 150)], PARAMS, use_tqdm=False)
+        check(reference, outputs)
+    assert any(output.metrics.num_accepted_tokens for output in outputs if output.metrics)
+
+
+@each_model
 def test_without_prefix_caching(name: str, load: Callable[..., LLM]) -> None:
     llm = load(name, enable_prefix_caching=False)
     prompts = [TEXT[:length] for length in (3, 9, 30, 60, 77, 101, 150)]

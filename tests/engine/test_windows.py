@@ -205,6 +205,7 @@ def test_random_requests(seed: int) -> None:
         enable_prefix_caching=draw.random() < 0.9,
         max_num_batched_tokens=tokens,
         max_num_seqs=draw.choice([2, 4, 16]),
+        speculation=draw.choice([0, 0, 3]),
     )
     assert harness.memory.num_window_blocks
     texts = [[draw.randrange(50) for _ in range(80)] for _ in range(2)]

@@ -74,7 +74,7 @@ class LlamaCpp:
         for prompt in prompts:
             shared = [count_shared(held, prompt[:-1]) for held in self.held]
             whole = [i for i, held in enumerate(self.held) if len(held) == shared[i]]
-            source = max(whole, key=shared.__getitem__)
+            source = max(whole, key=shared.__getitem__) if whole else self._clear(sequences)
             if max(shared) > shared[source] + MIN_CHECKPOINT:
                 source = self._copy(source, sequences)
                 self.checkpoints.append(source)
@@ -85,13 +85,19 @@ class LlamaCpp:
         return sequences
 
     def _copy(self, source: int, used: list[int]) -> int:
-        """Copy a sequence into the shortest unused sequence; return its number."""
-        unused = set(range(SEQUENCES)) - {source, *used, *self.checkpoints[-SEQUENCES // 4 :]}
+        """Copy a sequence into another one; return its number."""
+        target = self._clear([source, *used])
+        self.api.llama_memory_seq_cp(self.memory, source, target, -1, -1)
+        self.held[target] = self.held[source]
+        return target
+
+    def _clear(self, used: list[int]) -> int:
+        """Clear the shortest sequence that is not in use; return its number."""
+        unused = set(range(SEQUENCES)) - {*used, *self.checkpoints[-SEQUENCES // 4 :]}
         target = min(unused, key=lambda i: len(self.held[i]))
         self.checkpoints = [i for i in self.checkpoints if i != target]
         self.api.llama_memory_seq_rm(self.memory, target, -1, -1)
-        self.api.llama_memory_seq_cp(self.memory, source, target, -1, -1)
-        self.held[target] = self.held[source]
+        self.held[target] = []
         return target
 
     def _share(self, prompts: list[Ids]) -> list[int]:

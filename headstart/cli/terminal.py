@@ -257,6 +257,10 @@ def figures(output: RequestOutput) -> str:
     loaded = "".join(f", {number:,} from {tier}" for tier, number in output.loaded_tokens.items())
     each = metrics.time_per_token  # None for a reply of one token
     pace = "" if each is None else f", then {duration(each)} each"
+    if metrics.num_accepted_tokens:
+        tokens = metrics.num_generation_tokens
+        steps = max(1, tokens - metrics.num_accepted_tokens)
+        pace += f", {tokens / steps:.1f} tokens a step"
     return (
         f"[prompt {len(output.prompt_token_ids):,} tokens, cached {cached_share(output)}{loaded} · "
         f"first token {duration(metrics.time_to_first_token)}{pace} · {end}]"

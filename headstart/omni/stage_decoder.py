@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.attention.backend import LayerLayout
+from headstart.errors import UnsupportedModelError
 from headstart.models.decoder import EmbeddingOverlay
 from headstart.models.dtypes import fast_dtype, find_device, find_dtype
 from headstart.models.files import FileStamp, check_files, find_folder, stamp_files
 from headstart.models.transformers_backend.decoder import TransformersDecoder, fingerprint_memory
 from headstart.models.transformers_backend.loader import check_speaker, load_config, load_weights
 from headstart.models.transformers_backend.probe import check_config
+from headstart.models.transformers_backend.recurrent import has_recurrent_layers
 from headstart.models.transformers_tools import silence_transformers
 from headstart.omni.media import Media, PlacedItem
 
@@ -142,6 +144,11 @@ class StageDecoder(TransformersDecoder):
 
     def __init__(self, parts: StageParts) -> None:
         check_config(parts.text_model.config)
+        if has_recurrent_layers(parts.text_model.config.get_text_config()):
+            name = type(parts.text_model).__name__
+            raise UnsupportedModelError(
+                f"{name} has recurrent layers; allowed in a stage: layers of attention alone"
+            )
         source = parts.checkpoint
         folder = source.folder if source is not None else None
         config = parts.text_model.config.get_text_config()

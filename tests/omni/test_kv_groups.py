@@ -171,5 +171,5 @@ def test_rows_evicted_while_both_groups_stay_and_both_evicted_while_rows_stay() 
 def test_a_stage_with_recurrent_layers_is_refused(name: str) -> None:
     whole: Any = tiny_model(tiny_config(name))
     parts = StageParts(text_model=whole.model, head=whole.lm_head, give=lambda tensors: {})
-    with pytest.raises(UnsupportedModelError, match="has layers of type"):
+    with pytest.raises(UnsupportedModelError, match="has recurrent layers"):
         StageDecoder(parts)

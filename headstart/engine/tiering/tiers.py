@@ -80,7 +80,7 @@ class Tiers:
         text: BlockText | None,
         states: StateStores | None = None,
     ) -> None:
-        self._faults = Faults("kept prefixes")
+        self._faults = Faults("stored prefixes")
         self._tiers = [GuardedStore(store) for store in kv]
         self._object_tiers = [GuardedStore(store) for store in objects]
         self._state_tiers = [GuardedStore(store) for store in states.stores] if states else []

@@ -1,31 +1,12 @@
-"""The sources of drafts, and the length of a request's drafts."""
+"""Drafts from a request's own tokens, and the length of its drafts."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from headstart.cache import KVCacheManager, TokenSequence
+from headstart.cache import TokenSequence
 
 MAX_DRAFT = 16  # tokens
 _FIRST = 4  # tokens of a request's first draft
 _MAX_PAUSE = 64  # steps
-
-
-class Drafter(Protocol):
-    """A source of drafts."""
-
-    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        """Return up to `count` tokens that may follow the sequence's tokens; empty for none."""
-        ...
-
-
-class TreeDrafter:
-    """Drafts from the cache: what followed these tokens in another request of the tenant."""
-
-    def __init__(self, manager: KVCacheManager) -> None:
-        self._manager = manager
-
-    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        return self._manager.draft(sequence, count)
 
 
 class RepetitionDrafter:
@@ -39,6 +20,7 @@ class RepetitionDrafter:
         self._num_read = 2
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
+        """Return `count` tokens that may follow the sequence's tokens; empty for none."""
         tokens = sequence.token_ids
         for position in range(self._num_read, len(tokens) - 1):
             self._next[tokens[position - 2], tokens[position - 1], tokens[position]] = position + 1
@@ -53,7 +35,10 @@ class RepetitionDrafter:
 
 
 class DraftLength:
-    """The length of a request's next draft, by how many tokens of earlier ones were accepted."""
+    """The length of a request's next draft, by how many tokens of earlier ones were accepted.
+
+    repetition: the drafter over the request's tokens.
+    """
 
     def __init__(self) -> None:
         self.tokens = _FIRST

@@ -4,14 +4,14 @@ Decoding is limited by memory: a step reads all weights, for one row or for seve
 is accepted if the sampler chooses it from the logits before it. So the answer, its distribution and
 the random numbers of each token are the same with and without drafts.
 
-Two drafters are tried in turn: the tree of cached prefixes, which has what followed the same tokens
+Two sources are tried in turn: the tree of cached prefixes, which has what followed the same tokens
 in an earlier request of the tenant, and the request's own tokens, which may have what followed the
 latest three before. A request's drafts become longer while they are accepted, and rarer while they
 are not.
 """
 
 from headstart.cache import KVCacheManager
-from headstart.engine.drafts.drafters import DraftLength, TreeDrafter
+from headstart.engine.drafts.drafters import DraftLength
 from headstart.engine.request import Request
 
 _ROWS = 32  # rows of all decoding requests together that cost little more than one each
@@ -25,7 +25,7 @@ class Drafting:
 
     def __init__(self, manager: KVCacheManager, max_tokens: int, max_model_len: int) -> None:
         self.num_drafts = self.num_drafted = self.num_accepted = 0
-        self._tree = TreeDrafter(manager)
+        self._manager = manager
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
 
@@ -43,7 +43,7 @@ class Drafting:
         count = min(room, request.drafts.next())
         if not count:
             return ()
-        tokens = self._tree.propose(sequence, count)
+        tokens = self._manager.draft(sequence, count)
         return tuple(tokens or request.drafts.repetition.propose(sequence, count))
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:

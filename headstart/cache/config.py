@@ -64,3 +64,8 @@ class CacheConfig(CacheOptions):
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
+        if self.num_window_blocks and (self.num_states or not self.window):
+            raise ConfigError(
+                f"num_window_blocks is {self.num_window_blocks}, with a window of {self.window} "
+                f"and {self.num_states} states; allowed: a window of at least 1, and no states"
+            )

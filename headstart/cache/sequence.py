@@ -261,7 +261,7 @@ class TokenSequence:
         return self.window.ids if self.window is not None else []
 
     def window_slots(self, start: int, stop: int, block_size: int, scratch: int) -> list[int]:
-        """Return what `slots` does, for the layers with a sliding window."""
+        """Return the same as `slots`, for the layers with a sliding window."""
         window = self.window
         assert window is not None
         slots: list[int] = []

@@ -216,7 +216,9 @@ class StatePool:
     def can_start(self, source: Checkpoint | None) -> bool:
         """Return True if there is a working slot for a sequence that resumes from `source`."""
         return bool(self._free) or any(
-            checkpoint is not source and not checkpoint.users for checkpoint in self.checkpoints
+            checkpoint.writer is None and checkpoint is not source and not checkpoint.users
+            for here in self._at.values()
+            for checkpoint in here.values()
         )
 
     def start(self, sequence: TokenSequence, source: Checkpoint | None, known: int) -> None:

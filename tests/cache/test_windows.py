@@ -16,6 +16,7 @@ from headstart.cache import (
     MissReason,
     TokenSequence,
 )
+from headstart.errors import ConfigError
 from tests.cache.test_states import PICK, StateMachine
 from tests.cache.tiny_engine import GARBAGE, TinyEngine
 
@@ -270,3 +271,9 @@ class WindowMachine(StateMachine):
 
 WindowMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestWindows = WindowMachine.TestCase
+
+
+@pytest.mark.parametrize("options", [{"window": 0}, {"window": 8, "num_states": 4}])
+def test_window_blocks_need_a_window_and_exclude_states(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="num_window_blocks is 9, with a window of"):
+        CacheConfig(num_blocks=8, num_window_blocks=9, **options)

@@ -32,8 +32,8 @@ class PagedKVMemory:
     to no block and takes rows that are discarded. Memory starts as zeros.
 
     With `num_window_blocks`, layers with a sliding window have a pool of that many blocks instead,
-    with slots and a `window_scratch_slot` of the same kind. Then K and V behind the windows need
-    no memory, and blocks are no longer the same bytes in all layers, which tiers need.
+    with slots and a `window_scratch_slot` of the same kind. Then K and V before the windows need
+    no memory, but a block no longer has the K and V of all layers, which tiers need.
 
     In `torch.int8` rows are rounded when written (`quantize_rows`): `key_scales[layer]` is float32
     `[slots + 1, kv_heads]`, `value_scales` likewise. In other dtypes there are no scales.

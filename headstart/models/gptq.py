@@ -380,7 +380,7 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
         if "model" in about.shape.names:
             raise UnsupportedLayerError("it has parts besides its decoder; allowed: a text model")
         if about.shape.value_norm:
-            raise UnsupportedLayerError("it has a norm of values, which undoes the units of values")
+            raise UnsupportedLayerError("it has a norm of values, which cancels any scaling of v")
         DenseModules(about.shape, outline)
         with SafetensorsCheckpoint(weight_files(source)) as checkpoint:
             check_tensors(checkpoint, outline, about.shape.tied)
@@ -453,7 +453,7 @@ def _write_layers(
             writer.add(f"{prefix}.{name}", tensor)
         rows = layer(rows, step)
         if not torch.isfinite(rows).all():
-            raise UnsupportedModelError(f"{prefix} of {plan.source} returns values not finite")
+            raise UnsupportedModelError(f"{prefix} of {plan.source} returns non-finite values")
         read.release()
         progress(index + 1)
 

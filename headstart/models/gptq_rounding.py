@@ -143,8 +143,8 @@ def _limits(stored_dtype: torch.dtype) -> tuple[float, float]:
 def _choose_grid(elements: Tensor, sizes: Tensor, stored_dtype: torch.dtype) -> _Grid:
     """Return the grid with the smallest error for elements `[group, outputs]`.
 
-    A grid contains zero. It may be wider than the elements, which will change by the errors of
-    earlier inputs, or narrower.
+    A grid contains zero. It may be wider or narrower than the range of the elements, which the
+    errors of earlier inputs will change.
     """
     low, high = elements.amin(dim=0).clamp_max_(0), elements.amax(dim=0).clamp_min_(0)
     least, best = None, None

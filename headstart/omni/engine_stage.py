@@ -108,8 +108,8 @@ class TalkerFeed(Feed):
 
     rows: the thinker's output that it reads. bos, eos, pad: rows `[width]`, the only ones not from
     the thinker. voice: part of the identity; talkers of different voices share no block.
-    positions: None for 0, 1, 2, ... anonymous: the request shares no block with any other; for a
-    stage without caching.
+    positions: None if they are consecutive from 0 on. anonymous: the request shares no block with
+    any other; for a stage without caching.
     """
 
     request: OmniRequest

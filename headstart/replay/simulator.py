@@ -62,7 +62,7 @@ class Fleet:
         if self.block_size < grain or self.block_size % grain:
             raise ConfigError(
                 f"block_size is {self.block_size}; allowed: a multiple of {grain}, the tokens "
-                "that the trace tells apart"
+                "that the trace distinguishes"
             )
         return CacheConfig(
             num_blocks=max(share * (self.kv_tokens // self.block_size), 1),

@@ -38,7 +38,7 @@ def tag_tool(tool: Any, tags: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return "HostedTool" for a tool that OpenAI or Anthropic run, and "OwnTool" for others.
 
     tags: the tags of client tools by type, if an API has several kinds. Tags look like class names,
-    which errors leave out of the names of fields.
+    because the names of fields in error messages leave these out.
     """
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     if not isinstance(kind, str):
@@ -66,8 +66,8 @@ Item = TypeVar("Item")
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
-# The white space that chat templates write in JSON. A generated call then has the same tokens in
-# the next turn's prompt, and is hit.
+# The white space of JSON in chat templates. The grammar requires it, so that a generated call has
+# the same tokens in the next turn's prompt and is hit.
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _THOUGHT = "thought gap "

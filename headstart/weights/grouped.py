@@ -71,7 +71,7 @@ class PackedForm(NamedTuple):
         return torch.unflatten(grid if self.in_bytes else grid.view(torch.float16), -1, (2, _PANEL))
 
     def values(self, parts: Tensor) -> Tensor:
-        """Return the values of some outputs, `[..., 2, 4, some]`, from bytes `[..., parts, some]`.
+        """Return values `[..., 2, 4, n]` of n / 4 outputs, from their bytes `[..., parts, n]`.
 
         `native/narrow/integers.h` has this order: `[half][v][output][b]`.
         """

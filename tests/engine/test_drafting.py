@@ -137,6 +137,22 @@ def test_a_repeated_prompt_takes_few_steps(folder: Path) -> None:
     llm.close()
 
 
+def test_blocks_of_accepted_tokens_reach_the_disk(folder: Path, tmp_path: Path) -> None:
+    prompt = [5, 6, 7] * 6
+    for count in range(40, 49):
+        options = {"cache_dir": str(tmp_path / str(count))}
+        llm = load(folder, 8, **options)
+        params = SamplingParams(max_tokens=count, ignore_eos=True, logit_bias={5: 100.0})
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+        assert output.metrics is not None and output.metrics.num_accepted_tokens > 20
+        llm.close()
+        tokens = [*prompt, *output.outputs[0].token_ids]
+        llm = load(folder, 0, **options)
+        [output] = llm.generate([tokens], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert output.num_cached_tokens == (len(tokens) - 1) // 4 * 4  # the last was not computed
+        llm.close()
+
+
 def make_manager(**options: Any) -> KVCacheManager:
     return KVCacheManager(CacheConfig(num_blocks=64, block_size=4, **options), BlockHasher(4))
 

@@ -115,6 +115,7 @@ class Tiers:
             )
         self.loads = Loads(manager, payload, self._loader, self._choose, self._take_slots, states)
         self._began = 0.0  # start of the current step
+        self._requested_at = 0.0  # arrival of its oldest request, in seconds since 1970
         self._times_declined = 0
         self._until: float | None = (
             None  # the deadline of closing, on the clock of `time.monotonic`
@@ -260,12 +261,15 @@ class Tiers:
         """Note that a step is scheduled. Call before it writes."""
         self._began = time.perf_counter()
         self._rest(self._payload.on_cpu)
-        self._note(_wall_time(min(p.request.group.arrival_time for p in batch.scheduled)))
+        oldest = min(part.request.group.arrival_time for part in batch.scheduled)
+        self._requested_at = _wall_time(oldest)
+        self._note(self._requested_at)
 
     def committed(self, batch: Batch, *, is_last: bool) -> None:
         """Note that a step is committed. is_last: no request is left."""
         self._rate.add(batch.num_tokens, time.perf_counter() - self._began)
         with suppress(MemoryError, RuntimeError):  # no memory: the blocks are offered again later
+            self._offers.note(self._requested_at)  # blocks that accepted drafts have filled
             self._offers.commit()
             self._offer_states()
         if is_last:

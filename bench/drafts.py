@@ -3,12 +3,13 @@
     python bench/drafts.py SmolLM2-135M-Instruct.Q4_1.gguf [--threads 1] [--rounds 3]
     python bench/drafts.py qwen2.5-0.5b
 
-A model that chats, or a shape with random weights, for which only repeated, fresh and concurrent
-requests mean something. Both engines answer in turn; each line has the median of the ratios of
-seconds, without to with drafts, and the tokens per step.
+The model is a chat model, or a shape with random weights, for which only repeated, fresh and
+concurrent requests are meaningful. Both engines answer in turn; each line has the median of the
+ratios of seconds, without to with drafts, and the tokens per step.
 """
 
 import argparse
+import random
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -51,11 +52,11 @@ class Pair:
         self.engines = [LLM(str(path), speculation=count, **options) for count in (0, 16)]
         self.vocabulary = SHAPES[model].vocab_size if is_shape else 0
 
-    def ask(self, llm: LLM, texts: list[str], count: int) -> Answer:
+    def answer(self, llm: LLM, texts: list[str], count: int) -> Answer:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         start = perf_counter()
         if self.vocabulary:
-            prompts = [[hash((text, i)) % self.vocabulary for i in range(200)] for text in texts]
+            prompts = [self.draw_tokens(text) for text in texts]
             outputs = llm.generate(prompts, params, use_tqdm=False)
         else:
             chats = [[{"role": "user", "content": text}] for text in texts]
@@ -64,6 +65,11 @@ class Pair:
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         metrics = [output.metrics for output in outputs if output.metrics is not None]
         return seconds, tokens, sum(m.num_accepted_tokens for m in metrics)
+
+    def draw_tokens(self, text: str) -> list[int]:
+        """Return the same random tokens for the same text."""
+        chance = random.Random(text)
+        return [chance.randrange(self.vocabulary) for _ in range(200)]
 
     def compare(self, name: str, rounds: int, run: Callable[[LLM], Answer]) -> None:
         """Print the ratio of a load, which both engines run in turn with empty caches."""
@@ -84,8 +90,8 @@ class Pair:
 
         def run(llm: LLM) -> Answer:
             if first:
-                self.ask(llm, first, count)
-            return self.ask(llm, second, count)
+                self.answer(llm, first, count)
+            return self.answer(llm, second, count)
 
         return run
 

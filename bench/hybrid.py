@@ -29,7 +29,9 @@ class Bench:
             f"{facts.num_states} states {facts.state_bytes / 1e6:,.0f} MB"
         )
 
-    def ask(self, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]], list[int]]:
+    def answer(
+        self, prompts: list[list[int]], count: int
+    ) -> tuple[float, list[list[int]], list[int]]:
         """Return the seconds, the answers, and the hit tokens of each prompt."""
         params = headstart.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         start = perf_counter()
@@ -42,44 +44,44 @@ class Bench:
         load = long_document(random.Random(1), self.vocabulary)
         document, times, hits = load["document"], [], []
         for question in load["questions"]:
-            seconds, _, [hit] = self.ask([document + question], 1)
+            seconds, _, [hit] = self.answer([document + question], 1)
             times.append(seconds)
             hits.append(hit)
-        decode = median(self.ask([document + load["questions"][0]], 17)[0] for _ in range(3))
-        first = median(self.ask([document + load["questions"][0]], 1)[0] for _ in range(3))
+        decode = median(self.answer([document + load["questions"][0]], 17)[0] for _ in range(3))
+        first = median(self.answer([document + load["questions"][0]], 1)[0] for _ in range(3))
         print(f"document: cold {times[0]:.2f} s, second {times[1]:.2f} s (hit {hits[1]} tokens)")
         print(f"  warm {1e3 * median(times[2:]):.0f} ms, {min(hits[2:])} of {len(document)} hit")
         print(f"  per token {1e3 * (decode - first) / 16:.1f} ms")
 
     def conversations(self) -> None:
         load = chat(random.Random(2), self.vocabulary)
-        told: list[list[int]] = [[] for _ in range(8)]
+        histories: list[list[int]] = [[] for _ in range(8)]
         start = perf_counter()
         reusable = hit = 0
         for turn, said in enumerate(load["said"]):
-            prompts = [old + new for old, new in zip(told, said, strict=True)]
-            _, answers, hits = self.ask(prompts, load["count"])
+            prompts = [old + new for old, new in zip(histories, said, strict=True)]
+            _, answers, hits = self.answer(prompts, load["count"])
             if turn:
-                reusable += sum(map(len, told))
+                reusable += sum(map(len, histories))
                 hit += sum(hits)
-            told = [old + new for old, new in zip(prompts, answers, strict=True)]
+            histories = [old + new for old, new in zip(prompts, answers, strict=True)]
         share = hit / (reusable - 3 * 8)  # the last token of an answer is never computed
         print(f"chat: {perf_counter() - start:.2f} s, {100 * share:.1f} % of reusable tokens hit")
 
     def together(self) -> None:
         load = shared_prefix(random.Random(3), self.vocabulary)
-        self.ask([load["first"]], 1)
-        seconds, _, hits = self.ask(load["prompts"], load["count"])
+        self.answer([load["first"]], 1)
+        seconds, _, hits = self.answer(load["prompts"], load["count"])
         print(f"shared prefix: {seconds:.2f} s, {sum(hits)} of {16 * 2000} tokens hit")
         rng = random.Random(4)
         head = tokens(rng, self.vocabulary, 2000)
-        seconds, _, hits = self.ask([head + prompt[2000:] for prompt in load["prompts"]], 64)
+        seconds, _, hits = self.answer([head + prompt[2000:] for prompt in load["prompts"]], 64)
         print(f"  all at once, not cached: {seconds:.2f} s, {sum(hits)} of {15 * 2000} tokens hit")
 
     def forks(self) -> None:
         rng = random.Random(5)
         head = tokens(rng, self.vocabulary, 900)
-        hits = [self.ask([head + tokens(rng, self.vocabulary, 100)], 1)[2][0] for _ in range(5)]
+        hits = [self.answer([head + tokens(rng, self.vocabulary, 100)], 1)[2][0] for _ in range(5)]
         print(f"prompts that share 900 of 1,000 tokens, one after another: hit {hits}")
 
 

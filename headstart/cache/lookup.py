@@ -61,9 +61,9 @@ class ComputedBlocks(NamedTuple):
     state: Checkpoint | None = None
     is_fork: bool = False
 
-    def is_written(self, at: int) -> bool:
-        """Return True if the rows of `blocks[at]` are written; False if this step computes them."""
-        return self.blocks[at] not in self.source.unwritten
+    def is_written(self, index: int) -> bool:
+        """Return True if earlier steps have written the rows of `blocks[index]`."""
+        return self.blocks[index] not in self.source.unwritten
 
     def cut(self, count: int, block_size: int) -> "ComputedBlocks":
         """Return this result truncated to its first `count` blocks.

@@ -3,7 +3,7 @@
 A layer with a sliding window of w tokens reads the last w - 1 tokens before a row. So its K/V need
 not stay for the whole prefix. The K/V of all such layers are in *window blocks*. A running sequence
 has one for each of its blocks that the window of its next rows reaches. It releases the others as
-it goes on.
+it proceeds.
 
 A full window block is attached to the block with the same tokens. It stays cached when no sequence
 uses it any more, until its memory is needed. A request resumes at a position only if the window

@@ -48,8 +48,8 @@ def _last_windows(config: Any) -> list[LayerShape]:
     """Return windows in the layers from `max_window_layers` on, if they are enabled."""
     window = _switched_window(config)
     kinds = config.layer_types or [
-        "full_attention" if at < config.max_window_layers else "sliding_attention"
-        for at in range(config.num_hidden_layers)
+        "full_attention" if index < config.max_window_layers else "sliding_attention"
+        for index in range(config.num_hidden_layers)
     ]
     return [LayerShape(window if kind == "sliding_attention" else None) for kind in kinds]
 
@@ -58,7 +58,7 @@ def _every_fourth_without_angles(config: Any) -> list[LayerShape]:
     rotates = config.no_rope_layers
     if rotates is None:
         every = config.no_rope_layer_interval
-        rotates = [(at + 1) % every != 0 for at in range(config.num_hidden_layers)]
+        rotates = [(index + 1) % every != 0 for index in range(config.num_hidden_layers)]
     window = _switched_window(config)
     kinds = config.layer_types or [
         "full_attention" if rotated else "sliding_attention" for rotated in rotates
@@ -71,8 +71,8 @@ def _every_fourth_without_angles(config: Any) -> list[LayerShape]:
 
 def _alternating(config: Any) -> list[LayerShape]:
     kinds = config.layer_types or [
-        "full_attention" if at % 2 else "sliding_attention"
-        for at in range(config.num_hidden_layers)
+        "full_attention" if index % 2 else "sliding_attention"
+        for index in range(config.num_hidden_layers)
     ]
     return _windows_of_kinds(config, kinds)
 
@@ -88,8 +88,8 @@ def _by_kind(config: Any) -> list[LayerShape]:
 def _prepare_gemma3(content: dict[str, Any]) -> None:
     every = content.pop("sliding_window_pattern", 6)
     content["layer_types"] = content.get("layer_types") or [
-        "sliding_attention" if (at + 1) % every else "full_attention"
-        for at in range(content["num_hidden_layers"])
+        "sliding_attention" if (index + 1) % every else "full_attention"
+        for index in range(content["num_hidden_layers"])
     ]
     angles = dict(content.get("rope_parameters") or {})
     full = dict(angles.get("full_attention") or {}) | (content.pop("rope_scaling", None) or {})
@@ -132,7 +132,7 @@ def _gemma3(config: Any) -> dict[str, Any]:
 def _prepare_gemma4(content: dict[str, Any]) -> None:
     count = content.setdefault("num_hidden_layers", _GEMMA4["num_hidden_layers"])
     kinds = content.get("layer_types") or [
-        "sliding_attention" if (at + 1) % 6 else "full_attention" for at in range(count)
+        "sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(count)
     ]
     content["layer_types"] = [*kinds[:-1], "full_attention"]
     if not content.get("rope_parameters"):
@@ -155,10 +155,12 @@ def _prepare_gemma4(content: dict[str, Any]) -> None:
 def _unify_layers(content: dict[str, Any]) -> None:
     """Replace the configurations of single layers, as transformers writes them, by older keys."""
     by_layer = content.pop("per_layer_config") or {}
-    full = {str(at) for at, kind in enumerate(content["layer_types"]) if kind == "full_attention"}
+    full = {
+        str(index) for index, kind in enumerate(content["layer_types"]) if kind == "full_attention"
+    }
     changes: dict[str, Any] = next(iter(by_layer.values()), {})
     if by_layer and (
-        {str(at) for at in by_layer} != full
+        {str(index) for index in by_layer} != full
         or any(other != changes for other in by_layer.values())
         or changes.keys() - {"head_dim", "num_key_value_heads"}
     ):
@@ -193,12 +195,12 @@ def _layers_that_share(config: Any) -> list[LayerShape]:
     if width and config.vocab_size_per_layer_input < config.vocab_size:
         raise UnsupportedLayerError("some of its tokens have no embedding for the layers")
     first = config.num_hidden_layers - config.num_kv_shared_layers
-    sources = {kind: at for at, kind in enumerate(config.layer_types[: max(first, 0)])}
+    sources = {kind: index for index, kind in enumerate(config.layer_types[: max(first, 0)])}
     layers = []
-    for at, kind in enumerate(config.layer_types):
+    for index, kind in enumerate(config.layer_types):
         is_full = kind == "full_attention"
-        if at >= first and kind not in sources:
-            raise UnsupportedLayerError(f"no layer before its layer {at} has the K and V for it")
+        if index >= first and kind not in sources:
+            raise UnsupportedLayerError(f"no layer before its layer {index} has the K and V for it")
         layers.append(
             LayerShape(
                 window=None if is_full else config.sliding_window,
@@ -206,8 +208,8 @@ def _layers_that_share(config: Any) -> list[LayerShape]:
                 kv_heads=config.num_global_key_value_heads if is_full else None,
                 head_dim=config.global_head_dim if is_full else None,
                 intermediate_size=config.intermediate_size
-                * (2 if config.use_double_wide_mlp and at >= first else 1),
-                source=sources[kind] if at >= first else None,
+                * (2 if config.use_double_wide_mlp and index >= first else 1),
+                source=sources[kind] if index >= first else None,
                 keys_are_values=is_full and config.attention_k_eq_v,
             )
         )

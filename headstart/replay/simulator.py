@@ -2,7 +2,7 @@
 
 There are three kinds of events: a request arrives, a replica's step ends, and a prompt's K/V arrive
 at another replica. A request is routed when it arrives. At the end of a step, the router's index
-receives the replica's cache events; then the router is told of first tokens and finished replies.
+receives the replica's cache events; then the router learns of first tokens and finished replies.
 Routing, the network and snapshots take no time. Requests arrive at the times of the trace, however
 far behind the replicas are (an open loop).
 

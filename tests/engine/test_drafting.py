@@ -69,13 +69,15 @@ def requests(seed: int, count: int) -> Iterator[tuple[list[list[int]], list[Samp
 
 
 def answers(llm: LLM, seed: int, count: int) -> list[Any]:
-    found = []
+    entries = []
     for prompts, params in requests(seed, count):
         for output in llm.generate(prompts, params, use_tqdm=False):
             for answer in output.outputs:
                 logprobs = [[*entry] for entry in answer.logprobs or ()]
-                found.append((answer.token_ids, answer.finish_reason, answer.stop_reason, logprobs))
-    return found
+                entries.append(
+                    (answer.token_ids, answer.finish_reason, answer.stop_reason, logprobs)
+                )
+    return entries
 
 
 @pytest.mark.parametrize(

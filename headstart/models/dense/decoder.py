@@ -117,9 +117,9 @@ class DenseDecoder(DecoderModel):
         layers: list[Any] = list(modules.body.layers)
         recurrent = [layer.mixer for layer in layers if layer.is_recurrent]
         # A layer that reads the K and V of an earlier one has no memory.
-        owners = [at for at, layer in enumerate(shape.layers) if layer.source is None]
+        owners = [index for index, layer in enumerate(shape.layers) if layer.source is None]
         self._num_owners = 1 + owners[-1]
-        layouts = [_layout(shape, at) for at in owners if shape.layers[at].mixer is None]
+        layouts = [_layout(shape, index) for index in owners if shape.layers[index].mixer is None]
         super().__init__(tuple(layouts), about.folder)
         self.state_layouts = tuple(mixer.state for mixer in recurrent)
         self.module, self.dtype, self.output_layer = modules, dtype, "lm_head"

@@ -22,7 +22,7 @@ from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, RequestError
 from headstart.imports import load_module
 from headstart.models.files import find_folder, read_json
-from headstart.validation import NOT_AN_OPTION, describe
+from headstart.validation import NOT_AN_OPTION, Number, describe
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,7 @@ def _read_table() -> tuple[dict[str, Option], dict[str, Option]]:
 ENGINE, SERVE = _read_table()
 """vLLM's engine options and server options. For a server's flags, server options have priority."""
 
+_COUNTS = Number(int, 0)
 _OF_CONFIG = {option.name: option for option in fields(EngineConfig)}
 _GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 """Sampling parameters that are read from a generation_config.json, as in vLLM."""
@@ -153,7 +154,13 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
             del config[name]
     drafts = options.get("speculative_config")
     if drafts is not None:
-        config["speculation"] = _read_speculation(drafts)
+        count = _read_speculation(drafts)
+        if config.get("speculation") not in (None, 0, count):
+            raise ConfigError(
+                f"speculation is {describe(config['speculation'])} and speculative_config is "
+                f"{describe(drafts)}; allowed: one of the two"
+            )
+        config["speculation"] = count
     for name, field_name in _ALIASES.items():
         value = options.get(name)
         if name == "limit_mm_per_prompt" and value is not None:
@@ -176,7 +183,8 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _read_speculation(drafts: object) -> Any:
+def _read_speculation(drafts: object) -> int:
+    """Return the tokens of the longest draft for vLLM's `speculative_config`."""
     """Return the most tokens of a draft. vLLM's drafters without a model are the same here."""
     form = '{"method": "ngram", "num_speculative_tokens": 8}'
     if not isinstance(drafts, Mapping) or drafts.get("method") not in ("ngram", "suffix"):
@@ -184,7 +192,12 @@ def _read_speculation(drafts: object) -> Any:
             f"speculative_config is {describe(drafts)}; allowed: a dict such as {form}, of the "
             'method "ngram" or "suffix"'
         )
-    return drafts.get("num_speculative_tokens", MAX_DRAFT)
+    count = drafts.get("num_speculative_tokens", MAX_DRAFT)
+    if count not in _COUNTS:
+        raise ConfigError(
+            f"num_speculative_tokens of speculative_config is {describe(count)}; allowed: {_COUNTS}"
+        )
+    return min(int(count), MAX_DRAFT)
 
 
 def _read_tokenizer(path: object, model: str | Path) -> Path | None:

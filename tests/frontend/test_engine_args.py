@@ -322,3 +322,21 @@ def test_the_page_lists_every_name() -> None:
         assert f"`{name}`" in pages[option.state], name
     for name, option in SERVE.items():
         assert f"`--{name.replace('_', '-')}`" in pages[option.state], name
+
+
+def test_drafts_are_configured_as_in_vllm() -> None:
+    def speculation(**options: object) -> int:
+        return make_config(read_config(options)).speculation
+
+    drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+    assert speculation(speculative_config=drafts) == 5
+    assert speculation(speculative_config=drafts, speculation=5) == 5
+    assert speculation(speculative_config={"method": "suffix", "num_speculative_tokens": 64}) == 16
+    assert speculation(speculative_config={"method": "ngram"}) == 16
+    assert speculation(speculative_config=None, speculation=3) == 3
+    with pytest.raises(ConfigError, match=r"^speculation is 3 and speculative_config is .*of the"):
+        speculation(speculative_config=drafts, speculation=3)
+    with pytest.raises(ConfigError, match=r"^num_speculative_tokens of .* is -1; allowed: a whole"):
+        speculation(speculative_config={"method": "ngram", "num_speculative_tokens": -1})
+    with pytest.raises(ConfigError, match=r'^speculative_config is .*"ngram" or "suffix"$'):
+        speculation(speculative_config={"method": "eagle", "model": "drafter"})

@@ -389,6 +389,17 @@ def open_state_stores(
     return StateStores(payload, open_stores(payload.record(model), config), min_gain)
 
 
+def _log_unused(config: EngineConfig, memory: PagedKVMemory, states: StateMemory | None) -> None:
+    """Log each option that is set but has no effect with this model."""
+    log = logging.getLogger("headstart.engine")
+    if config.num_states is not None and states is None:
+        log.warning("num_states has no effect: the model has no recurrent layers")
+    if config.num_window_blocks is not None and not memory.num_window_blocks:
+        log.warning("num_window_blocks has no effect: all layers share one pool of blocks")
+    if config.speculation and states is not None:
+        log.warning("speculation has no effect: models with recurrent layers draft nothing")
+
+
 def make_engine_parts(
     decoder: DecoderModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -416,6 +427,7 @@ def make_engine_parts(
     states: StateMemory | None = None
     if decoder.state_layouts:
         states = StateMemory(decoder.state_layouts, plan.num_states, device)
+    _log_unused(config, memory, states)
     folder, model = config.disk_folder, None
     stores: Sequence[BlockStore] = ()
     if has_stores(config):

@@ -4,6 +4,7 @@ They answer as transformers does, wherever they resume. The oracle is its pass o
 answer at once, without a cache.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from headstart import LLM, LLMEngine, RequestOutput, SamplingParams
 from headstart.sampling_params import BeamSearchParams
-from tests.tiny_models import VOCABULARY, tiny_config, tiny_model, write_once
+from tests.tiny_models import VOCABULARY, save_tiny, tiny_config, tiny_model, write_once
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 TEXT = torch.randint(3, VOCABULARY, (150,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -172,3 +173,15 @@ def test_bits_do_not_depend_on_the_pool(name: str, caching: bool, load: Callable
             ]
         )
     assert results[0] == results[1]
+
+
+def test_options_without_effect_are_logged(tmp_path: Path, logged: list[logging.LogRecord]) -> None:
+    for name, options in (("lfm2", {"speculation": 4}), ("llama", {"num_states": 4})):
+        LLM(save_tiny(name, tmp_path / name), **POOL | options).close()
+    messages = [record.getMessage() for record in logged if record.name == "headstart.engine"]
+    assert [message.split(":")[0] for message in messages] == [
+        "num_window_blocks has no effect",
+        "speculation has no effect",
+        "num_states has no effect",
+        "num_window_blocks has no effect",
+    ]

@@ -98,7 +98,7 @@ class KVCacheManager:
             self.windows = self.pool.windows = WindowPool(
                 config.num_window_blocks, config.window, config.block_size
             )
-        self._has_one_group = self.states is None and self.windows is None
+        self.has_one_group = self.states is None and self.windows is None
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
         self._mark = object()  # the `holder` of sequences that hold blocks here
@@ -243,10 +243,11 @@ class KVCacheManager:
         """Return True if the empty pool can hold all tokens of the sequence."""
         return len(sequence.token_ids) <= self.config.num_blocks * self.block_size
 
-    def can_admit(self, computed: ComputedBlocks) -> bool:
+    def can_admit(self, computed: ComputedBlocks, num_new_tokens: int = 0) -> bool:
         """Return True if blocks and states suffice for all tokens of the looked-up sequence.
 
-        Raises CacheError for a lookup of another manager.
+        num_new_tokens: tokens of its first step, for which window blocks must suffice; one window
+        of tokens at least. Raises CacheError for a lookup of another manager.
         """
         self._check_source(computed)
         if self.states is not None and not self.states.can_start(computed.state):
@@ -254,8 +255,9 @@ class KVCacheManager:
         blocks = -(-len(computed.sequence.token_ids) // self.block_size)
         needed = blocks - len(computed.blocks) + count_free(computed.blocks)
         windows, start = self.windows, computed.num_tokens
-        if windows is not None:  # for one window at least
-            end = min(len(computed.sequence.token_ids), start + windows.width)
+        if windows is not None:
+            end = start + max(windows.width, num_new_tokens)
+            end = min(end, len(computed.sequence.token_ids), windows.limit(start))
             if not windows.can_start(computed.blocks, start, end):
                 return False
         return needed <= len(self.pool.free)
@@ -377,7 +379,7 @@ class KVCacheManager:
             check_count(sequence, num_new_tokens, sequence.num_computed_tokens)
         stop = end + num_drafted
         has_slots = stop < sequence.capacity and sequence.holder is self._mark
-        if has_slots and (self._has_one_group or self._has_window(sequence, stop)):
+        if has_slots and (self.has_one_group or self._has_window(sequence, stop)):
             sequence.step = self._step
             sequence.num_computed_tokens = end
             return True

@@ -104,6 +104,10 @@ class WindowPool:
 
     # Steps
 
+    def limit(self, start: int) -> int:
+        """Return the position up to which an unused pool can compute tokens from `start` on."""
+        return (self.first(start) + self.num_blocks) * self.block_size
+
     def can_start(self, hits: Sequence[KVCacheBlock], start: int, end: int) -> bool:
         """Return True if there are window blocks to compute tokens `start` to `end - 1`."""
         return self._has_room(hits, len(hits), self.first(start), end)

@@ -191,6 +191,14 @@ def test_preempted_requests_resume(deterministic: bool) -> None:
         assert harness.answer(group) == expected_answer(TEXT[i : i + 30], 30)
 
 
+def test_steps_may_be_shorter_than_the_window(deterministic: bool) -> None:
+    """A request that resumed behind a window needed two windows to be admitted."""
+    options = {"num_window_blocks": 15, "block_size": 1, "max_num_batched_tokens": 4}
+    harness = Harness(num_blocks=150, deterministic=deterministic, **options)
+    harness.run(TEXT[:30])
+    assert harness.run([*TEXT[:30], *TEXT[100:140]]) == 30
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_random_requests(seed: int) -> None:
     draw = random.Random(seed)

@@ -220,10 +220,14 @@ class FairShare:
         """
         if len(self._manager.sequences) >= self._places:
             return False
-        blocks = -(-len(request.sequence.token_ids) // self._manager.block_size)
-        if blocks <= self._manager.num_free_blocks:
+        manager = self._manager
+        blocks = -(-len(request.sequence.token_ids) // manager.block_size)
+        if blocks <= manager.num_free_blocks and manager.has_one_group:
             return True
-        return self._manager.can_admit(self._manager.get_computed_blocks(request.sequence))
+        computed = manager.get_computed_blocks(request.sequence)
+        if not request.reads_cache:
+            computed = manager.cut(computed, 0)
+        return manager.can_admit(computed, self._step)
 
     def _has_space(self, owner: _Owner, request: Request) -> bool:
         """Return True if a request leaves the reserve for owners without running requests.

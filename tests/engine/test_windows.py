@@ -199,6 +199,22 @@ def test_steps_may_be_shorter_than_the_window(deterministic: bool) -> None:
     assert harness.run([*TEXT[:30], *TEXT[100:140]]) == 30
 
 
+def test_owners_do_not_wait_for_requests_that_lack_window_blocks() -> None:
+    """A running prompt was preempted for a request that could not be admitted."""
+    options = {"num_window_blocks": 16, "block_size": 1, "max_num_batched_tokens": 5}
+    harness = Harness(num_blocks=200, max_num_seqs=2, **options)
+    for owner in ("a", "b"):
+        harness.core.manager.shares.set(owner, 1.0)
+        harness.submit(TEXT[:30], salt=owner)
+        harness.finish()
+    prompts = [("a", TEXT[60:110]), ("b", [*TEXT[:30], *TEXT[50:90]])]
+    groups = [harness.submit(prompt, salt=owner) for owner, prompt in prompts]
+    harness.finish()
+    for group in groups:
+        assert harness.answer(group) == expected_answer(group.prompt_token_ids, 5)
+    assert harness.core.num_preemptions <= 2
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_random_requests(seed: int) -> None:
     draw = random.Random(seed)

@@ -14,16 +14,11 @@ from torch import Tensor, nn
 
 from headstart.attention import AttentionBackend, AttentionOptions, LayerLayout, PagedKVMemory
 from headstart.attention.memory import StateMemory
-from headstart.cache import TokenSequence
-from headstart.engine.config import EngineConfig, make_config
-from headstart.engine.engine import EngineCore
-from headstart.engine.params import SamplingParams
-from headstart.engine.parts import make_engine_parts, plan_memory
-from headstart.engine.request import Request, RequestGroup
-from headstart.engine.sampling import SamplingState
+from headstart.engine.config import EngineConfig
+from headstart.engine.parts import plan_memory
 from headstart.errors import ConfigError, OutOfMemoryError
-from headstart.frontend.text import Detokenizer, OutputText
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay, Widths
+from tests.engine.core_harness import CoreHarness
 
 VOCABULARY = 50
 WINDOWS = (9, None, 5)
@@ -86,55 +81,16 @@ class WindowDecoder(DecoderModel):
         return logits.float()[logit_rows]
 
 
-class Harness:
-    """An engine core with the fake model, without a frontend."""
+class Harness(CoreHarness):
+    """An engine core with the fake model."""
 
     def __init__(self, **options: Any) -> None:
-        config = make_config(
-            {
-                "num_blocks": 100,
-                "block_size": 4,
-                "max_num_batched_tokens": 16,
-                "debug": True,
-                **options,
-            }
-        )
         self.model = WindowDecoder()
-        parts = make_engine_parts(self.model, None, config)
-        self.memory = parts.memory
-        self.core = EngineCore(parts, config)
-        self.groups: list[RequestGroup] = []
-
-    def submit(self, prompt: list[int], count: int = 5, salt: str | None = None) -> RequestGroup:
-        name = f"r{len(self.groups)}"
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        group = RequestGroup(name, None, prompt, params, 0.0)
-        group.requests = [
-            Request(
-                group,
-                0,
-                TokenSequence(name, prompt, salt=salt),
-                SamplingState(params, prompt, [], None, frozenset()),
-                OutputText(Detokenizer(None), params, frozenset(), 10**6),
-            )
-        ]
-        self.groups.append(group)
-        self.core.submit(group)
-        return group
-
-    def finish(self) -> None:
-        while self.core.has_unfinished:
-            self.core.step()
-
-    def answer(self, group: RequestGroup) -> list[int]:
-        return list(group.output().outputs[0].token_ids)
-
-    def run(self, prompt: list[int], count: int = 5) -> int:
-        """Check an answer; return how many tokens of the prompt were hit."""
-        group = self.submit(prompt, count)
-        self.finish()
-        assert self.answer(group) == expected_answer(prompt, count)
-        return group.output().num_cached_tokens or 0
+        super().__init__(
+            self.model,
+            expected_answer,
+            **{"num_blocks": 100, "max_num_batched_tokens": 16, **options},
+        )
 
 
 @pytest.fixture(params=[False, True], ids=["", "deterministic"])

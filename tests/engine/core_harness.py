@@ -1,0 +1,64 @@
+"""An engine core with a fake model, without a frontend."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headstart.attention import PagedKVMemory
+from headstart.cache import TokenSequence
+from headstart.engine.config import make_config
+from headstart.engine.engine import EngineCore
+from headstart.engine.params import SamplingParams
+from headstart.engine.parts import make_engine_parts
+from headstart.engine.request import Request, RequestGroup
+from headstart.engine.sampling import SamplingState
+from headstart.frontend.text import Detokenizer, OutputText
+from headstart.models.decoder import DecoderModel
+
+
+class CoreHarness:
+    """Requests to an engine core, whose answers are compared with those of `expected`."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        expected: Callable[[list[int], int], list[int]],
+        **options: Any,
+    ) -> None:
+        config = make_config({"debug": True, "block_size": 4, **options})
+        parts = make_engine_parts(model, None, config)
+        self.memory: PagedKVMemory = parts.memory
+        self.core = EngineCore(parts, config)
+        self.groups: list[RequestGroup] = []
+        self._expected = expected
+
+    def submit(self, prompt: list[int], count: int = 5, salt: str | None = None) -> RequestGroup:
+        name = f"r{len(self.groups)}"
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        group = RequestGroup(name, None, prompt, params, time.perf_counter())
+        group.requests = [
+            Request(
+                group,
+                0,
+                TokenSequence(name, prompt, salt=salt),
+                SamplingState(params, prompt, [], None, frozenset()),
+                OutputText(Detokenizer(None), params, frozenset(), 10**6),
+            )
+        ]
+        self.groups.append(group)
+        self.core.submit(group)
+        return group
+
+    def finish(self) -> None:
+        while self.core.has_unfinished:
+            self.core.step()
+
+    def answer(self, group: RequestGroup) -> list[int]:
+        return list(group.output().outputs[0].token_ids)
+
+    def run(self, prompt: list[int], count: int = 5) -> int:
+        """Check an answer; return how many tokens of the prompt were hit."""
+        group = self.submit(prompt, count)
+        self.finish()
+        assert self.answer(group) == self._expected(prompt, count)
+        return group.output().num_cached_tokens or 0

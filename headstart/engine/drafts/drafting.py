@@ -30,17 +30,17 @@ class Drafting:
         self._max_model_len = max_model_len
 
     def propose(self, request: Request, budget: int, num_running: int) -> tuple[int, ...]:
-        """Return the draft of a request that decodes; `budget` is the step's room in tokens."""
+        """Return a decoding request's draft. budget: tokens that the step may still compute."""
         if request.drafts is None:
             request.drafts = DraftLength()
         sequence, params = request.sequence, request.group.params
-        room = self._max_model_len - len(sequence.token_ids)
+        limit = self._max_model_len - len(sequence.token_ids)
         if params.max_tokens is not None:  # the last token needs no K/V
-            room = min(room, params.max_tokens - len(request.sampling.output_token_ids) - 1)
-        room = min(room, budget, self._max_tokens, _ROWS // num_running - 1)
-        if room <= 0:
+            limit = min(limit, params.max_tokens - len(request.sampling.output_token_ids) - 1)
+        limit = min(limit, budget, self._max_tokens, _ROWS // num_running - 1)
+        if limit <= 0:
             return ()
-        count = min(room, request.drafts.next())
+        count = min(limit, request.drafts.next())
         if not count:
             return ()
         tokens = self._manager.draft(sequence, count)

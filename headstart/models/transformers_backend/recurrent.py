@@ -152,7 +152,7 @@ def find_mixers(model: PreTrainedModel, takes_positions: bool) -> tuple[Recurren
         if kind in RECURRENT_KINDS and layer not in layers:
             raise UnsupportedModelError(
                 f"layer {layer} of {type(model).__name__} is of type {kind!r} and does not use "
-                "transformers' cache of states, so its state cannot be handed in and out"
+                "transformers' cache of states, so its state cannot be saved and restored"
             )
     states = MixerStates(model, mixers)
     return tuple(

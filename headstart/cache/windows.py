@@ -64,11 +64,6 @@ class WindowPool:
         """The number of window blocks without content."""
         return len(self._empty)
 
-    @property
-    def num_cached(self) -> int:
-        """The number of window blocks that a lookup can find."""
-        return len(self._attached)
-
     def window_block(self, block: KVCacheBlock) -> int:
         """Return the window block that is attached to a block; -1 without one."""
         return self._attached.get(block, -1)

@@ -240,7 +240,7 @@ def forward_rows(
     logit_rows: Tensor,
     embeddings: EmbeddingOverlay | None = None,
 ) -> Tensor:
-    """One flat batch through `model`: logits `[rows, vocab]` in the model's dtype.
+    """Run one flat batch; return logits `[rows, vocab]` in the model's dtype.
 
     The rows are chosen between decoder and LM head, inside transformers, so that a model's changes
     to its logits (capping, scaling) apply to them.
@@ -263,15 +263,15 @@ def forward_rows(
     return logits
 
 
-def rows_apart(found: Tensor, expected: Tensor) -> Tensor:
+def rows_apart(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the norm of each row's difference divided by the norm of `expected`."""
     size = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    apart: Tensor = (found.float() - expected.float()).norm(dim=-1) / size
+    apart: Tensor = (actual.float() - expected.float()).norm(dim=-1) / size
     return apart
 
 
 def fingerprint_memory(model: nn.Module) -> str:
-    """SHA-256 over configuration, names and weights of a model that was built in memory."""
+    """Return the SHA-256 of configuration, names and weights of a model built in memory."""
     digest = hashlib.sha256()
 
     def frame(part: bytes) -> None:

@@ -26,7 +26,7 @@ from headstart.attention import (
 )
 from headstart.cache import StatePool, TokenSequence
 from headstart.engine.adapter_store import AdapterStore
-from headstart.engine.logits import allowed_tokens
+from headstart.engine.logits import TokenMask, allowed_tokens
 from headstart.engine.request import PromptExtras
 from headstart.engine.sampling import SampledToken, Sampler, SamplingState, token_logprobs
 from headstart.engine.step import Batch
@@ -110,6 +110,7 @@ class Runner:
         self._nonfinite.clear()
         self._memory.copy_rows(batch.copies)
         parts: list[_Rows] = []
+        masks: list[tuple[TokenMask, ...]] = []  # of each row with logits
         greedy_only = not self._deterministic
         for request, start, stop, samples, draft in batch.scheduled:
             group, needs_prompt = request.group, request.needs_prompt_logits
@@ -120,15 +121,11 @@ class Runner:
                 greedy_only = False
             if draft and request.sampling.processors:  # whose masks follow from each token
                 greedy_only = False
+            masks += (request.sampling.masks,) * wanted
         counts = [rows.wanted for rows in parts]
         if self._deterministic:
             values = torch.cat([b for rows in parts for b in self._forward_blocks(rows)])
         elif greedy_only:
-            masks = [
-                part.request.sampling.masks
-                for part, count in zip(batch.scheduled, counts, strict=True)
-                for _ in range(count)
-            ]
             allowed, failed = allowed_tokens(masks, self._model.vocab_size)
             greedy = self._forward(parts, functools.partial(self._model.choose, allowed=allowed))
             return StepLogits(None, counts, self._nonfinite_parts(parts), greedy, failed)
@@ -166,7 +163,7 @@ class Runner:
         slots: list[int] = []
         spans = []
         for rows in parts:
-            sequence, start, stop, _, wanted, *_ = rows
+            sequence, start, stop, _, wanted, _, _ = rows
             first = len(tokens)
             spans.append(Span(first, stop - start, stop, sequence.block_table()))
             slots += sequence.slots(start, stop, self._memory.block_size, self._memory.scratch_slot)

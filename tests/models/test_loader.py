@@ -355,7 +355,7 @@ def test_weights_of_another_width(folder: Path) -> None:
         ({"model_type": "vit"}, "'vit' is not a causal language model"),
         ({"model_type": "qwen2_5_omni"}, "generates speech; use Omni or headstart serve"),
         ({"model_type": "t5", "d_kv": 8}, "is an encoder-decoder"),
-        ({"model_type": "mamba"}, "linear_attention"),
+        ({"model_type": "llama4_text"}, "chunked_attention"),
     ],
 )
 def test_unknown_and_unsupported(folder: Path, changes: dict[str, Any], reason: str) -> None:

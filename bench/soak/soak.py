@@ -310,10 +310,10 @@ class Server:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        told = self._read()
-        if "error" in told:
-            raise RuntimeError(f"the pool's check failed: {told['error']}")
-        return told
+        results = self._read()
+        if "error" in results:
+            raise RuntimeError(f"the pool's check failed: {results['error']}")
+        return results
 
     def close(self) -> int:
         """Send SIGTERM; return the exit status."""
@@ -322,8 +322,8 @@ class Server:
 
     def _read(self) -> Json:
         assert self.process.stdout is not None
-        told: Json = json.loads(self.process.stdout.readline())
-        return told
+        results: Json = json.loads(self.process.stdout.readline())
+        return results
 
 
 async def soak_server(server: Server, options: argparse.Namespace) -> Json:
@@ -345,9 +345,9 @@ async def soak_server(server: Server, options: argparse.Namespace) -> Json:
             bar = shown.add_task("soaking", total=options.minutes * 60)
             while any(not one.done() for one in clients):
                 await asyncio.sleep(2)
-                told = await asyncio.to_thread(server.ask)
-                memory.append(told["megabytes"])
-                soak.replicas = told.get("replicas", [])
+                results = await asyncio.to_thread(server.ask)
+                memory.append(results["megabytes"])
+                soak.replicas = results.get("replicas", [])
                 about = f"{sum(soak.statuses.values())} answers, {len(soak.faults)} faults"
                 shown.update(bar, completed=time.monotonic() - start, description=about)
         await asyncio.gather(*clients)
@@ -424,13 +424,13 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         server = Server(options.replicas, make_hybrid(Path(folder)) if options.hybrid else MODEL)
         try:
-            told = asyncio.run(soak_server(server, options))
+            results = asyncio.run(soak_server(server, options))
         finally:
             status = server.close()
     if status:
-        told["faults"].append(f"the server ended with {status}")
-    print(json.dumps(told))
-    sys.exit(bool(told["faults"]))
+        results["faults"].append(f"the server ended with {status}")
+    print(json.dumps(results))
+    sys.exit(bool(results["faults"]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A layer with a sliding window of w tokens reads the last w - 1 tokens before a row. So its K/V need
 not stay for the whole prefix. The K/V of all such layers are in *window blocks*. A running sequence
 has one for each of its blocks that the window of its next rows reaches. It releases the others as
-it proceeds.
+it computes more tokens.
 
 A full window block is attached to the block with the same tokens. It stays cached when no sequence
 uses it any more, until its memory is needed. A request resumes at a position only if the window
@@ -105,9 +105,9 @@ class WindowPool:
 
     def can_start(self, hits: Sequence[KVCacheBlock], start: int, end: int) -> bool:
         """Return True if there are window blocks to compute tokens `start` to `end - 1`."""
-        return self._has_room(hits, len(hits), self.first(start), end)
+        return self._has_free(hits, len(hits), self.first(start), end)
 
-    def _has_room(
+    def _has_free(
         self, blocks: Sequence[KVCacheBlock], num_hits: int, first: int, end: int
     ) -> bool:
         """Return True if there are window blocks from block `first` up to token `end - 1`."""
@@ -140,7 +140,7 @@ class WindowPool:
             window.shared.discard(index)
             window.ids[index] = 0
         window.first = max(first, window.first)
-        return self._has_room(sequence.blocks, sequence.num_reused, len(window.ids), end)
+        return self._has_free(sequence.blocks, sequence.num_reused, len(window.ids), end)
 
     def fill(self, sequence: TokenSequence, end: int) -> None:
         """Give a sequence the window blocks of its blocks up to token `end - 1`; see `extend`."""

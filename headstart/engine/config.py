@@ -66,7 +66,7 @@ class EngineConfig(CacheOptions):
         8, "how often a waiting request may be bypassed by better hits", Number(int, 0)
     )
     speculation: int = option(
-        0, "most tokens drafted for a request in a step; 0: none", Number(int, 0, 32)
+        0, "most tokens drafted for a request in a step, up to 16; 0: none", Number(int, 0, 16)
     )
     share_attention: bool = option(True, "attend once to what running requests have in common")
     deterministic: bool = option(False, "bitwise equal logits, cache on or off, alone or not")

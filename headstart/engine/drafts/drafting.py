@@ -14,7 +14,7 @@ from headstart.cache import KVCacheManager
 from headstart.engine.drafts.drafters import DraftLength
 from headstart.engine.request import Request
 
-_ROWS = 32  # rows of all decoding requests together that cost little more than one each
+_ROWS = 16  # of all decoding requests together; a step with more costs notably more
 
 
 class Drafting:

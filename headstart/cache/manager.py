@@ -246,8 +246,8 @@ class KVCacheManager:
     def can_admit(self, computed: ComputedBlocks, num_new_tokens: int = 0) -> bool:
         """Return True if blocks and states suffice for all tokens of the looked-up sequence.
 
-        num_new_tokens: tokens of its first step, for which window blocks must suffice; one window
-        of tokens at least. Raises CacheError for a lookup of another manager.
+        Window blocks must suffice for a window and for `num_new_tokens` more, the tokens of a step.
+        Raises CacheError for a lookup of another manager.
         """
         self._check_source(computed)
         if self.states is not None and not self.states.can_start(computed.state):
@@ -256,7 +256,7 @@ class KVCacheManager:
         needed = blocks - len(computed.blocks) + count_free(computed.blocks)
         windows, start = self.windows, computed.num_tokens
         if windows is not None:
-            end = start + max(windows.width, num_new_tokens)
+            end = start + windows.width + num_new_tokens
             end = min(end, len(computed.sequence.token_ids), windows.limit(start))
             if not windows.can_start(computed.blocks, start, end):
                 return False

@@ -184,15 +184,20 @@ class Scheduler:
                 draft = self._drafting.propose(request, budget - 1, len(self.running))
                 if draft and not append_slots(sequence, 1, len(draft)):
                     draft = ()
-            if draft or append_slots(sequence, stop - start):
+            # A preemption does not revoke what the limits allowed: the preempted request would go
+            # first again, and neither would ever finish.
+            while not draft and not append_slots(sequence, stop - start):
+                last = self.running.pop()
+                self._preempt(last)
+                if last is request:
+                    break
+            else:
                 if request in limited:
                     self._enter(request, start, stop)
                 scheduled.append(ScheduledTokens(request, start, stop, stop == length, draft))
                 budget -= stop - start + len(draft)
                 prompt_budget -= 0 if decodes else stop - start
                 index += 1
-            else:
-                self._preempt(self.running.pop())
         return scheduled, min(budget, prompt_budget)
 
     def _preempt(self, request: Request) -> None:

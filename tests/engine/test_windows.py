@@ -171,6 +171,19 @@ def test_owners_do_not_wait_for_requests_that_lack_window_blocks() -> None:
     assert harness.core.num_preemptions <= 2
 
 
+def test_a_prompt_advances_after_it_preempted_a_request_of_another_owner() -> None:
+    """The preempted request went first again, and was preempted again, for ever."""
+    options = {"num_window_blocks": 7, "max_num_batched_tokens": 7, "max_num_seqs": 2}
+    harness = Harness(num_blocks=24, enable_prefix_caching=False, **options)
+    harness.core.manager.shares.set("a", 1.0)
+    harness.core.manager.shares.set("b", 1.0)
+    groups = [harness.submit(TEXT[8:78], 1, salt="b"), harness.submit(TEXT[39:51], 5, salt="a")]
+    for _ in range(60):
+        harness.core.step()
+    for group, prompt, count in zip(groups, (TEXT[8:78], TEXT[39:51]), (1, 5), strict=True):
+        assert harness.answer(group) == expected_answer(prompt, count)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_random_requests(seed: int) -> None:
     draw = random.Random(seed)

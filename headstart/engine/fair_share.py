@@ -216,7 +216,8 @@ class FairShare:
     def _fits(self, request: Request) -> bool:
         """Return True if a waiting request could run together with all running requests.
 
-        If not, other requests do not wait for it.
+        If not, other requests do not wait for it. It must fit in all its steps: two blocks more
+        than a window and a step, since these may begin and end within a block.
         """
         if len(self._manager.sequences) >= self._places:
             return False
@@ -227,7 +228,7 @@ class FairShare:
         computed = manager.get_computed_blocks(request.sequence)
         if not request.reads_cache:
             computed = manager.cut(computed, 0)
-        return manager.can_admit(computed, self._step)
+        return manager.can_admit(computed, self._step + 2 * manager.block_size)
 
     def _has_space(self, owner: _Owner, request: Request) -> bool:
         """Return True if a request leaves the reserve for owners without running requests.

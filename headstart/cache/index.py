@@ -150,6 +150,12 @@ class PrefixTree:
         parent.child = branches
         return branches
 
+    def use(self, node: PrefixNode) -> None:
+        """Make a node the latest of its parent's children."""
+        branches = node.parent.child if node.parent is not None else None
+        if isinstance(branches, Branches):
+            branches.nodes[node.key] = branches.nodes.pop(node.key)
+
     def cut_off(self, node: PrefixNode) -> PrefixNode | None:
         """Remove a node without children; return its parent if the parent has no other child.
 

@@ -32,6 +32,7 @@ def _index_block(
         pool.store(node, block)
         _drop_covered(pool, node)
     else:
+        pool.index.use(node)
         pool.touch([cached])
         sequence.switched.add(i)
         sequence.blocks[i] = cached

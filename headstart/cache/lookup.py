@@ -6,6 +6,7 @@ children of the last node for the block that shares the longest head with the ne
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from headstart.cache.block import Branches, KVCacheBlock, PrefixNode, RootNode, RowCopy
@@ -26,6 +27,7 @@ from headstart.cache.stats import MissExplanation, MissReason
 from headstart.cache.windows import WindowPool
 
 MAX_ADAPTERS = 4  # adapters that are searched to explain a miss
+MAX_CHILDREN = 64  # of a node that are searched for another branch
 MAX_DEPTH = 16  # after a hit of more blocks, other adapters are not searched
 
 
@@ -139,28 +141,51 @@ def find_partial(
 def find_continuation(index: PrefixIndex, sequence: TokenSequence, count: int) -> list[int]:
     """Return up to `count` tokens after the sequence's tokens, in its own namespace.
 
-    Where the tree forks, the branch that was created last is followed. Its K/V may be evicted.
+    Where the tree forks further on, the branch that was created last is followed.
     """
     node = sequence.node or index.root(sequence.root)
     size, length = sequence.block_size, len(sequence.token_ids)
-    own = sequence.namespace.salt
-    tokens: list[int] = []
     tail = length - sequence.num_indexed * size
     if node is None or not size or not 0 < tail <= size:
         return []
     key = sequence.cut_partial(length, size)
     near = _nearest_children(index, node, key)
     child = next((c for c in near[::-1] if common_tokens(key, c.key) == tail), None)
-    while child is not None:
-        tokens += read_tokens(child.key)
-        if len(tokens) >= tail + count:
-            break
-        following = child.child
-        if isinstance(following, Branches):
-            following = next(reversed(following.nodes.values()))
-        is_own = following is not None and cut_salt(following.key)[0] in (None, own)
-        child = following if is_own else None
-    return tokens[tail : tail + count]
+    return _read_path(child, tail + count, sequence.namespace.salt)[tail:]
+
+
+def find_branch(sequence: TokenSequence, count: int) -> list[int]:
+    """Return up to `count` tokens of the latest branch where the sequence's hit ended.
+
+    It is of the same namespace, and not the sequence's own. Empty without a hit.
+    """
+    node, depth = sequence.node, sequence.num_reused
+    for _ in range(sequence.num_indexed - depth):
+        node = node.parent if node is not None else None
+    if node is None or not depth:
+        return []
+    own = sequence.keys[depth] if depth < sequence.num_indexed else None
+    latest = islice(reversed(node.children()), MAX_CHILDREN)
+    others = (child for child in latest if child.key != own)
+    salt = sequence.namespace.salt
+    child = next((child for child in others if cut_salt(child.key)[0] in (None, salt)), None)
+    return _read_path(child, count, salt)
+
+
+def _read_path(node: PrefixNode | None, count: int, salt: str | None) -> list[int]:
+    """Return up to `count` tokens from a node on, by the branches created last.
+
+    Blocks that another salt owns end the path. The K/V of the tokens may be evicted.
+    """
+    tokens: list[int] = []
+    while node is not None and len(tokens) < count:
+        tokens += read_tokens(node.key)
+        child = node.child
+        if isinstance(child, Branches):
+            child = next(reversed(child.nodes.values()))
+        is_own = child is not None and cut_salt(child.key)[0] in (None, salt)
+        node = child if is_own else None
+    return tokens[:count]
 
 
 def find_resume(

@@ -39,6 +39,7 @@ from headstart.cache.lookup import (
     Allocation,
     ComputedBlocks,
     explain_end,
+    find_branch,
     find_continuation,
     find_partial,
     find_resume,
@@ -431,6 +432,10 @@ class KVCacheManager:
         Other tenants' sequences are not read.
         """
         return find_continuation(self.pool.index, sequence, count) if self._caching else []
+
+    def branch(self, sequence: TokenSequence, count: int) -> list[int]:
+        """Return up to `count` tokens that another sequence has where this one's hit ended."""
+        return find_branch(sequence, count)
 
     def _has_window(self, sequence: TokenSequence, end: int) -> bool:
         """Return True if the sequence's last window block has free slots up to `end`."""

@@ -194,6 +194,27 @@ def test_the_tree_drafts_nothing_of_other_tenants() -> None:
     assert draft(manager, list(range(6)), salt="a") == list(range(6, 14))
 
 
+def test_the_branch_of_another_request_is_read_where_the_hit_ended() -> None:
+    manager = make_manager()
+    finish(manager, list(range(40)))
+    finish(manager, list(range(40)), salt="a")
+    edited = [*range(22), *range(100, 110)]
+    for salt, expected in ((None, list(range(20, 40))), ("b", []), ("a", list(range(20, 40)))):
+        sequence = TokenSequence("edited", edited, salt=salt)
+        computed = manager.get_computed_blocks(sequence)
+        manager.allocate_slots(sequence, len(edited) - computed.num_tokens, computed)
+        manager.commit_step()
+        assert manager.branch(sequence, 100) == expected
+        manager.free(sequence)
+        manager.check()
+
+
+def test_tokens_of_another_request_are_drafted() -> None:
+    drafter = RepetitionDrafter(range(10, 20))
+    assert drafter.propose(TokenSequence("a", [1, 13, 14, 15]), 8) == [16, 17, 18, 19]
+    assert drafter.propose(TokenSequence("a", [1, 13, 14, 15, 19]), 8) == []
+
+
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 6))
 def test_repetitions_are_found_however_the_tokens_arrive(tokens: list[int], count: int) -> None:
     sequence, drafter = TokenSequence("a", tokens[:1]), RepetitionDrafter()

@@ -7,42 +7,47 @@ from headstart.cache import TokenSequence
 MAX_DRAFT = 16  # tokens
 _FIRST = 4  # tokens of a request's first draft
 _MAX_PAUSE = 64  # steps
+_BORDER = -1  # between the tokens of two requests
 
 
 class RepetitionDrafter:
-    """Drafts from one request's own tokens: what followed the latest three when they last occurred.
+    """Drafts of what followed the latest three tokens when they last occurred.
 
-    Costs constant time for each new token.
+    They are searched in the request's own tokens, and before those in `earlier`, tokens of another
+    request. Costs constant time for each new token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: Sequence[int] = ()) -> None:
         self._next: dict[tuple[int, int, int], int] = {}  # the position after three tokens
+        self._tokens = [*earlier, _BORDER]
+        self._start = len(self._tokens)
         self._num_read = 2
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
         """Return `count` tokens that may follow the sequence's tokens; empty for none."""
-        tokens = sequence.token_ids
+        tokens = self._tokens
+        tokens += sequence.token_ids[len(tokens) - self._start :]
         for position in range(self._num_read, len(tokens) - 1):
             self._next[tokens[position - 2], tokens[position - 1], tokens[position]] = position + 1
         self._num_read = max(self._num_read, len(tokens) - 1)
-        if len(tokens) < 4:
-            return []
-        start = self._next.get((tokens[-3], tokens[-2], tokens[-1]))
+        last = tokens[-3:]
+        start = self._next.get((last[0], last[1], last[2])) if len(last) == 3 else None
         if start is None:
             return []
         period = len(tokens) - start
-        return [tokens[start + i % period] for i in range(count)]
+        drafted = [tokens[start + i % period] for i in range(count)]
+        return drafted[: drafted.index(_BORDER)] if _BORDER in drafted else drafted
 
 
 class DraftLength:
     """The length of a request's next draft, by how many tokens of earlier ones were accepted.
 
-    repetition: the drafter over the request's tokens.
+    repetition: the drafter over the request's tokens, and `earlier` ones of another request.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: Sequence[int] = ()) -> None:
         self.tokens = _FIRST
-        self.repetition = RepetitionDrafter()
+        self.repetition = RepetitionDrafter(earlier)
         self._pause = 0
         self._failures = 0
 

@@ -4,16 +4,17 @@ Decoding is limited by memory: a step reads all weights, for one row or for seve
 is accepted if the sampler chooses it from the logits before it. So the answer, its distribution and
 the random numbers of each token are the same with and without drafts.
 
-Two sources are tried in turn: the tree of cached prefixes, which has what followed the same tokens
-in an earlier request of the tenant, and the request's own tokens, which may have what followed the
-latest three before. A request's drafts become longer while they are accepted, and rarer while they
-are not.
+Three sources are tried in turn: the tree of cached prefixes, which has what followed the same
+tokens in an earlier request of the tenant; the request's own tokens, which may have what followed
+the latest three before; and the latest request that left the same prefix, such as the answer before
+an edit. A request's drafts become longer while they are accepted, and rarer while they are not.
 """
 
 from headstart.cache import KVCacheManager
 from headstart.engine.drafts.drafters import DraftLength
 from headstart.engine.request import Request
 
+_EARLIER = 2048  # tokens of another request that drafts are taken from
 _ROWS = 16  # of all decoding requests together; a step with more costs notably more
 
 
@@ -31,9 +32,9 @@ class Drafting:
 
     def propose(self, request: Request, budget: int, num_running: int) -> tuple[int, ...]:
         """Return a decoding request's draft. budget: tokens that the step may still compute."""
-        if request.drafts is None:
-            request.drafts = DraftLength()
         sequence, params = request.sequence, request.group.params
+        if request.drafts is None:
+            request.drafts = DraftLength(self._manager.branch(sequence, _EARLIER))
         limit = self._max_model_len - len(sequence.token_ids)
         if params.max_tokens is not None:  # the last token needs no K/V
             limit = min(limit, params.max_tokens - len(request.sampling.output_token_ids) - 1)

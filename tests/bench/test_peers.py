@@ -78,7 +78,7 @@ def test_what_is_shared_is_asked_first() -> None:
 
 def test_the_ratio_is_of_the_same_rounds_and_to_the_best_other() -> None:
     peers = [Peer(name, "python", "auto") for name in ("headstart", "slow", "fast")]
-    bench = Bench(1, peers)
+    bench = Bench(1, peers, "wall")
     for at, seconds in enumerate([(1, 9, 2), (2, 9, 4), (30, 9, 6)]):
         for peer, value in zip(peers, seconds, strict=True):
             bench.add("cold", peer, value)

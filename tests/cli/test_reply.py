@@ -16,6 +16,7 @@ from headstart.cli.messages import Conversation, Turn
 from headstart.cli.options import CHAT_SAMPLING, chat_sampling, parse_sampling
 from headstart.cli.reply import WrappingWriter
 from headstart.cli.terminal import figures
+from headstart.engine.outputs import RequestMetrics
 from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 from headstart.models.files import BUILT_IN, find_folder
@@ -239,7 +240,7 @@ def test_nothing_said_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_a_reply_of_spaces_is_called_empty() -> None:
-    metrics = SimpleNamespace(time_to_first_token=1.0, time_per_token=None)
+    metrics = RequestMetrics(None, time_to_first_token=1.0, time_per_token=None, total=1.0)
     answer = SimpleNamespace(text=" \n", finish_reason="stop")
     output: Any = SimpleNamespace(
         outputs=[answer],

@@ -256,13 +256,19 @@ def _limit_steps(module: Any) -> Callable[..., Tensor]:
     """Return the module's `forward`, with the limits of Mamba-2's steps for single rows too.
 
     transformers applies `time_step_limit` to several rows and forgets it for one row. The state
-    would depend on where a prompt is cut.
+    would depend on where a prompt is cut. Raises `UnsupportedModelError` for a module that computes
+    single rows by another function.
     """
     limits = getattr(module, "time_step_limit", None)
     forward = unwrap(type(module).forward)
-    if limits in (None, _UNLIMITED) or _UPDATE not in forward.__globals__:
+    if limits in (None, _UNLIMITED):
         compute: Callable[..., Tensor] = module.forward
         return compute
+    if _UPDATE not in forward.__globals__:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} limits its steps to {limits}, and calls no {_UPDATE}, where "
+            "the limits can be applied to single rows"
+        )
     update = forward.__globals__[_UPDATE]
 
     def update_limited(

@@ -3,9 +3,9 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,25 @@ class Restarts:
         self.harness = Harness(**self.options)
 
     def again(self) -> Harness:
-        self.harness.core.close()
+        self.close()
         self.harness = Harness(**self.options)
         return self.harness
 
+    def close(self) -> None:
+        self.harness.core.close()
 
-def test_a_chat_continues_in_another_process(tmp_path: Path, deterministic: bool) -> None:
-    engines = Restarts(tmp_path, deterministic=deterministic)
+
+@pytest.fixture
+def restarts(tmp_path: Path) -> Iterator[Callable[..., Restarts]]:
+    """Start a first engine over the test's folder; the last one is closed after the test."""
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(closing(Restarts(tmp_path, **options)))
+
+
+def test_a_chat_continues_in_another_process(
+    restarts: Callable[..., Restarts], deterministic: bool
+) -> None:
+    engines = restarts(deterministic=deterministic)
     assert engines.harness.run(PROMPT) == 0
     chat = PROMPT + expected_answer(PROMPT, 5)
     harness = engines.again()
@@ -53,8 +65,8 @@ def test_a_chat_continues_in_another_process(tmp_path: Path, deterministic: bool
     assert harness.run([*chat, 4]) == (100 if deterministic else 102)
 
 
-def test_a_fork_is_hit_from_the_third_process_on(tmp_path: Path) -> None:
-    engines = Restarts(tmp_path)
+def test_a_fork_is_hit_from_the_third_process_on(restarts: Callable[..., Restarts]) -> None:
+    engines = restarts()
     assert engines.harness.run([*PROMPT, 1, 2, 3]) == 0
     harness = engines.again()
     harness.run([*PROMPT[:86], 1, 1, 1])
@@ -62,16 +74,18 @@ def test_a_fork_is_hit_from_the_third_process_on(tmp_path: Path) -> None:
     assert harness.run([*PROMPT[:86], 2, 2, 2]) == 84  # the last full block before the fork
 
 
-def test_another_question_about_a_document(tmp_path: Path) -> None:
-    engines = Restarts(tmp_path, num_blocks=200)
+def test_another_question_about_a_document(restarts: Callable[..., Restarts]) -> None:
+    engines = restarts(num_blocks=200)
     document = [i * 7 % 50 for i in range(270)]
     engines.harness.run([*document, *[1] * 30])
     assert engines.again().run([*document, *[2] * 30]) == 128  # a regular checkpoint
     assert engines.again().run([*document, *[3] * 30]) == 268  # a fork, at a block border
 
 
-def test_a_state_is_loaded_alone_when_memory_has_all_blocks(tmp_path: Path) -> None:
-    harness = Harness(cache_dir=str(tmp_path), num_blocks=200, num_states=3)
+def test_a_state_is_loaded_alone_when_memory_has_all_blocks(
+    restarts: Callable[..., Restarts],
+) -> None:
+    harness = restarts(num_blocks=200, num_states=3).harness
     harness.run(PROMPT)
     for i in range(6):  # they take the slots, and not the blocks
         harness.run([i, i, *PROMPT[:30]])
@@ -82,8 +96,10 @@ def test_a_state_is_loaded_alone_when_memory_has_all_blocks(tmp_path: Path) -> N
     assert group.output().loaded_tokens == {"disk": len(PROMPT) - 1}
 
 
-def test_a_state_is_loaded_below_the_blocks_that_memory_has(tmp_path: Path) -> None:
-    engines = Restarts(tmp_path, num_blocks=200)
+def test_a_state_is_loaded_below_the_blocks_that_memory_has(
+    restarts: Callable[..., Restarts],
+) -> None:
+    engines = restarts(num_blocks=200)
     document = [i * 7 % 50 for i in range(270)]
     engines.harness.run([*document, *[1] * 30])
     harness = engines.again()
@@ -92,24 +108,26 @@ def test_a_state_is_loaded_below_the_blocks_that_memory_has(tmp_path: Path) -> N
     assert harness.run([*document, *[3] * 30]) == 270  # a fork
 
 
-def test_a_damaged_state_is_passed_for_the_one_before(tmp_path: Path) -> None:
-    engines = Restarts(tmp_path)
+def test_a_damaged_state_is_passed_for_the_one_before(
+    tmp_path: Path, restarts: Callable[..., Restarts]
+) -> None:
+    engines = restarts()
     engines.harness.run(PROMPT)
     chat = PROMPT + expected_answer(PROMPT, 5)
-    engines.harness.core.close()
+    engines.close()
     path = states_file(tmp_path)
     size = path.stat().st_size
     with path.open("r+b") as file:  # the last record, which is of the end of the reply
         file.seek(size - 30)
         file.write(b"damaged")
-    harness = Harness(**engines.options)
+    harness = engines.again()
     assert harness.run([*chat, 1]) == len(PROMPT) - 1
     assert harness.core.tiers is not None
     assert harness.core.tiers.stats.faults["disk", "a block is damaged"] == 1
 
 
-def test_tenants_and_cleared_stores(tmp_path: Path) -> None:
-    engines = Restarts(tmp_path)
+def test_tenants_and_cleared_stores(restarts: Callable[..., Restarts]) -> None:
+    engines = restarts()
     group = engines.harness.submit(PROMPT, salt="tenant")
     engines.harness.finish()
     harness = engines.again()
@@ -122,8 +140,10 @@ def test_tenants_and_cleared_stores(tmp_path: Path) -> None:
     assert harness.run(PROMPT) == 0
 
 
-def test_a_small_folder_keeps_what_can_be_resumed(tmp_path: Path) -> None:
-    engines = Restarts(tmp_path, cache_dir_bytes=20_000)
+def test_a_small_folder_keeps_what_can_be_resumed(
+    tmp_path: Path, restarts: Callable[..., Restarts]
+) -> None:
+    engines = restarts(cache_dir_bytes=20_000)
     for i in range(10):
         engines.harness.run([i, *PROMPT])
         tiers = engines.harness.core.tiers
@@ -133,9 +153,9 @@ def test_a_small_folder_keeps_what_can_be_resumed(tmp_path: Path) -> None:
 
 
 def test_a_silent_store_of_states_costs_one_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    restarts: Callable[..., Restarts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines = Restarts(tmp_path)
+    engines = restarts()
     engines.harness.run(PROMPT)
     monkeypatch.setattr(worker, "DEADLINE", 0.2)
     harness = engines.again()
@@ -164,10 +184,11 @@ def damage(draw: random.Random, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_requests_over_restarts(seed: int, tmp_path: Path) -> None:
+def test_random_requests_over_restarts(
+    seed: int, tmp_path: Path, restarts: Callable[..., Restarts]
+) -> None:
     draw = random.Random(seed)
-    engines = Restarts(
-        tmp_path,
+    engines = restarts(
         num_blocks=draw.choice([40, 60, 100]),
         num_states=draw.choice([2, 3, 6, 20]),
         deterministic=draw.random() < 0.3,

@@ -117,9 +117,12 @@ def arrived(loader: Loader, job: LoadJob) -> int:
             loader.wait(FOREVER)
 
 
-def assert_ended(name: str) -> None:
-    """Wait for the threads of a worker, also for those that were given up."""
-    for thread in threading.enumerate():
+@contextmanager
+def ending(name: str) -> Iterator[None]:
+    """Wait for the threads of this name that began within the block, also those given up."""
+    earlier = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - earlier:
         if thread.name == name:
             thread.join(FOREVER)
             assert not thread.is_alive()
@@ -144,11 +147,11 @@ def loading(
     faults: Faults | None = None,
 ) -> Iterator[Loader]:
     loader = Loader(guarded(store), max_bytes, compute, faults or Faults("a test"))
-    try:
-        yield loader
-    finally:
-        loader.close(FOREVER)
-        assert_ended("headstart-load")
+    with ending("headstart-load"):
+        try:
+            yield loader
+        finally:
+            loader.close(FOREVER)
 
 
 @contextmanager
@@ -156,11 +159,11 @@ def saving(
     store: BlockStore, max_bytes: int = 1 << 20, faults: Faults | None = None
 ) -> Iterator[Saver]:
     saver = Saver(guarded(store), max_bytes, faults or Faults("a test"))
-    try:
-        yield saver
-    finally:
-        saver.close(FOREVER)
-        assert_ended("headstart-saver")
+    with ending("headstart-saver"):
+        try:
+            yield saver
+        finally:
+            saver.close(FOREVER)
 
 
 @pytest.fixture(autouse=True)

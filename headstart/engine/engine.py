@@ -128,6 +128,8 @@ class EngineCore:
             raise RequestError(f"request id {group.request_id!r} is in use")
         self._groups[group.request_id] = group
         if self.tiers is not None:
+            if self.drafting is not None:
+                self.tiers.replies.queue(group)
             self.tiers.loads.queue(group)
         if self._turns.catch_up():
             self._scheduler.reorder()

@@ -40,7 +40,7 @@ from headstart.cache import MultiModalItem, Shares
 from headstart.engine.request import PlacedRows, PromptExtras, Request
 from headstart.errors import EngineError, RequestError, engine_error
 from headstart.models.decoder import ProcessedImage, VisionModel
-from headstart.tiers import Faults, Job, ObjectStore, Worker
+from headstart.tiers import Job, ObjectStore, Worker
 
 _MOST = 16  # lookups whose results are not taken yet; further images are loaded within a step
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -71,13 +71,13 @@ class ImageLoads:
     A request that shows an image is scheduled once the tiers have answered; other requests run
     meanwhile. A lookup is dropped when its request leaves; another request that waits for the same
     image then starts a new lookup. `load` and `save` are thread-safe; one thread must call the
-    other methods. lookups: those whose results were not taken yet.
+    other methods. worker: the thread of lookups. lookups: those whose results were not taken yet.
     """
 
-    def __init__(self, objects: ObjectStore, faults: Faults) -> None:
+    def __init__(self, objects: ObjectStore, worker: Worker) -> None:
         self.lookups: dict[EncoderKey, _ImageJob] = {}
         self._objects = objects
-        self._worker = Worker("headstart-images", faults, "an image could not be loaded")
+        self._worker = worker
 
     @property
     def are_under_way(self) -> bool:

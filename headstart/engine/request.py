@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headstart.cache import Mark, MissExplanation, MultiModalItem, Namespace, TokenSequence
 from headstart.engine.adapter_names import Adapter, LoRARequest
-from headstart.engine.drafts.drafters import DraftLength
+from headstart.engine.drafts.drafters import DraftLength, StoredReply
 from headstart.engine.outputs import (
     CompletionOutput,
     ImageUse,
@@ -251,7 +251,7 @@ class RequestGroup:
     when the request was created. chat: data of the frontend for the next turn. loaded: ranges of
     prompt tokens that a load has put into the pool, with their tiers; possibly more than it hits.
     loaded_tokens: number of loaded tokens that it hits, by tier. token_text: returns the text of a
-    token; None if not needed.
+    token; None if not needed. reply: the stored reply to the prompt, if tiers are searched for it.
     """
 
     request_id: str
@@ -270,6 +270,7 @@ class RequestGroup:
     start_time: float | None = None
     loaded: Sequence[tuple[str, range]] = ()
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    reply: StoredReply | None = None
 
     @property
     def output_kind(self) -> RequestOutputKind:

@@ -531,7 +531,7 @@ def _count_bytes(blocks: Iterable[StoredBlock]) -> int:
 OBJECT_BLOCK = 1 << 16
 _LENGTH = struct.Struct("<Q")
 
-OBJECTS = ModelRecord("objects, 1", "image embeddings", 1, OBJECT_BLOCK)
+OBJECTS = ModelRecord("objects, 1", "image embeddings and replies", 1, OBJECT_BLOCK)
 """The record of all objects of all models: an object's key covers all that it depends on."""
 
 

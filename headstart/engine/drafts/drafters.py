@@ -1,8 +1,10 @@
 """Drafts from a request's own tokens, and the length of its drafts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from headstart.cache import TokenSequence
+from headstart.tiers import Job
 
 MAX_DRAFT = 16  # tokens
 _FIRST = 4  # tokens of a request's first draft
@@ -37,6 +39,22 @@ class RepetitionDrafter:
         period = len(tokens) - start
         drafted = [tokens[start + i % period] for i in range(count)]
         return drafted[: drafted.index(_BORDER)] if _BORDER in drafted else drafted
+
+
+@dataclass(eq=False, kw_only=True)
+class StoredReply(Job):
+    """The reply to a prompt that tiers have from an earlier process; the job looks it up.
+
+    identity: of the prompt. tokens: empty until the tiers have answered, or if they have none.
+    """
+
+    identity: bytes
+    tokens: list[int] = field(default_factory=list)
+
+    def propose(self, output: list[int], count: int) -> list[int]:
+        """Return the next `count` tokens if the reply begins with `output`."""
+        length = len(output)
+        return self.tokens[length : length + count] if self.tokens[:length] == output else []
 
 
 class DraftLength:

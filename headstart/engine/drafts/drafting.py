@@ -33,11 +33,13 @@ class Drafting:
     def propose(self, request: Request, budget: int, num_running: int) -> tuple[int, ...]:
         """Return a decoding request's draft. budget: tokens that the step may still compute."""
         sequence, params = request.sequence, request.group.params
+        output, reply = request.sampling.output_token_ids, request.group.reply
         if request.drafts is None:
-            request.drafts = DraftLength(self._manager.branch(sequence, _EARLIER))
+            earlier = self._manager.branch(sequence, _EARLIER)
+            request.drafts = DraftLength(earlier or (reply.tokens if reply is not None else ()))
         limit = self._max_model_len - len(sequence.token_ids)
         if params.max_tokens is not None:  # the last token needs no K/V
-            limit = min(limit, params.max_tokens - len(request.sampling.output_token_ids) - 1)
+            limit = min(limit, params.max_tokens - len(output) - 1)
         limit = min(limit, budget, self._max_tokens, _ROWS // num_running - 1)
         if limit <= 0:
             return ()
@@ -45,6 +47,8 @@ class Drafting:
         if not count:
             return ()
         tokens = self._manager.draft(sequence, count)
+        if not tokens and reply is not None:
+            tokens = reply.propose(output, count)
         return tuple(tokens or request.drafts.repetition.propose(sequence, count))
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:

@@ -14,6 +14,7 @@ from headstart.engine.image_cache import ImageLoads
 from headstart.engine.request import Request
 from headstart.engine.step import Batch
 from headstart.engine.tiering.loads import BlockPayload, BlockText, ComputeRate, Loads, Offers
+from headstart.engine.tiering.replies import Replies
 from headstart.engine.tiering.states import StateOffers, StateStores, search_states
 from headstart.errors import TierError
 from headstart.machine import return_freed_memory
@@ -103,9 +104,10 @@ class Tiers:
             states=chains[2] if states is not None else None,
         )
         self._calls = Worker("headstart-calls", self._faults, "a call failed")
-        self.image_loads = ImageLoads(
-            ObjectStore(self._object_tiers, self._object_saver), self._faults
-        )
+        object_store = ObjectStore(self._object_tiers, self._object_saver)
+        lookups = Worker("headstart-objects", self._faults, "an object could not be loaded")
+        self.image_loads = ImageLoads(object_store, lookups)
+        self.replies = Replies(object_store, lookups, manager.hasher.model, manager.block_size)
         self._offers = Offers(manager, payload, self.saver, self._rate, text)
         self._state_saver = state_savers[0] if state_savers else None
         self._state_offers: StateOffers | None = None
@@ -268,6 +270,10 @@ class Tiers:
     def committed(self, batch: Batch, *, is_last: bool) -> None:
         """Note that a step is committed. is_last: no request is left."""
         self._rate.add(batch.num_tokens, time.perf_counter() - self._began)
+        for part in batch.scheduled:
+            if part.request.finish_reason is not None:
+                num_tokens = len(part.request.sampling.output_token_ids)
+                self.replies.save(part.request, self._token_seconds(num_tokens))
         with suppress(MemoryError, RuntimeError):  # no memory: the blocks are offered again later
             self._offers.note(self._requested_at)  # blocks that accepted drafts have filled
             self._offers.commit()

@@ -1,0 +1,74 @@
+"""Replies in tiers, from which a prompt that is repeated after a restart is drafted.
+
+In memory, the tree of cached prefixes has what followed a prompt. The stores find blocks by their
+hashes alone, so a reply is stored as an object of its own, under a hash of its whole prompt: the
+model, the namespace, the tokens and the images. Its bytes are masked by another part of that hash.
+So only a request with the same prompt and salt can find or read it.
+
+A stored reply is not replaced; it stays until it is evicted.
+"""
+
+import hashlib
+
+import numpy as np
+
+from headstart.cache import TokenSequence
+from headstart.engine.drafts.drafters import StoredReply
+from headstart.engine.request import Request, RequestGroup
+from headstart.tiers import ObjectStore, Worker
+
+_LEAST = 16  # tokens; a shorter reply gains little
+_MOST = 2048  # tokens
+_TOKEN = np.dtype("<u4")
+
+
+class Replies:
+    """The lookups and saves of replies.
+
+    model: its fingerprint. worker: the thread of lookups, for which no request waits.
+    """
+
+    def __init__(self, objects: ObjectStore, worker: Worker, model: str, block_size: int) -> None:
+        self._objects = objects
+        self._worker = worker
+        self._model = model
+        self._block_size = block_size
+
+    def queue(self, group: RequestGroup) -> None:
+        """Look up the stored reply to a new request's prompt, in the worker's thread."""
+        request, longest = group.requests[0], group.params.max_tokens
+        if longest is not None and longest < _LEAST:
+            return
+        identity = _identify(request.sequence, self._model, self._block_size)
+        group.reply = StoredReply(self._load, identity=identity)
+        if request.reads_cache:
+            self._worker.submit(group.reply)
+
+    def _load(self, reply: StoredReply) -> bool:
+        data = self._objects.load(reply.identity[:32], reply)
+        if data is not None:
+            reply.tokens = np.frombuffer(_mask(data, reply.identity), dtype=_TOKEN).tolist()
+        return False
+
+    def save(self, request: Request, seconds: float) -> None:
+        """Save a finished request's reply, whose tokens take `seconds` to compute as a prompt."""
+        reply, tokens = request.group.reply, request.sampling.output_token_ids
+        if reply is None or reply.tokens or request.index or not request.group.params.is_stored:
+            return
+        if request.finish_reason in ("stop", "length") and len(tokens) >= _LEAST:
+            data = np.array(tokens[:_MOST], dtype=_TOKEN).tobytes()
+            self._objects.save(reply.identity[:32], _mask(data, reply.identity), seconds)
+
+
+def _identify(sequence: TokenSequence, model: str, block_size: int) -> bytes:
+    """Return 64 bytes that identify a prompt: half of them a key, half the seed of a mask."""
+    keys, length = sequence.cut(block_size), len(sequence.token_ids)
+    tail = sequence.cut_partial(length, block_size) if length % block_size else b""
+    head = repr(("headstart/reply/1", model, *sequence.namespace)).encode()
+    return hashlib.sha512(b"".join([head, *keys, tail])).digest()
+
+
+def _mask(data: bytes | memoryview, identity: bytes) -> bytes:
+    """Mask bytes, or unmask them."""
+    mask = hashlib.shake_256(identity[32:]).digest(len(data))
+    return (np.frombuffer(data, np.uint8) ^ np.frombuffer(mask, np.uint8)).tobytes()

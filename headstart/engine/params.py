@@ -124,7 +124,8 @@ class SamplingParams:
     prompt. Without a seed, a request takes the engine's next seed. With skip_storing_prefix_cache,
     a request reads the cache, and no other request hits its blocks. With similar_images, an image
     is replaced by a similar image of an earlier request with the same cache salt that also set this
-    field; `images` of the output reports this.
+    field; `images` of the output reports this. prediction, a text or token ids, is the answer that
+    the caller expects; drafts are taken from it, and the answer is the same without it.
 
     The other fields change logits. logit_bias adds a number from -100 to 100 to the logits of token
     ids. allowed_token_ids bans all other tokens. bad_words bans words. logits_processors are
@@ -169,6 +170,7 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None
     skip_storing_prefix_cache: bool | None = None
     similar_images: bool = False
+    prediction: str | Sequence[int] | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -220,6 +222,8 @@ class SamplingParams:
         values["stop"] = list(self.stop_strings)
         for name in ("stop_token_ids", "bad_words"):
             values[name] = list(dict.fromkeys(values[name] or ()))
+        if not isinstance(self.prediction, str) and self.prediction is not None:
+            values["prediction"] = list(self.prediction)
         for name, kind in (("allowed_token_ids", list), ("logit_bias", dict)):
             if values[name] is not None:
                 values[name] = kind(values[name])
@@ -276,6 +280,10 @@ class SamplingParams:
         _check_list("allowed_token_ids", self.allowed_token_ids, _TOKEN_IDS, allowed, 1)
         allowed = f"a list of at most {MAX_BAD_WORDS} texts"
         _check_list("bad_words", self.bad_words, _WORDS, allowed, most=MAX_BAD_WORDS)
+        if isinstance(self.prediction, str):
+            check_utf8("prediction", self.prediction)
+        else:
+            _check_list("prediction", self.prediction, _TOKEN_IDS, "a text, or a list of token ids")
         _check_list("logits_processors", self.logits_processors, _FUNCTIONS, "a list of functions")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):

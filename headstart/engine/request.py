@@ -19,6 +19,7 @@ from torch import Tensor
 from headstart.cache import Mark, MissExplanation, MultiModalItem, Namespace, TokenSequence
 from headstart.engine.adapter_names import Adapter, LoRARequest
 from headstart.engine.drafts.drafters import DraftLength, StoredReply
+from headstart.engine.drafts.prediction import PredictionDrafter
 from headstart.engine.outputs import (
     CompletionOutput,
     ImageUse,
@@ -136,7 +137,7 @@ class Request:
     by prefix caching. turn: see `headstart.engine.fair_share`. token_gaps: seconds from each token
     to the next. awaits_writer: at its last admission attempt, another request was computing its
     next block. num_read: tokens whose K/V earlier steps have written. num_drafted and num_accepted:
-    tokens of its drafts.
+    tokens of its drafts. prediction: drafts from the answer that the client predicts, if it does.
     """
 
     group: "RequestGroup"
@@ -157,6 +158,7 @@ class Request:
     first_token_time: float | None = None
     last_token_time: float | None = None
     drafts: DraftLength | None = None
+    prediction: PredictionDrafter | None = None
     num_drafted: int = 0
     num_accepted: int = 0
     token_gaps: "array[float]" = field(default_factory=lambda: array("d"))

@@ -20,6 +20,7 @@ import torch
 from headstart.cache import BlockHasher, Shares, TokenSequence
 from headstart.engine.adapter_names import AdapterNames
 from headstart.engine.config import EngineConfig
+from headstart.engine.drafts.prediction import PredictionDrafter
 from headstart.engine.logits import (
     AllowedTokens,
     BadWords,
@@ -440,10 +441,29 @@ class Frontend:
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
         processors = self._processors.make(params, group.prompt_token_ids)
+        prediction = self._read_prediction(params)
         group.requests = [
             self._answer(group, index, salt, chain) for index, chain in enumerate(processors)
         ]
+        for request in group.requests if prediction else ():
+            request.prediction = PredictionDrafter(prediction, len(group.prompt_token_ids))
         return group
+
+    def _read_prediction(self, params: SamplingParams) -> Sequence[int]:
+        """Return the tokens of the predicted answer, without those that no answer could reach.
+
+        Raises RequestError.
+        """
+        prediction = params.prediction or ()
+        if isinstance(prediction, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "prediction is a text, and the model has no tokenizer; allowed: token ids"
+                )
+            self.text_limit.check("prediction", prediction)
+            prediction = encode_text(self.tokenizer, prediction, add_special_tokens=False)
+        check_vocabulary("prediction", prediction, self.facts.vocab_size)
+        return prediction[: self.facts.max_model_len]
 
     def _answer(
         self,

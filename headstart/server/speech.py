@@ -250,7 +250,7 @@ _REFUSED = (
     *("bad_words", "allowed_token_ids", "prompt_cache_retention", "no_read", "no_store"),
     *("chat_template", "chat_template_kwargs", "continue_final_message", "reasoning_effort"),
     *("documents", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
-    "return_progress",
+    *("return_progress", "prediction"),
 )
 """Fields of a chat that have no effect on a speaking model."""
 _UNSET: tuple[Any, ...] = (None, False, [], {}, "none")

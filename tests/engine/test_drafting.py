@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
 from headstart.engine.drafts.drafters import DraftLength, RepetitionDrafter
+from headstart.engine.drafts.prediction import PredictionDrafter
+from headstart.errors import RequestError
 from headstart.models.demo import demo_model_path
 from tests.engine.tiny_llm import save_smallest
 
@@ -213,6 +215,63 @@ def test_tokens_of_another_request_are_drafted() -> None:
     drafter = RepetitionDrafter(range(10, 20))
     assert drafter.propose(TokenSequence("a", [1, 13, 14, 15]), 8) == [16, 17, 18, 19]
     assert drafter.propose(TokenSequence("a", [1, 13, 14, 15, 19]), 8) == []
+
+
+def test_a_prediction_is_followed_across_differences() -> None:
+    prediction = [*range(10, 30), 50000, *range(10, 16), 60]
+    sequence, drafter = TokenSequence("a", [1, 2, 3]), PredictionDrafter(prediction, 3)
+
+    def propose_after(*tokens: int) -> list[int]:
+        for token in tokens:
+            sequence.append(token)
+        return list(drafter.propose(sequence, 4))
+
+    assert propose_after() == [10, 11, 12, 13]
+    assert propose_after(10, 11) == [12, 13, 14, 15]
+    assert propose_after(7) == propose_after(20, 21) == []
+    assert propose_after(22) == [23, 24, 25, 26]  # after a replaced part
+    assert propose_after(7, 7, 10, 11, 12) == [13, 14, 15, 60]  # the next of two places
+    assert propose_after(13, 14, 15, 60) == []
+    assert propose_after(27, 28, 29) == [
+        50000,
+        10,
+        11,
+        12,
+    ]  # an earlier place if it is the only one
+
+
+def test_a_prediction_saves_steps_and_changes_nothing(folder: Path) -> None:
+    llm = load(folder, 16, enable_prefix_caching=False)
+    prompt = list(range(3, 30))
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+        answer = output.outputs[0].token_ids
+        edited = [*answer[:20], 5, 5, 5, *answer[22:]]
+        for prediction, most in ((answer, 12), (edited, 20), (answer[::-1], 60), ([150] * 400, 60)):
+            params.prediction = prediction
+            outputs = list(llm.stream(prompt, params))
+            assert outputs[-1].outputs[0].token_ids == answer
+            assert len(outputs) <= most
+            metrics = outputs[-1].metrics
+            if prediction is answer:
+                assert metrics.num_accepted_tokens == metrics.num_drafted_tokens > 40
+    llm.close()
+
+
+def test_a_prediction_is_checked(folder: Path) -> None:
+    llm = load(folder, 0)
+    wrong: dict[str, Any] = {
+        "prediction is 3; allowed: a text, or a list of token ids": 3,
+        "prediction has -1; allowed: a whole number of at least 0": [-1],
+        "prediction has the token id 151; allowed: from 0 to 150": [151],
+        "prediction is a text, and the model has no tokenizer; allowed: token ids": "text",
+        "prediction has the lone surrogate": "\ud800",
+    }
+    for message, prediction in wrong.items():
+        with pytest.raises(RequestError, match=f"^{message}"):
+            llm.generate([[1]], SamplingParams(prediction=prediction), use_tqdm=False)
+    llm.close()
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 6))

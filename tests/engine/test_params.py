@@ -40,6 +40,7 @@ VLLM_DEFAULTS = {
 }
 OURS = {
     "similar_images": False,
+    "prediction": None,
     "logits_processors": None,
     "skip_storing_prefix_cache": None,
 }

@@ -73,6 +73,41 @@ def test_a_stream_says_the_same_bit_by_bit(client: openai.OpenAI, expected: LLM)
     assert chunks[-1].usage.completion_tokens == len(oracle.outputs[0].token_ids)
 
 
+def test_a_prediction_is_drafted_and_counted() -> None:
+    """OpenAI's predicted outputs: the answer is the same, and the usage counts their tokens."""
+    options = {"max_tokens": 60, "temperature": 0, "model": "tiny", "messages": MESSAGES}
+    with (
+        running(speculation=16, enable_prefix_caching=False) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        plain = client.chat.completions.create(**options)
+        text = plain.choices[0].message.content
+        for content in (
+            text,
+            [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}],
+        ):
+            options["prediction"] = {"type": "content", "content": content}
+            answer = client.chat.completions.create(**options)
+            assert answer.choices[0].message.content == text
+            assert answer.usage.completion_tokens == plain.usage.completion_tokens
+            details = answer.usage.completion_tokens_details
+            assert details.accepted_prediction_tokens >= plain.usage.completion_tokens - 4
+        stream = client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+        *chunks, last = stream
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+        assert len(chunks) < plain.usage.completion_tokens
+        assert last.usage.completion_tokens_details == details
+        options["prediction"]["content"] = "Nothing of this is in the answer."
+        answer = client.chat.completions.create(**options)
+        assert answer.choices[0].message.content == text
+        details = answer.usage.completion_tokens_details
+        assert details.rejected_prediction_tokens > 0
+        with pytest.raises(openai.BadRequestError, match=r"prediction\.type"):
+            client.chat.completions.create(**options | {"prediction": {"type": "x", "content": ""}})
+
+
 def test_several_answers_of_several_prompts(client: openai.OpenAI) -> None:
     prompts = ["one two three", "four five six"]
     answer = client.completions.create(

@@ -4,11 +4,15 @@ Decoding is limited by memory: a step reads all weights, for one row or for seve
 is accepted if the sampler chooses it from the logits before it. So the answer, its distribution and
 the random numbers of each token are the same with and without drafts.
 
-Three sources are tried in turn: the tree of cached prefixes, which has what followed the same
-tokens in an earlier request of the tenant; the request's own tokens, which may have what followed
-the latest three before; and the latest request that left the same prefix, such as the answer before
-an edit. A request's drafts become longer while they are accepted, and rarer while they are not.
+Drafts come from the first of these sources that has any: the answer that the client predicts; the
+tree of cached prefixes, which has what followed the same tokens in an earlier request of the
+tenant; the reply that the tiers have from an earlier process; the request's own tokens, which may
+have what followed the latest three before; and the latest request that branched off from the same
+prefix, such as the answer before an edit. A request's drafts become longer while they are accepted,
+and rarer while they are not.
 """
+
+from collections.abc import Sequence
 
 from headstart.cache import KVCacheManager
 from headstart.engine.drafts.drafters import DraftLength
@@ -46,7 +50,10 @@ class Drafting:
         count = min(limit, request.drafts.next())
         if not count:
             return ()
-        tokens = self._manager.draft(sequence, count)
+        tokens: Sequence[int] = ()
+        if request.prediction is not None:
+            tokens = request.prediction.propose(sequence, count)
+        tokens = tokens or self._manager.draft(sequence, count)
         if not tokens and reply is not None:
             tokens = reply.propose(output, count)
         return tuple(tokens or request.drafts.repetition.propose(sequence, count))

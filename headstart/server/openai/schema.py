@@ -71,7 +71,6 @@ _REFUSED = refusals(
         "give `temperature`: 0 is greedy, any other value samples": "do_sample",
         "a stream sends every step": "stream_interval=1",
         "the name is `max_tokens`": "max_new_tokens max_length",
-        "drafts come from the cache and the prompt: put the text into the prompt": "prediction",
         "give its fields directly; it is an argument of the Python client": "extra_body",
         "give `n`": "best_of=1 num_return_sequences=1",
     }
@@ -94,7 +93,7 @@ COMPLETION_REFUSED = _REFUSED | refusals(
         "the name is `prompt`, or call `/v1/chat/completions`": "messages",
         "the name is `max_tokens`": "max_completion_tokens",
         "call `/v1/chat/completions`": (
-            'tools tool_choice="none" chat_template chat_template_kwargs'
+            'tools tool_choice="none" chat_template chat_template_kwargs prediction'
         ),
         "the name is `logprobs`": "top_logprobs",
     }
@@ -318,6 +317,27 @@ class Speech(Body):
     format: Literal["wav", "pcm16", "flac", "mp3", "opus"] = "wav"
 
 
+class TextPart(Body):
+    """A part of a text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """The expected answer, from which drafts are taken."""
+
+    type: Literal["content"]
+    content: str | Many[TextPart]
+
+    @property
+    def text(self) -> str:
+        """Return the text of all parts."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 _TEMPLATE = (
     *("chat_template", "chat_template_kwargs"),
     *("add_generation_prompt", "continue_final_message"),
@@ -392,6 +412,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
     verbosity: str | None = None
     modalities: Many[Literal["text", "audio"]] | None = None
     audio: Speech | None = None
+    prediction: Prediction | None = None
 
     @property
     def names(self) -> dict[str, str]:
@@ -406,6 +427,8 @@ class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
         params["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         if self.max_completion_tokens is not None:
             params["max_tokens"] = self.max_completion_tokens
+        if self.prediction is not None:
+            params["prediction"] = self.prediction.text
         return params
 
     def read_tools(self) -> ToolUse:

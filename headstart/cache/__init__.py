@@ -10,7 +10,7 @@ Glossary:
     computed tokens tokens whose K/V need no computing
 """
 
-from headstart.cache.block import KVCacheBlock, PrefixNode, RowCopy
+from headstart.cache.block import Checkpoint, KVCacheBlock, PrefixNode, RowCopy
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import EvictionPolicy
@@ -32,7 +32,7 @@ from headstart.cache.manager import KVCacheManager
 from headstart.cache.pool import BlockPicture, BlockPool, BlockState
 from headstart.cache.sequence import Mark, TokenSequence
 from headstart.cache.shares import Shares
-from headstart.cache.states import Checkpoint, StatePool
+from headstart.cache.states import StatePool
 from headstart.cache.stats import (
     AGE_BOUNDS,
     EvictionAges,

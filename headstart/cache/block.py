@@ -115,6 +115,47 @@ class RowCopy(NamedTuple):
     target_window: int = -1
 
 
+class Checkpoint:
+    """The state after `position` tokens: the prefix of `node`, then the tokens of `key`.
+
+    node: None once it is dropped. key: the head of the next block, empty at a block border. writer:
+    the request whose step writes it; None once that step is committed. users: the number of
+    sequences whose next step reads it. used: the pool's clock at its last use. is_passed: a later
+    checkpoint on its path has been written. is_lasting: tiers are to store it. is_saved: a tier has
+    it, or was offered it. entry: the number of its entry in the queue.
+    """
+
+    __slots__ = (
+        "entry",
+        "is_lasting",
+        "is_passed",
+        "is_saved",
+        "key",
+        "node",
+        "position",
+        "slot",
+        "used",
+        "users",
+        "writer",
+    )
+
+    def __init__(self, node: PrefixNode, key: BlockKey, position: int, writer: str) -> None:
+        self.node: PrefixNode | None = node
+        self.key = key
+        self.position = position
+        self.slot = -1
+        self.writer: str | None = writer
+        self.users = 0
+        self.used = 0
+        self.is_passed = False
+        self.is_lasting = True
+        self.is_saved = False
+        self.entry = 0
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(position={self.position}, slot={self.slot}, writer={self.writer!r})"
+
+
 def block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
     """Return the block ids; reads the field, which is faster than the property."""
     return [block._block_id for block in blocks]

@@ -53,8 +53,8 @@ def index_partial(pool: BlockPool, sequence: TokenSequence) -> None:
     if cached is None or cached.num_rows < rows:
         partial = index.child(node, key, PartialNode)
         index.attach(partial, sequence.blocks[start])
-        if pool.windows is not None:
-            pool.windows.attach(sequence, start, start + 1, is_written=True)
+        if pool.group is not None:
+            pool.group.attach_partial(sequence, start)
         _drop_covered(pool, partial)
 
 

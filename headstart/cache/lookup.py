@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from headstart.cache.block import Branches, KVCacheBlock, PrefixNode, RootNode, RowCopy
+from headstart.cache.block import (
+    Branches,
+    Checkpoint,
+    KVCacheBlock,
+    PrefixNode,
+    RootNode,
+    RowCopy,
+)
 from headstart.cache.identity import (
     PUBLIC,
     BlockKey,
@@ -22,9 +29,7 @@ from headstart.cache.identity import (
 )
 from headstart.cache.index import PrefixIndex
 from headstart.cache.sequence import TokenSequence
-from headstart.cache.states import Checkpoint, StatePool
 from headstart.cache.stats import MissExplanation, MissReason
-from headstart.cache.windows import WindowPool
 
 MAX_ADAPTERS = 4  # adapters that are searched to explain a miss
 MAX_CHILDREN = 64  # of a node that are searched for another branch
@@ -188,48 +193,20 @@ def _read_path(node: PrefixNode | None, count: int, salt: str | None) -> list[in
     return tokens[:count]
 
 
-def find_resume(
-    computed: ComputedBlocks, known: int, states: StatePool | None, windows: WindowPool | None
-) -> ComputedBlocks:
-    """Return a lookup with the deepest position within `known` tokens to resume from."""
-    state = writer = None
-    if computed.sequence.is_loaded:
-        return computed
-    if windows is not None:
-        head = computed.partial.block if computed.partial is not None else None
-        position = windows.find(computed.blocks, head, known)
-    elif states is not None:
-        state, writer = states.find(computed.sequence, computed.blocks, known)
-        position = state.position if state is not None else 0
-    else:
-        return computed
-    partial, rows = computed.partial, position - len(computed.blocks) * computed.sequence.block_size
-    return computed._replace(
-        num_tokens=position,
-        known_tokens=known,
-        state=state,
-        writer=computed.writer or writer,
-        is_fork=computed.writer is None,
-        partial=partial._replace(num_rows=rows) if partial is not None and rows > 0 else None,
-    )
-
-
 def explain_end(
-    index: PrefixIndex, computed: ComputedBlocks | None, block_size: int, *, is_caching: bool = True
+    index: PrefixIndex, computed: ComputedBlocks | None, block_size: int, group_reason: MissReason
 ) -> MissExplanation:
     """Return the reason why a lookup ended, or why there was no lookup.
 
-    The reason reveals nothing about other salts.
+    The reason reveals nothing about other salts. group_reason: that of K/V which cannot be resumed.
     """
-    if not is_caching:
-        return MissExplanation(MissReason.DISABLED, 0)
     if computed is None:
         return MissExplanation(MissReason.NOT_READ, 0)
     sequence, depth, position = computed.sequence, len(computed.blocks), computed.num_tokens
     if position == len(sequence.token_ids) - 1:
         return MissExplanation(MissReason.NONE, position)
     if position < computed.known_tokens:
-        return MissExplanation(MissReason.STATE, position, known_tokens=computed.known_tokens)
+        return MissExplanation(group_reason, position, known_tokens=computed.known_tokens)
     if depth == len(sequence.keys):
         return MissExplanation(MissReason.SHORT, position)
     if computed.writer is not None:

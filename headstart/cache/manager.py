@@ -18,9 +18,9 @@ Source: "Automatic Prefix Caching" (vLLM v1 design), operations.
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from headstart.cache.block import (
+    Checkpoint,
     KVCacheBlock,
     PrefixNode,
     RowCopy,
@@ -30,6 +30,7 @@ from headstart.cache.block import (
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import CacheEvent
 from headstart.cache.free_queue import Clock
+from headstart.cache.groups import LayerGroup
 from headstart.cache.hasher import BlockHasher
 from headstart.cache.identity import BlockHash, BlockKey, Namespace
 from headstart.cache.index import PathSegment, PrefixIndex
@@ -38,17 +39,17 @@ from headstart.cache.invariants import check_everything
 from headstart.cache.lookup import (
     Allocation,
     ComputedBlocks,
+    PartialHit,
     explain_end,
     find_branch,
     find_continuation,
     find_partial,
-    find_resume,
     is_in_other_salt,
     longest_head,
 )
 from headstart.cache.pool import BlockPicture, BlockPool
 from headstart.cache.sequence import TokenSequence, check_count
-from headstart.cache.states import MIN_GAIN, Checkpoint, StatePool
+from headstart.cache.states import StatePool
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
 from headstart.cache.windows import WindowPool
 from headstart.errors import CacheError, ConfigError
@@ -88,7 +89,7 @@ class KVCacheManager:
         self.shares = self.pool.shares
         self.states: StatePool | None = None
         if config.num_states:
-            self.states = self.pool.states = StatePool(
+            self.states = StatePool(
                 config.num_states,
                 max(1, config.state_interval // config.block_size) * config.block_size,
                 config.block_size,
@@ -96,10 +97,9 @@ class KVCacheManager:
             )
         self.windows: WindowPool | None = None
         if config.num_window_blocks:
-            self.windows = self.pool.windows = WindowPool(
-                config.num_window_blocks, config.window, config.block_size
-            )
-        self.has_one_group = self.states is None and self.windows is None
+            self.windows = WindowPool(config.num_window_blocks, config.window, config.block_size)
+        self.group: LayerGroup | None = self.states or self.windows
+        self.pool.group = self.group
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
         self._mark = object()  # the `holder` of sequences that hold blocks here
@@ -138,8 +138,8 @@ class KVCacheManager:
     @property
     def _version(self) -> int:
         """A number that changes with each eviction, so that a stale lookup is recognized."""
-        evicted = self.windows.version if self.windows is not None else 0
-        return self.pool.version + evicted
+        dropped = self.group.num_dropped if self.group is not None else 0
+        return self.pool.version + dropped
 
     def get_computed_blocks(self, sequence: TokenSequence) -> ComputedBlocks:
         """Look up the sequence's cached prefix. Changes neither statistics nor the eviction order.
@@ -168,23 +168,20 @@ class KVCacheManager:
         computed = ComputedBlocks(
             sequence, blocks, num_tokens, partial, writer, node, version, index
         )
-        return find_resume(computed, num_tokens, self.states, self.windows)
+        return computed if self.group is None else self.group.resume(computed, num_tokens)
 
     def cut(self, computed: ComputedBlocks, count: int) -> ComputedBlocks:
         """Return a lookup truncated to its first `count` blocks."""
         computed = computed.cut(count, self.block_size)
-        return find_resume(computed, computed.known_tokens, self.states, self.windows)
+        known = computed.known_tokens
+        return computed if self.group is None else self.group.resume(computed, known)
 
     def save_fork(self, computed: ComputedBlocks) -> bool:
         """Have the step under way save a checkpoint where the lookup's K/V end.
 
         False unless the step computes that position. The sequence can resume there afterwards.
         """
-        known, states = computed.known_tokens, self.states
-        is_far = known - computed.num_tokens >= MIN_GAIN
-        if states is None or not is_far or not computed.is_fork:
-            return False
-        return states.save_shared(computed.blocks, known, self._step)
+        return self.group is not None and self.group.save_fork(computed, self._step)
 
     def find_tail(self, checkpoint: Checkpoint) -> KVCacheBlock | None:
         """Return a written block with the tokens of a checkpoint after its last full block.
@@ -209,12 +206,10 @@ class KVCacheManager:
         return explanation
 
     def _explain(self, computed: ComputedBlocks | None) -> MissExplanation:
-        explanation = explain_end(
-            self.pool.index, computed, self.block_size, is_caching=self._caching
-        )
-        if self.windows is not None and explanation.reason is MissReason.STATE:
-            return replace(explanation, reason=MissReason.WINDOW)
-        return explanation
+        if not self._caching:
+            return MissExplanation(MissReason.DISABLED, 0)
+        group_reason = self.group.miss_reason if self.group is not None else MissReason.STATE
+        return explain_end(self.pool.index, computed, self.block_size, group_reason)
 
     def block_hashes(self, sequence: TokenSequence) -> list[BlockHash]:
         """Return the portable hashes of the sequence's full blocks, cached or not.
@@ -251,16 +246,10 @@ class KVCacheManager:
         Raises CacheError for a lookup of another manager.
         """
         self._check_source(computed)
-        if self.states is not None and not self.states.can_start(computed.state):
+        if self.group is not None and not self.group.can_admit(computed, num_new_tokens):
             return False
         blocks = -(-len(computed.sequence.token_ids) // self.block_size)
         needed = blocks - len(computed.blocks) + count_free(computed.blocks)
-        windows, start = self.windows, computed.num_tokens
-        if windows is not None:
-            end = start + windows.width + num_new_tokens
-            end = min(end, len(computed.sequence.token_ids), windows.limit(start))
-            if not windows.can_start(computed.blocks, start, end):
-                return False
         return needed <= len(self.pool.free)
 
     def allocate_slots(
@@ -279,10 +268,8 @@ class KVCacheManager:
         num_new = max(0, -(-end // self.block_size) - len(hits))
         if num_new + count_free(hits) > len(self.pool.free):
             return None
-        states, windows = self.states, self.windows
-        if states is not None and not states.can_start(computed.state if computed else None):
-            return None
-        if windows is not None and not windows.can_start(hits, hit_tokens, end):
+        group = self.group
+        if group is not None and not group.can_start(computed, end):
             return None
         missed = self._explain(computed)
         if sequence.is_counted:
@@ -290,35 +277,22 @@ class KVCacheManager:
         self._sequences[sequence.request_id] = sequence
         sequence.holder = self._mark
         self.pool.touch(hits)
-        new, copies = self._take(sequence, num_new, computed)
+        partial = computed.partial if computed is not None else None
+        window = group.window_block(partial.block) if group is not None and partial else -1
+        new = self._take(sequence, num_new, partial)
         sequence.blocks = hits + new
         sequence.block_ids = block_ids(sequence.blocks)
         sequence.capacity = len(sequence.blocks) * self.block_size
         sequence.num_indexed = sequence.num_reused = len(hits)
         sequence.node = computed.node if computed is not None and hits else None
-        known = computed.known_tokens if computed is not None else 0
-        if states is not None:
-            states.start(sequence, computed.state if computed is not None else None, known)
-            sequence.num_computed_tokens = hit_tokens
-        if windows is not None:
-            windows.start(sequence, hit_tokens, known, end)
-            target = sequence.window_table()[len(hits)] if copies else -1
-            copies = tuple(copy._replace(target_window=target) for copy in copies)
+        if group is not None:
+            group.start(sequence, computed, end)
             sequence.num_computed_tokens = hit_tokens
         if num_new_tokens:  # or it takes no part in the step
             self._extend_to(sequence, end)
         self._announce(sequence)
-        if copies and sequence.blocks[len(hits)] is not new[0]:  # cached since the lookup
-            copies = self._copy_window(sequence, copies[0], len(hits))
+        copies = () if partial is None else _copy_head(sequence, len(hits), partial, window)
         return Allocation(copies, missed)
-
-    def _copy_window(
-        self, sequence: TokenSequence, copy: RowCopy, index: int
-    ) -> tuple[RowCopy, ...]:
-        """Return a copy whose block was cached meanwhile: for window blocks alone, or none."""
-        if self.windows is None or sequence.window_table()[index] != copy.target_window:
-            return ()
-        return (copy._replace(target_block=copy.source_block),)
 
     def _check_admission(
         self, sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None
@@ -332,8 +306,7 @@ class KVCacheManager:
             if computed.sequence is not sequence:
                 raise CacheError(f"the lookup given for {name!r} is another sequence's")
             self._check_source(computed)
-            state = computed.state
-            if computed.version != self._version or (state and state.node is None):
+            if computed.version != self._version:
                 raise CacheError(f"the lookup of {name!r} is older than an eviction: look again")
         if num_new_tokens or not sequence.is_loaded:  # whose blocks may all be cached
             check_count(sequence, num_new_tokens, computed.num_tokens if computed else 0)
@@ -346,17 +319,16 @@ class KVCacheManager:
             raise CacheError(f"the lookup of {name!r} is another manager's: look again")
 
     def _take(
-        self, sequence: TokenSequence, count: int, computed: ComputedBlocks | None
-    ) -> tuple[list[KVCacheBlock], tuple[RowCopy, ...]]:
-        """Return new blocks, and the copy that fills the head of the first from a partial hit.
+        self, sequence: TokenSequence, count: int, partial: PartialHit | None
+    ) -> list[KVCacheBlock]:
+        """Return new blocks. The head of the first is copied from a partial hit.
 
         The source is held meanwhile, so it is not taken itself, and counts as used now. But if all
         free blocks are needed, it is taken too: a copy reads its rows before they are overwritten.
         """
-        if computed is None or computed.partial is None:
-            return self.pool.take(count, sequence.namespace.salt), ()
-        source, num_rows = computed.partial
-        window = self.windows.window_block(source) if self.windows is not None else -1
+        if partial is None:
+            return self.pool.take(count, sequence.namespace.salt)
+        source = partial.block
         is_last = source.ref_cnt == 0 and len(self.pool.free) == count
         self.pool.touch([source])
         if is_last:
@@ -364,7 +336,7 @@ class KVCacheManager:
         new = self.pool.take(count, sequence.namespace.salt)
         if not is_last:
             self.pool.release([source])
-        return new, (RowCopy(source.block_id, new[0].block_id, num_rows, window),)
+        return new
 
     def append_slots(
         self, sequence: TokenSequence, num_new_tokens: int = 1, num_drafted: int = 0
@@ -380,7 +352,8 @@ class KVCacheManager:
             check_count(sequence, num_new_tokens, sequence.num_computed_tokens)
         stop = end + num_drafted
         has_slots = stop < sequence.capacity and sequence.holder is self._mark
-        if has_slots and (self.has_one_group or self._has_window(sequence, stop)):
+        group = self.group
+        if has_slots and (group is None or group.has_slots(sequence, stop)):
             sequence.step = self._step
             sequence.num_computed_tokens = end
             return True
@@ -391,15 +364,13 @@ class KVCacheManager:
         num_new = max(0, -(-(stop - sequence.capacity) // self.block_size))
         if num_new > len(self.pool.free):
             return False
-        if self.windows is not None and not self.windows.extend(sequence, stop):
+        if group is not None and not group.extend(sequence, stop):
             return False
         if num_new:
             new = self.pool.take(num_new, sequence.namespace.salt)
             sequence.blocks += new
             sequence.block_ids += block_ids(new)
             sequence.capacity += num_new * self.block_size
-        if self.windows is not None:
-            self.windows.fill(sequence, stop)
         self._extend_to(sequence, end)
         if sequence.in_progress is not None or sequence.num_indexed < len(sequence.keys):
             self._announce(sequence)
@@ -416,9 +387,8 @@ class KVCacheManager:
         self._extend_to(sequence, end)
         self.pool.index.commit()
         num_blocks = -(-end // self.block_size)
-        if self.windows is not None:
-            self.windows.commit()
-            self.windows.truncate(sequence, num_blocks)
+        if self.group is not None:
+            self.group.accept(sequence, num_blocks)
         surplus = sequence.blocks[num_blocks:]
         if surplus:
             del sequence.blocks[num_blocks:], sequence.block_ids[num_blocks:]
@@ -437,10 +407,6 @@ class KVCacheManager:
         """Return up to `count` tokens that another sequence has where this one's hit ended."""
         return find_branch(sequence, count)
 
-    def _has_window(self, sequence: TokenSequence, end: int) -> bool:
-        """Return True if the sequence's last window block has free slots up to `end`."""
-        return self.states is None and end < len(sequence.window_table()) * self.block_size
-
     # The index
 
     def _extend_to(self, sequence: TokenSequence, end: int) -> None:
@@ -451,10 +417,8 @@ class KVCacheManager:
         full = end // self.block_size
         if full > sequence.num_indexed and self._caching and sequence.is_stored:
             index_blocks(self.pool, sequence, full, deduplicate=self.config.deduplicate)
-        if self.states is not None:
-            self.states.extend(sequence, start, end)
-        if self.windows is not None:
-            self.windows.attach(sequence, start // self.block_size, full)
+        if self.group is not None:
+            self.group.compute(sequence, start, end)
 
     def _announce(self, sequence: TokenSequence) -> None:
         """Announce the sequence's next full block, if its tokens are known and it will be stored.
@@ -478,10 +442,8 @@ class KVCacheManager:
     def commit_step(self) -> None:
         """Mark the K/V of every slot given since the last step as written."""
         self.pool.index.commit()
-        if self.states is not None:
-            self.states.commit()
-        if self.windows is not None:
-            self.windows.commit()
+        if self.group is not None:
+            self.group.commit()
         self.stats.commit()
         self._step += 1
 
@@ -495,8 +457,8 @@ class KVCacheManager:
         filled = dict.fromkeys(b for s in failed for b in s.blocks if b in index.unwritten)
         self.pool.forget(list(filled))
         index.commit()
-        if self.windows is not None:
-            self.windows.fail()
+        if self.group is not None:
+            self.group.fail()
         self.stats.take_back()
         self._step += 1
         for sequence in failed:
@@ -545,8 +507,8 @@ class KVCacheManager:
         # Before any block is freed: its identity would pass to a copy, perhaps one of these.
         self.pool.forget([b for b in computed if b.node is not None and b.ref_cnt == held[b]])
         for sequence in sequences:
-            if self.windows is not None:
-                self.windows.discard(sequence)
+            if self.group is not None:
+                self.group.discard(sequence)
             self._give_back(sequence)
         unwritten.difference_update([b for b in computed if b.node is None])
 
@@ -557,10 +519,8 @@ class KVCacheManager:
     def _give_back(self, sequence: TokenSequence, *, is_cached: bool = False) -> None:
         """Release the sequence's blocks; with `is_cached` its last state becomes a checkpoint."""
         self._withdraw(sequence)
-        if self.states is not None:
-            self.states.end(sequence, is_cached=is_cached)
-        if self.windows is not None:
-            self.windows.end(sequence)
+        if self.group is not None:
+            self.group.end(sequence, is_cached=is_cached)
         for mark in sequence.marks:
             self.pool.free.retain(sequence.marked(mark, self.block_size), mark.seconds)
         self.pool.release(sequence.give_up()[::-1])
@@ -576,10 +536,8 @@ class KVCacheManager:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         check_everything(self.config, self.pool, self.sequences)
-        if self.states is not None:
-            self.states.check()
-        if self.windows is not None:
-            self.windows.check()
+        if self.group is not None:
+            self.group.check()
         assert all(self.is_known(s) for s in self.sequences), "a sequence has no mark"
         for block, sequence in self._in_progress.items():
             name = sequence.request_id
@@ -591,3 +549,22 @@ class KVCacheManager:
         """Return the events of cached blocks since the last call, oldest first."""
         events, self.pool.events = self.pool.events, []
         return events
+
+
+def _copy_head(
+    sequence: TokenSequence, index: int, partial: PartialHit, window: int
+) -> tuple[RowCopy, ...]:
+    """Return the copy that fills the head of block `index`; none if the block is cached by now.
+
+    window: the window block of the source. Its rows are copied even if the block is cached, unless
+    a window block is attached to it.
+    """
+    source, own = partial.block.block_id, sequence.window
+    window_target = own.ids[index] if own is not None and index not in own.shared else -1
+    if index not in sequence.switched:
+        target = sequence.block_ids[index]
+    elif window_target >= 0:
+        target = source
+    else:
+        return ()
+    return (RowCopy(source, target, partial.num_rows, window, window_target),)

@@ -12,13 +12,12 @@ from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import make_policy
 from headstart.cache.free_queue import Clock, Marks
+from headstart.cache.groups import LayerGroup
 from headstart.cache.hasher import BlockHasher
 from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
 from headstart.cache.shares import Shares
-from headstart.cache.states import StatePool
 from headstart.cache.stats import EvictionAges
-from headstart.cache.windows import WindowPool
 from headstart.mypyc_hints import mypyc_attr
 
 AGE_SAMPLE = 64
@@ -67,8 +66,7 @@ class BlockPool:
         self._sample = frozenset(self.blocks[::AGE_SAMPLE])
         self._freed = dict.fromkeys(self._sample, 0.0)  # the times at which blocks were freed
         self.hasher: BlockHasher | None = None
-        self.states: StatePool | None = None
-        self.windows: WindowPool | None = None
+        self.group: LayerGroup | None = None
         self.events: list[CacheEvent] = []
 
     def picture(self) -> list[BlockPicture]:
@@ -192,17 +190,16 @@ class BlockPool:
         if not blocks:
             return
         self.version += 1
-        if self.windows is not None:
-            self.windows.forget(blocks)
+        lost = blocks
         if self.copies:
-            blocks = [block for block in blocks if not self._forget_copy(block)]
+            lost = [block for block in blocks if not self._forget_copy(block)]
         if self.hasher is not None:
-            for block in blocks:
+            for block in lost:
                 if block.node is not None and not isinstance(block.node, PartialNode):
                     self.events.append(BlockEvicted(block.block_id, block.node, self.hasher))
-        if self.states is not None:
-            self.states.forget(blocks)
-        self.index.detach(blocks)
+        if self.group is not None:
+            self.group.forget(blocks)
+        self.index.detach(lost)
 
     def _forget_copy(self, block: KVCacheBlock) -> bool:
         """Remove the identity of a block that has copies or is one; False for any other block."""
@@ -230,10 +227,8 @@ class BlockPool:
         self.marks = Marks(self.clock)
         self.free = make_policy(self.eviction, self.blocks, self.shares, self.marks)
         self.index.clear()
-        if self.states is not None:
-            self.states.clear()
-        if self.windows is not None:
-            self.windows.clear()
+        if self.group is not None:
+            self.group.clear()
         self.version += 1
         if self.hasher is not None:
             self.events.append(AllBlocksCleared())

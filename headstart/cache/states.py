@@ -18,11 +18,13 @@ Tiers store the checkpoints in `unsaved`: all but those at intervals, of which t
 last of a prompt that is at least half an interval before its end.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from headstart.cache.block import KVCacheBlock, PrefixNode
+from headstart.cache.block import Checkpoint, KVCacheBlock, PrefixNode
+from headstart.cache.groups import LayerGroup
 from headstart.cache.identity import BlockKey
+from headstart.cache.lookup import ComputedBlocks
 from headstart.cache.sequence import TokenSequence
 
 LAST = 4
@@ -32,47 +34,6 @@ MIN_GAIN = 64
 """The least number of tokens that waiting for a deeper checkpoint must save."""
 
 _BORDER = BlockKey(b"")
-
-
-class Checkpoint:
-    """The state after `position` tokens: the prefix of `node`, then the tokens of `key`.
-
-    node: None once it is dropped. key: the head of the next block, empty at a block border. writer:
-    the request whose step writes it; None once that step is committed. users: the number of
-    sequences whose next step reads it. used: the pool's clock at its last use. is_passed: a later
-    checkpoint on its path has been written. is_lasting: tiers are to store it. is_saved: a tier has
-    it, or was offered it. entry: the number of its entry in the queue.
-    """
-
-    __slots__ = (
-        "entry",
-        "is_lasting",
-        "is_passed",
-        "is_saved",
-        "key",
-        "node",
-        "position",
-        "slot",
-        "used",
-        "users",
-        "writer",
-    )
-
-    def __init__(self, node: PrefixNode, key: BlockKey, position: int, writer: str) -> None:
-        self.node: PrefixNode | None = node
-        self.key = key
-        self.position = position
-        self.slot = -1
-        self.writer: str | None = writer
-        self.users = 0
-        self.used = 0
-        self.is_passed = False
-        self.is_lasting = True
-        self.is_saved = False
-        self.entry = 0
-
-    def __repr__(self) -> str:
-        return f"Checkpoint(position={self.position}, slot={self.slot}, writer={self.writer!r})"
 
 
 class SequenceState:
@@ -127,7 +88,7 @@ class SequenceState:
         return self.slot if self.is_written else -1
 
 
-class StatePool:
+class StatePool(LayerGroup):
     """All slots, and the checkpoints by prefix.
 
     interval: tokens between two regular checkpoints, a multiple of `block_size`. only_borders:
@@ -138,11 +99,11 @@ class StatePool:
     def __init__(
         self, num_slots: int, interval: int, block_size: int, *, only_borders: bool
     ) -> None:
+        super().__init__()
         self.num_slots = num_slots
         self.interval = interval
         self.block_size = block_size
         self.only_borders = only_borders
-        self.num_dropped = 0
         self.unsaved: dict[Checkpoint, None] = {}
         self._free: list[int] = []
         self._at: dict[PrefixNode, dict[BlockKey, Checkpoint]] = {}
@@ -184,17 +145,18 @@ class StatePool:
     # Lookup
 
     def find(
-        self, sequence: TokenSequence, blocks: list[KVCacheBlock], known: int
-    ) -> tuple[Checkpoint | None, str | None]:
-        """Return the deepest checkpoint within the first `known` tokens, whose K/V are cached.
+        self, computed: ComputedBlocks, known: int
+    ) -> tuple[int, Checkpoint | None, str | None]:
+        """Return the deepest checkpoint within `known` tokens and its position; see `LayerGroup`.
 
-        Also return the request that will write a deeper checkpoint, if any. It is left out if the
-        deeper checkpoint would save fewer than `MIN_GAIN` tokens.
+        The writer of a deeper checkpoint is left out if that would save fewer than `MIN_GAIN`
+        tokens.
         """
+        sequence, blocks = computed.sequence, computed.blocks
         writer: str | None = None
         until = 0
         if self.num_slots == 1:  # resuming takes two: the checkpoint's and a working slot
-            return None, None
+            return 0, None, None
         for depth in range(min(known // self.block_size, len(blocks)), 0, -1):
             node = blocks[depth - 1].node
             here = self._at.get(node) if node is not None else None
@@ -206,23 +168,25 @@ class StatePool:
                     continue
                 if checkpoint.writer is None:
                     is_near = until - checkpoint.position < MIN_GAIN
-                    return checkpoint, None if is_near else writer
+                    return checkpoint.position, checkpoint, None if is_near else writer
                 if writer is None and checkpoint.writer != sequence.request_id:
                     writer, until = checkpoint.writer, checkpoint.position
-        return None, writer
+        return 0, None, writer
 
     # Steps
 
-    def can_start(self, source: Checkpoint | None) -> bool:
-        """Return True if there is a working slot for a sequence that resumes from `source`."""
+    def can_start(self, computed: ComputedBlocks | None, end: int) -> bool:
+        """Return True if there is a working slot for a sequence that resumes from its lookup."""
+        source = computed.state if computed is not None else None
         return bool(self._free) or any(
             checkpoint.writer is None and checkpoint is not source and not checkpoint.users
             for here in self._at.values()
             for checkpoint in here.values()
         )
 
-    def start(self, sequence: TokenSequence, source: Checkpoint | None, known: int) -> None:
-        """Give a sequence its working slot; see `can_start`. K/V of `known` tokens are cached."""
+    def start(self, sequence: TokenSequence, computed: ComputedBlocks | None, end: int) -> None:
+        """Give a sequence its working slot; see `can_start`."""
+        source, known = (computed.state, computed.known_tokens) if computed else (None, 0)
         if source is not None:
             source.users += 1
         slot = self._take()
@@ -244,7 +208,7 @@ class StatePool:
             if checkpoint is not None:
                 state.announced.append(checkpoint)
 
-    def extend(self, sequence: TokenSequence, start: int, end: int) -> None:
+    def compute(self, sequence: TokenSequence, start: int, end: int) -> None:
         """Note that this step computes tokens `start` to `end - 1`; save due checkpoints."""
         if sequence.is_loaded:
             return
@@ -284,10 +248,12 @@ class StatePool:
         state.saves.append(checkpoint)
         return True
 
-    def save_shared(self, blocks: list[KVCacheBlock], known: int, step: int) -> bool:
-        """Save a checkpoint at `known` if this step computes these blocks up to there."""
+    def save_fork(self, computed: ComputedBlocks, step: int) -> bool:
+        """Save a checkpoint where the lookup's K/V end, if this step computes that position."""
+        known, blocks = computed.known_tokens, computed.blocks
         depth = known // self.block_size
-        if known % self.block_size or not depth:
+        is_far = known - computed.num_tokens >= MIN_GAIN
+        if not is_far or not computed.is_fork or known % self.block_size:
             return False
         for sequence, state in self._states.items():
             if (
@@ -348,7 +314,7 @@ class StatePool:
                 return
         self._free.append(state.slot)
 
-    def forget(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop the checkpoints of blocks that lose their identity."""
         for block in blocks:
             node = block.node

@@ -15,24 +15,28 @@ forks and at intervals.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from headstart.cache.block import KVCacheBlock
+from headstart.cache.block import Checkpoint, KVCacheBlock
+from headstart.cache.groups import LayerGroup
+from headstart.cache.lookup import ComputedBlocks
 from headstart.cache.sequence import SequenceWindow, TokenSequence
+from headstart.cache.stats import MissReason
 
 
-class WindowPool:
+class WindowPool(LayerGroup):
     """All window blocks, and those that are attached to blocks.
 
-    width: the tokens that a row sees, itself included. version: changes when a block is evicted.
+    width: the tokens that a row sees, itself included.
     """
 
+    miss_reason = MissReason.WINDOW
+
     def __init__(self, num_blocks: int, width: int, block_size: int) -> None:
+        super().__init__()
         self.num_blocks = num_blocks
         self.width = width
         self.block_size = block_size
-        self.version = 0
-        self.num_dropped = 0
         self._attached: dict[KVCacheBlock, int] = {}
         self._owners: list[KVCacheBlock | None] = []  # the inverse, by window block
         self._users: list[int] = []  # sequences that have each window block in their window
@@ -76,35 +80,41 @@ class WindowPool:
         start = position - position % self.block_size
         return max(0, start - self.width + 1) // self.block_size
 
-    def find(self, blocks: Sequence[KVCacheBlock], head: KVCacheBlock | None, known: int) -> int:
-        """Return the largest position up to `known` with a cached window before it.
-
-        blocks: the cached blocks of the prefix. head: the block whose first rows are copied to the
-        block after them.
-        """
+    def find(
+        self, computed: ComputedBlocks, known: int
+    ) -> tuple[int, Checkpoint | None, str | None]:
+        """Return the largest position up to `known` with a cached window before it."""
+        blocks, partial = computed.blocks, computed.partial
         end = known
-        if end > len(blocks) * self.block_size and not self._is_written(head):
-            end = len(blocks) * self.block_size
+        if partial is not None and not self._is_written(partial.block):
+            end = min(end, len(blocks) * self.block_size)
         for index in range(min(len(blocks), -(-end // self.block_size)) - 1, -1, -1):
             if index < self.first(end):
                 break
             if blocks[index] not in self._attached:
                 end = index * self.block_size
-        return end
+        return end, None, None
 
-    def _is_written(self, block: KVCacheBlock | None) -> bool:
+    def _is_written(self, block: KVCacheBlock) -> bool:
         """Return True if a block has a window block whose rows earlier steps have written."""
-        block_id = self._attached.get(block) if block is not None else None
+        block_id = self._attached.get(block)
         return block_id is not None and block_id not in self._fresh
 
     # Steps
 
-    def limit(self, start: int) -> int:
-        """Return the position up to which an unused pool can compute tokens from `start` on."""
-        return (self.first(start) + self.num_blocks) * self.block_size
+    def can_admit(self, computed: ComputedBlocks, num_new_tokens: int) -> bool:
+        """Return True if window blocks suffice for a window and for `num_new_tokens` more.
 
-    def can_start(self, hits: Sequence[KVCacheBlock], start: int, end: int) -> bool:
-        """Return True if there are window blocks to compute tokens `start` to `end - 1`."""
+        Fewer suffice for a sequence that an unused pool could not give more.
+        """
+        start = computed.num_tokens
+        limit = (self.first(start) + self.num_blocks) * self.block_size
+        end = min(start + self.width + num_new_tokens, len(computed.sequence.token_ids), limit)
+        return self.can_start(computed, end)
+
+    def can_start(self, computed: ComputedBlocks | None, end: int) -> bool:
+        """Return True if there are window blocks for the rows up to `end - 1`."""
+        hits, start = (computed.blocks, computed.num_tokens) if computed is not None else ([], 0)
         return self._has_free(hits, len(hits), self.first(start), end)
 
     def _has_free(
@@ -117,8 +127,9 @@ class WindowPool:
         num_used = sum(block_id >= 0 and self._users[block_id] > 0 for block_id in attached)
         return stop - first - num_used <= self.num_free
 
-    def start(self, sequence: TokenSequence, start: int, known: int, end: int) -> None:
-        """Give a sequence its window; see `can_start`. K/V of `known` tokens are cached."""
+    def start(self, sequence: TokenSequence, computed: ComputedBlocks | None, end: int) -> None:
+        """Give a sequence its window; see `can_start`."""
+        start, known = (computed.num_tokens, computed.known_tokens) if computed else (0, 0)
         length = len(sequence.token_ids)
         wanted = [length - 1, known, *sequence.forks, *(m.num_tokens for m in sequence.marks)]
         per_window = self.width // self.block_size + 2
@@ -128,11 +139,12 @@ class WindowPool:
         sequence.window = self._sequences[sequence] = window
         self._fill(sequence, window, end)
 
-    def extend(self, sequence: TokenSequence, end: int) -> bool:
-        """Move a sequence's window to its next tokens, up to `end - 1`.
+    def has_slots(self, sequence: TokenSequence, end: int) -> bool:
+        """Return True if the sequence's last window block has free slots up to `end`."""
+        return end < len(sequence.window_table()) * self.block_size
 
-        False if window blocks are short; the window then has no block more.
-        """
+    def extend(self, sequence: TokenSequence, end: int) -> bool:
+        """Move a sequence's window to its next tokens, up to `end - 1`; False if blocks lack."""
         window = self._sequences[sequence]
         first = self.first(sequence.num_computed_tokens)
         for index in range(window.first, first):
@@ -140,17 +152,18 @@ class WindowPool:
             window.shared.discard(index)
             window.ids[index] = 0
         window.first = max(first, window.first)
-        return self._has_free(sequence.blocks, sequence.num_reused, len(window.ids), end)
-
-    def fill(self, sequence: TokenSequence, end: int) -> None:
-        """Give a sequence the window blocks of its blocks up to token `end - 1`; see `extend`."""
-        self._fill(sequence, self._sequences[sequence], end)
+        has_free = self._has_free(sequence.blocks, sequence.num_reused, len(window.ids), end)
+        if has_free:
+            self._fill(sequence, window, end)
+        return has_free
 
     def _fill(self, sequence: TokenSequence, window: SequenceWindow, end: int) -> None:
-        indices = range(len(window.ids), -(-end // self.block_size))
-        window.ids += [self._attached.get(sequence.blocks[index], -1) for index in indices]
+        """Give a sequence the window blocks of its blocks up to token `end - 1`."""
+        start, stop = len(window.ids), -(-end // self.block_size)
+        window.ids += [self._attached.get(block, -1) for block in sequence.blocks[start:stop]]
+        window.ids += [-1] * (stop - len(window.ids))  # of blocks that follow
         missing = []
-        for index in indices:  # first those that are cached, so that they are not evicted
+        for index in range(start, stop):  # cached ones first, so that they are not evicted
             if window.ids[index] < 0:
                 missing.append(index)
             else:
@@ -165,9 +178,15 @@ class WindowPool:
         regular = (start // window.interval + 1) * window.interval
         return any(start < p and self.first(p) <= index for p in (*window.wanted, regular))
 
-    def attach(
-        self, sequence: TokenSequence, start: int, stop: int, *, is_written: bool = False
-    ) -> None:
+    def compute(self, sequence: TokenSequence, start: int, end: int) -> None:
+        """Attach the window blocks that this step fills."""
+        self._attach(sequence, start // self.block_size, end // self.block_size, is_written=False)
+
+    def attach_partial(self, sequence: TokenSequence, index: int) -> None:
+        """Attach the window block of a partial block."""
+        self._attach(sequence, index, index + 1, is_written=True)
+
+    def _attach(self, sequence: TokenSequence, start: int, stop: int, *, is_written: bool) -> None:
         """Attach the window blocks of blocks `start` to `stop - 1`.
 
         Unless `is_written`, the step under way writes the last of their rows. Where a block has
@@ -190,8 +209,9 @@ class WindowPool:
                 window.ids[index] = attached
                 window.shared.add(index)
 
-    def truncate(self, sequence: TokenSequence, num_blocks: int) -> None:
+    def accept(self, sequence: TokenSequence, num_blocks: int) -> None:
         """Give back the window blocks after the sequence's first `num_blocks` blocks."""
+        self.commit()
         ids = self._sequences[sequence].ids
         while len(ids) > num_blocks:
             self._release(ids.pop(), is_end=False)
@@ -213,13 +233,13 @@ class WindowPool:
             if index not in window.shared:
                 self._detach(window.ids[index])
 
-    def end(self, sequence: TokenSequence) -> None:
+    def end(self, sequence: TokenSequence, *, is_cached: bool) -> None:
         """Release the window of a sequence that still has its blocks."""
         window = self._sequences.pop(sequence)
         for block_id in window.ids[window.first :]:
             self._release(block_id, is_end=True)
 
-    def forget(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Detach the window blocks of blocks that lose their identity."""
         for block in blocks:
             block_id = self._attached.get(block)
@@ -249,7 +269,6 @@ class WindowPool:
         """Return a window block to write to; what it had is evicted."""
         if not self._empty:
             block_id, _ = (self._passed or self._ends).popitem(last=False)
-            self.version += 1
             self.num_dropped += 1
             self._empty.append(block_id)
             self._unlink(block_id)

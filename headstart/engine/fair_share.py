@@ -223,7 +223,7 @@ class FairShare:
             return False
         manager = self._manager
         blocks = -(-len(request.sequence.token_ids) // manager.block_size)
-        if blocks <= manager.num_free_blocks and manager.has_one_group:
+        if blocks <= manager.num_free_blocks and manager.group is None:
             return True
         computed = manager.get_computed_blocks(request.sequence)
         if not request.reads_cache:

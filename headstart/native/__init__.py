@@ -81,7 +81,7 @@ def level() -> int:
     if cap not in _CAPS:
         raise ConfigError(f"HEADSTART_CPU is {cap!r}; allowed: avx2, avx512, or unset")
     kernels = _load(_FOLDER) if _is_wanted() else None
-    return 0 if kernels is None else min(_CAPS[cap], int(kernels.headstart_native_level()))
+    return 0 if kernels is None else min(_CAPS[cap], _read_cpu(kernels)[0])
 
 
 def vnni() -> int:
@@ -89,8 +89,13 @@ def vnni() -> int:
     kernels = _load(_FOLDER) if level() else None
     if kernels is None or os.environ.get("HEADSTART_CPU") == "avx2":
         return 0
-    kinds: int = kernels.headstart_native_vnni()
-    return kinds.bit_length()  # 2 if the CPU has both
+    return _read_cpu(kernels)[1].bit_length()  # 2 if the CPU has both
+
+
+@cache
+def _read_cpu(kernels: ctypes.CDLL) -> tuple[int, int]:
+    """Return the levels of kernels and of VNNI that the CPU has; reading them takes long in a VM."""
+    return int(kernels.headstart_native_level()), int(kernels.headstart_native_vnni())
 
 
 def _is_wanted() -> bool:

@@ -166,7 +166,8 @@ class Transformers:
     """transformers' models and caches, which have no prefix caching.
 
     This is code that users write: the last cache is cut to its common prefix with the next prompts,
-    and repeated for each prompt. Prompts of a batch must have the same length.
+    and repeated for each prompt. A cache with recurrent states cannot be cut, so it is computed
+    again. Prompts of a batch must have the same length.
     """
 
     def __init__(self, folder: str, threads: int, weights: str) -> None:
@@ -175,7 +176,7 @@ class Transformers:
         transformers = importlib.import_module("transformers")
         models = transformers.AutoModelForCausalLM
         self.model = models.from_pretrained(folder, dtype=self.torch.bfloat16).eval()
-        self.make_cache = transformers.DynamicCache
+        self.make_cache = lambda: transformers.DynamicCache(config=self.model.config)
         self.cache = self.make_cache()
         self.rows: list[Ids] = [[]]  # what the cache holds
 
@@ -191,7 +192,7 @@ class Transformers:
             self._spread(prompts)
         known = min(len(shared_head([*pair])) for pair in zip(self.rows, prompts, strict=True))
         known = min(known, len(prompts[0]) - 1)  # one token must be computed
-        self._cut(known)
+        known = self._cut(known)
         new = [prompt[known:] for prompt in prompts]
         self.rows = prompts
         for _ in range(count):
@@ -203,20 +204,22 @@ class Transformers:
         """Repeat a cache row with the common prefix of all prompts; compute missing tokens."""
         head = shared_head(prompts)[: len(prompts[0]) - 1]
         if len(self.rows) > 1:
-            self.cache.batch_select_indices(self.torch.tensor([0]))
-        known = len(shared_head([self.rows[0], head]))
-        self._cut(known)
+            self.cache.reorder_cache(self.torch.tensor([0]))
+        known = self._cut(len(shared_head([self.rows[0], head])))
         if head[known:]:
             self._next([head[known:]])
-        self.cache.batch_repeat_interleave(len(prompts))
+        self.cache.reorder_cache(self.torch.zeros(len(prompts), dtype=self.torch.int64))
         self.rows = [head] * len(prompts)
 
-    def _cut(self, length: int) -> None:
+    def _cut(self, length: int) -> int:
+        """Cut the cache to its first `length` tokens; return the number that remain."""
         surplus = self.cache.get_seq_length() - length
-        if not length:
+        if not length or (surplus and any(hasattr(x, "conv_states") for x in self.cache.layers)):
             self.cache = self.make_cache()
-        elif surplus:
+            return 0
+        if surplus:
             self.cache.crop(-surplus)
+        return length
 
     def _next(self, new: list[Ids]) -> Ids:
         with self.torch.inference_mode():

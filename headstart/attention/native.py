@@ -183,7 +183,7 @@ class PoolSteps:
     ) -> None:
         self.window = window
         self._block_size, self._num_blocks = memory.block_size, num_blocks
-        self._kv_heads = memory.layouts[0].kv_heads
+        self._kv_heads = memory.layouts[0].kv_heads  # decides on parts of the work only
         self._tables = BlockTables(num_blocks)
         self._planner = SharedPlanner(memory.block_size, SHARING[memory.dtype]) if share else None
         self._previous: dict[bool, NativeStep] = {}  # the last step with and without sharing

@@ -94,7 +94,7 @@ def vnni() -> int:
 
 @cache
 def _read_cpu(kernels: ctypes.CDLL) -> tuple[int, int]:
-    """Return the levels of kernels and of VNNI that the CPU has; reading them takes long in a VM."""
+    """Return the levels of kernels and of VNNI that the CPU has; this is slow in a VM."""
     return int(kernels.headstart_native_level()), int(kernels.headstart_native_vnni())
 
 

@@ -249,6 +249,7 @@ def _make_group(
 
 
 _UPDATE = "mamba2_selective_state_update"
+_STEP_OPTIONS = {"dt_bias", "dt_softplus"}
 _UNLIMITED = (0.0, math.inf)
 
 
@@ -264,12 +265,12 @@ def _limit_steps(module: Any) -> Callable[..., Tensor]:
     if limits in (None, _UNLIMITED):
         compute: Callable[..., Tensor] = module.forward
         return compute
-    if _UPDATE not in forward.__globals__:
+    update = forward.__globals__.get(_UPDATE)
+    if update is None or not signature(update).parameters.keys() >= _STEP_OPTIONS:
         raise UnsupportedModelError(
-            f"{type(module).__name__} limits its steps to {limits}, and calls no {_UPDATE}, where "
-            "the limits can be applied to single rows"
+            f"{type(module).__name__} limits its steps to {limits}, and calls no {_UPDATE} with "
+            f"{' and '.join(sorted(_STEP_OPTIONS))}, where the limits can be applied to single rows"
         )
-    update = forward.__globals__[_UPDATE]
 
     def update_limited(
         state: Tensor, x: Tensor, dt: Tensor, *weights: Tensor, dt_bias: Tensor, **options: Any

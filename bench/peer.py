@@ -24,6 +24,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
@@ -176,7 +177,7 @@ class Transformers:
         transformers = importlib.import_module("transformers")
         models = transformers.AutoModelForCausalLM
         self.model = models.from_pretrained(folder, dtype=self.torch.bfloat16).eval()
-        self.make_cache = lambda: transformers.DynamicCache(config=self.model.config)
+        self.make_cache = partial(transformers.DynamicCache, config=self.model.config)
         self.cache = self.make_cache()
         self.rows: list[Ids] = [[]]  # what the cache holds
 

@@ -181,7 +181,8 @@ class Scheduler:
                 stop = reached
             draft: tuple[int, ...] = ()
             if decodes and self._drafting is not None:
-                draft = self._drafting.propose(request, budget - 1, len(self.running))
+                spare = budget - (len(self.running) - index)  # others must get their token, too
+                draft = self._drafting.propose(request, spare, len(self.running))
                 if draft and not append_slots(sequence, 1, len(draft)):
                     draft = ()
             # A preemption does not revoke what the limits allowed: the preempted request would go

@@ -141,6 +141,44 @@ def test_a_repeated_prompt_takes_few_steps(folder: Path) -> None:
     llm.close()
 
 
+def run_steps(llm: LLM, prompts: list[list[int]], params: SamplingParams, **options: Any) -> Any:
+    """Return the requests, and the number of those that got tokens in each step."""
+    groups = [llm.frontend.prepare(prompt, params, **options) for prompt in prompts]
+
+    def run() -> list[int]:
+        for group in groups:
+            llm.engine.submit(group)
+        counts = []
+        while llm.engine.has_unfinished:
+            counts.append(len(llm.engine.step()))
+        return counts
+
+    return groups, llm.driver.call(run)
+
+
+def test_drafts_leave_each_running_request_its_token(folder: Path) -> None:
+    llm = load(folder, 8, max_num_batched_tokens=8)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logit_bias={5: 100.0})
+    groups, counts = run_steps(llm, [[token, 5] for token in range(6, 10)], params)
+    assert sum(group.output().metrics.num_accepted_tokens for group in groups) > 20
+    assert counts[:10] == [4] * 10
+    llm.close()
+
+
+def test_an_owner_pays_for_accepted_tokens(folder: Path) -> None:
+    turns = []
+    for speculation in (0, 8):
+        llm = load(folder, speculation, max_num_batched_tokens=16)
+        for owner in ("a", "b"):
+            llm.manager.shares.set(owner, 1.0)
+        params = SamplingParams(max_tokens=200, ignore_eos=True, logit_bias={5: 100.0})
+        run_steps(llm, [[5, 5, 5, 5]], params, salt="a")
+        [group], _ = run_steps(llm, [[6]], SamplingParams(max_tokens=1), salt="a")
+        turns.append(group.requests[0].turn)
+        llm.close()
+    assert turns == [204, 204]
+
+
 def test_blocks_of_accepted_tokens_reach_the_disk(folder: Path, tmp_path: Path) -> None:
     prompt = [5, 6, 7] * 6
     for count in range(40, 49):

@@ -285,9 +285,10 @@ class FairShare:
             self._charge(name, cost - charged if last_times == times else cost)
             self._admissions[request] = times, cost, start
         elif request not in owner.unread:
-            num_tokens = len(request.sampling.output_token_ids)
-            if num_tokens > self._guesses.get(request, 0.0):
-                self._charge(name, stop - start)
+            num_tokens = len(request.sampling.output_token_ids)  # a draft may have added several
+            if (excess := num_tokens - self._guesses.get(request, num_tokens)) > 0:
+                self._charge(name, excess)
+                self._guesses[request] = num_tokens
         self._pending_by_owner = None
         self._pending[request] = self._expected_length(request) - stop
         first = self._first(owner) or request
@@ -312,4 +313,4 @@ class FairShare:
         num_tokens = len(request.sampling.output_token_ids)
         owner.answers += 1
         owner.expected += (num_tokens - owner.expected) / min(owner.answers, 8)
-        self._charge(name, min(0.0, num_tokens - self._guesses.pop(request, 0.0)))
+        self._charge(name, num_tokens - self._guesses.pop(request, num_tokens))

@@ -46,8 +46,8 @@ class StateSearch:
 
     candidates: returns the states to look for, for the number of blocks found, deepest first. span:
     the tokens that are computed without a state. num_stored: the number of blocks found. found: the
-    deepest state found, if any. block: the state, once it has arrived. rest: the states that were
-    not looked up yet.
+    deepest state found, if any. has_arrived: it is loaded. block: the state, until it is taken.
+    rest: the states that were not looked up yet.
     """
 
     candidates: Callable[[int], Iterator[StateName]]
@@ -55,6 +55,7 @@ class StateSearch:
     block_size: int
     num_stored: int = 0
     found: StateName | None = None
+    has_arrived: bool = False
     block: LoadedBlock | None = None
     rest: Iterator[StateName] = field(default_factory=lambda: iter(()))
 
@@ -288,14 +289,14 @@ class Loader:
     def _load_state(self, job: LoadJob, state: StateSearch) -> bool:
         """Load a job's state unless it has arrived; one that is damaged is passed for the next."""
         assert self._states is not None
-        while state.found is not None and not job.nbytes:
+        while state.found is not None and not state.has_arrived:
             chunks = self._states.load([state.found.name], job)
             if (chunk := next(chunks, None)) is None:
                 self._choose(job, state.num_stored)
                 continue
             with self._changed:
                 if not job.done:
-                    state.block = chunk[0]
+                    state.block, state.has_arrived = chunk[0], True
                     job.nbytes += chunk[0].payload.nbytes
                     self.queued_bytes += chunk[0].payload.nbytes
                     self._has_news = True

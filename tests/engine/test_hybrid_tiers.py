@@ -82,6 +82,20 @@ def test_another_question_about_a_document(restarts: Callable[..., Restarts]) ->
     assert engines.again().run([*document, *[3] * 30]) == 268  # a fork, at a block border
 
 
+def test_prompts_that_differ_after_their_last_full_block_are_searched_apart(
+    tmp_path: Path,
+) -> None:
+    """The second waited for the state of the first, which it could not resume from."""
+    engines = Restarts(tmp_path, num_blocks=200)
+    prompts = [[*PROMPT[:88], first, 1, 1] for first in (1, 2)]
+    for prompt in prompts:
+        engines.harness.run(prompt)
+    harness = engines.again()
+    groups = [harness.submit(prompt) for prompt in prompts]
+    harness.finish()
+    assert [group.output().num_cached_tokens for group in groups] == [90, 88]
+
+
 def test_a_state_is_loaded_alone_when_memory_has_all_blocks(
     restarts: Callable[..., Restarts],
 ) -> None:

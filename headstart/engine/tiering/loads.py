@@ -37,6 +37,7 @@ import numpy as np
 from headstart.attention import PagedKVMemory
 from headstart.cache import (
     BlockHash,
+    BlockKey,
     ComputedBlocks,
     KVCacheManager,
     TokenSequence,
@@ -44,7 +45,7 @@ from headstart.cache import (
     UnsavedBlocks,
 )
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.tiering.states import StateStores, search_states
+from headstart.engine.tiering.states import StateStores, name_state, search_states
 from headstart.tiers import LoadedBlock, Loader, LoadJob, Saver, StoredBlock
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class Offers:
 class Load:
     """The load of one prefix.
 
-    key: the hash of the prefix to load. first: index in the prompt of the first block that the job
+    key: identifies the prefix to load. first: index in the prompt of the first block that the job
     loads. start: the tokens that need no computing without it. known: the tokens whose K/V the pool
     has. next: index of the block that is written to the pool next. written: the tiers of the blocks
     written before it. state_tier: the tier of the state that was written to the pool. sequence:
@@ -354,10 +355,13 @@ class Loads:
         assert states is not None and pool is not None
         if computed.num_tokens >= num_tokens or pool.num_slots == 1:
             return None
-        hashes = self._manager.block_hashes(request.sequence)[: num_tokens // size]
-        load = self._loads.get(hashes[-1])
+        has_tail, sequence = states.payload.has_tail, request.sequence
+        hashes = self._manager.block_hashes(sequence)[: num_tokens // size]
+        is_whole = not has_tail or num_tokens % size == 0
+        tail = BlockKey(b"") if is_whole else sequence.cut_partial(num_tokens, size)
+        key = name_state(hashes[-1], tail)
+        load = self._loads.get(key)
         if load is None:
-            has_tail = states.payload.has_tail
             search = search_states(computed, num_tokens, hashes, size, has_tail=has_tail)
 
             def choose(num_saved: int) -> int:
@@ -366,7 +370,7 @@ class Loads:
                 return self._choose(num_saved, nbytes)
 
             job = self._loader.start(hashes[len(computed.blocks) :], choose, search)
-            load = self._loads[hashes[-1]] = Load(request, hashes[-1], computed, job)
+            load = self._loads[key] = Load(request, key, computed, job)
         return load
 
     # As a limit

@@ -59,7 +59,7 @@ class PrefixNode:
         self.block = self.child = self.block_hash = None
 
     def salt(self) -> str | None:
-        """Return the owner's salt: the last salt in the keys of its path, or the root's."""
+        """Return the owner's salt: the last salt in the keys of the node's path, or the root's."""
         node = self
         while node.parent is not None:
             salt = cut_salt(node.key)[0]
@@ -87,11 +87,11 @@ class PrefixNode:
 
 
 class Branches(PrefixNode):
-    """The children of a node that has several; its own key is empty.
+    """The children of a node that has several children. Its own key is empty.
 
     `nodes` has all children by key. `order` has the sorted keys of the children whose K/V are
     written. In this order, the child that shares the longest head with a key is next to the
-    position where the key would be inserted. An insertion costs one `memmove` of 8 bytes a child.
+    position where the key would be inserted. An insertion costs one `memmove` of 8 bytes per child.
     """
 
     __slots__ = ("nodes", "order")

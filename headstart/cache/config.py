@@ -13,9 +13,9 @@ class CacheOptions:
     """Options that an engine shares with its cache.
 
     block_size: tokens in a block, at least 1.
-    enable_prefix_caching: off, nothing is indexed, hit or cached.
-    deduplicate: when a block fills with content that is already cached, free it and continue with
-        the cached block; off, block tables are append-only, as in vLLM.
+    enable_prefix_caching: if False, nothing is indexed, hit or cached.
+    deduplicate: when a block is filled with content that is already cached, free it and continue
+        with the cached block; if False, block tables are append-only, as in vLLM.
     partial_hits: reuse the head of a block that matches in part, by copying its rows.
     eviction: which free block is reused next, see `headstart.cache.eviction`.
     """
@@ -38,7 +38,7 @@ class CacheConfig(CacheOptions):
     """The size and the options of the pool.
 
     num_blocks: blocks in the pool, at least 1.
-    ghost_entries: the number of evicted identities that are remembered, to distinguish "evicted"
+    ghost_entries: the number of evicted identities that stay in the index, to distinguish "evicted"
         from "never seen"; by default, a tenth of the blocks. See `headstart.cache.index`.
     events: collect `BlockStored`, `BlockEvicted` and `AllBlocksCleared`.
     num_states: slots for states of recurrent layers, of running sequences and checkpoints; 0 for a
@@ -47,8 +47,8 @@ class CacheConfig(CacheOptions):
     states_at_borders: states are stored at block borders only, for an engine that computes whole
         blocks.
     window: tokens that a row of the sliding-window layers sees; 0 without such layers.
-    num_window_blocks: blocks of the pool of these layers; 0 if their K/V are in the blocks of the
-        others. See `headstart.cache.windows`.
+    num_window_blocks: blocks in the pool of these layers; 0 if their K/V are in the blocks of the
+    other layers. See `headstart.cache.windows`.
 
     Raises ConfigError.
     """

@@ -1,7 +1,7 @@
 """Events of cached blocks, for routers and tiers that mirror the index.
 
-There is a `BlockStored` when the first block of a prefix is cached, and a `BlockEvicted` when its
-last block is evicted; copies in between raise no events. Hashes are computed when they are read.
+A prefix may be in several blocks. There is a `BlockStored` when the first of them is cached, and a
+`BlockEvicted` when the last of them is evicted. Hashes are computed when they are read.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
 """Eviction policies by name: which free block is reused next.
 
-A policy holds the free blocks. `release` is called with blocks that no request holds any more,
-`claim` with free blocks that a request hit, and `withdraw` with free blocks that leave the queue
-without a hit. `retain` marks held blocks to retain for a time. `take` chooses the blocks to reuse,
+A policy holds the free blocks. `release` adds blocks that no request holds any more, `claim`
+removes free blocks that a request hit, and `withdraw` removes free blocks that no request hit.
+`retain` marks held blocks that are evicted last for some time. `take` chooses the blocks to reuse,
 which lose their content. A policy never reads the index and never changes a block's identity.
 """
 
@@ -46,7 +46,7 @@ class EvictionPolicy(Protocol):
         """
 
     def count_protected(self, taker: str | None, pending: Mapping[str, int]) -> int:
-        """Return the free cached blocks of other owners that lie within those owners' shares.
+        """Return the number of free cached blocks that other owners have within their shares.
 
         0 if the policy has no owners. See `KVCacheManager.count_protected`.
         """
@@ -121,11 +121,11 @@ class AdaptiveLru(EmptyFirstLru):
     """`EmptyFirstLru` with a limit on partial blocks, which their hits raise.
 
     A partial block holds fewer rows than a full block. After a one-shot request it is never hit;
-    after a turn of a chat the next turn hits it. So the policy learns: a partial block that is
-    claimed raises the limit by `EARNED`, a partial block that is taken lowers it by 1, and a
-    partial block that is withdrawn does not change it. Up to the limit, partial blocks are reused
-    by recency, like full blocks. Beyond it, the oldest are taken before any full block. O(1) a
-    block.
+    after a turn of a chat the next turn hits it. So the policy adapts a limit to the hits: a
+    partial block that is claimed raises the limit by `EARNED`, a partial block that is taken lowers
+    it by 1, and a partial block that is withdrawn does not change it. While there are no more
+    partial blocks than the limit, they are taken by recency, like full blocks. If there are more,
+    the oldest are taken before any full block. O(1) a block.
 
     Retained blocks are taken after all others. When their mark has ended, or when there are more
     than `most_retained`, they join the queue like blocks that were just released.
@@ -136,7 +136,7 @@ class AdaptiveLru(EmptyFirstLru):
     def __init__(
         self, blocks: Sequence[KVCacheBlock], marks: Marks, most: int | None = None
     ) -> None:
-        """Put `blocks` on the queue, which will have at most `most`; by default, their number."""
+        """Put `blocks` on the queue, which will have at most `most` blocks; by default, no more."""
         super().__init__(blocks)
         self._num_blocks = len(blocks) if most is None else most
         # Oldest first. Not a dict: finding its first entry would pass over all deleted entries.
@@ -223,14 +223,15 @@ class FairLru:
     """`AdaptiveLru` among the free blocks of each owner, and max-min fair between owners.
 
     Empty blocks are taken first. Each further block is taken from the owner with the most held and
-    cached blocks per weight, and then counts as the taker's. So an owner below its share loses no
-    block to an owner above its share, and an owner may use all blocks that no other owner uses. A
-    block costs O(log owners), and O(1) while a single owner has free cached blocks. An owner
-    retains at most half of its share of the pool, and only against its own blocks.
+    cached blocks per weight, and then counts for the owner that takes it. So an owner below its
+    share loses no block to an owner above its share, and an owner may use all blocks that no other
+    owner uses. A block costs O(log owners), and O(1) while only one owner has free cached blocks.
+    An owner retains at most half of its share of the pool. Its retained blocks are taken after its
+    other blocks, but not after the blocks of other owners.
 
-    Cached blocks that are released together belong to one prefix. Public blocks at its head have a
-    separate owner. When a salt becomes an owner, its existing blocks move to it at the next change,
-    in queue order.
+    Cached blocks that are released together belong to one prefix. Public blocks at the head of the
+    prefix have a separate owner. When a salt becomes an owner, its existing blocks move to the new
+    owner's queue at the next change, in queue order.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], shares: Shares, marks: Marks) -> None:
@@ -322,7 +323,7 @@ class FairLru:
         self._forget(blocks)
 
     def _split(self, blocks: Sequence[KVCacheBlock]) -> dict[Owner, list[KVCacheBlock]]:
-        """Return those of the free blocks that are cached, by owner; dequeue the empty ones."""
+        """Return the cached blocks among these free blocks, by owner; dequeue the empty blocks."""
         by_salt: dict[str | None, list[KVCacheBlock]] = defaultdict(list)
         for block in blocks:
             if block in self._salts:
@@ -391,7 +392,7 @@ class FairLru:
             yield next(cached[owner])
 
     def check(self) -> None:
-        """Raise AssertionError if a block counts for an owner other than its identity's."""
+        """Raise AssertionError if a block counts for another owner than its identity's."""
         assert self._num_cached == sum(map(len, self._cached.values())), (
             "cached blocks are miscounted"
         )

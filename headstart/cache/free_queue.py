@@ -102,11 +102,11 @@ class FreeBlockQueue:
         return blocks
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take a block out of the middle. Raises CacheError when it is not on the queue."""
+        """Remove a block from any position. Raises CacheError when it is not on the queue."""
         self.remove_all((block,))
 
     def remove_all(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Take blocks out of the middle. Raises CacheError when a block is not on the queue."""
+        """Remove blocks from any position. Raises CacheError when a block is not on the queue."""
         count = 0
         for block in blocks:
             previous, following = block.prev_free_block, block.next_free_block
@@ -198,7 +198,7 @@ class RetainedBlocks:
         return unmarked
 
     def remove(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Remove those of the free blocks that are retained; return the others. Marks stay."""
+        """Remove the free blocks that are retained, and return the other ones. Marks stay."""
         unmarked = []
         for block in blocks:
             minute = self._marks.minute(block)
@@ -227,7 +227,7 @@ class RetainedBlocks:
         return blocks
 
     def expire(self, most: int) -> list[KVCacheBlock]:
-        """Remove and return blocks whose mark has ended, then the first until `most` are left.
+        """Remove and return blocks whose mark has ended, and then the first until `most` are left.
 
         Their marks are removed too.
         """

@@ -28,9 +28,10 @@ class BlockHasher:
     tenants share. Only tests replace `digest`, to show that no hit depends on it.
 
     Hashes of recent prompts are cached in runs of 64 blocks. A run is looked up by one SHA-256 over
-    its parent's hash and its keys. New runs enter `_young`. When that is full, it replaces `_old`,
-    whose runs are evicted unless they were used meanwhile. Threads need no lock: at worst a run is
-    hashed twice. A run is two bytes objects, which the garbage collector need not traverse.
+    its parent's hash and its keys. New runs enter `_young`. When `_young` is full, it replaces
+    `_old`. Runs of the replaced `_old` are evicted; a run that was used meanwhile is in `_young`
+    too. Threads need no lock: at worst a run is hashed twice. A run is two bytes objects, which the
+    garbage collector need not traverse.
     """
 
     def __init__(self, block_size: int, model: str = "", digest: Digest = sha256) -> None:
@@ -71,7 +72,7 @@ class BlockHasher:
         return [BlockHash(packed[i * size : (i + 1) * size]) for i in range(len(keys))]
 
     def packed(self, namespace: Namespace, keys: Sequence[BlockKey]) -> Iterator[bytes]:
-        """Yield the hashes of `of_keys`, up to 64 of them joined, computed as they are read."""
+        """Yield the hashes of `of_keys`, up to 64 in one bytes object, computed when read."""
         parent = self._root(namespace)
         for start in range(0, len(keys), _RUN):
             run = keys[start : start + _RUN]

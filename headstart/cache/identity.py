@@ -1,9 +1,10 @@
 """Prefix identity, and its encoding as bytes.
 
 The identity of a prefix is the path of its blocks' keys. A `BlockKey` has the block's tokens in
-order, four bytes each. For each image or audio item in the block there is a frame in front of the
-item's first placeholder in the block. Keys are content, not digests. A frame starts with a word
-that is no token id, and contains its length, so different contents have different keys:
+order, four bytes each. For each image or audio item in the block, the key has a frame in front of
+the item's first placeholder in the block. Keys are content, not digests. A frame starts with a word
+that is no token id, and contains the length of its digest, so different contents have different
+keys:
 
     tokens 1 3 <p> <p>, an item of 41 placeholders at position 2:
     01000000 03000000 | ffffffff offset=0 length=41 len(digest) digest | <p> <p>
@@ -244,7 +245,7 @@ def common_tokens(first: BlockKey, second: BlockKey) -> int:
 
 
 def _common_bytes(first: bytes, second: bytes) -> int:
-    """Return the number of equal bytes at the head; finds the lowest bit that differs."""
+    """Return the number of equal bytes at the head, by the lowest bit that differs."""
     shorter = min(len(first), len(second))
     difference = _to_integer(first[:shorter], "little") ^ _to_integer(second[:shorter], "little")
     if not difference:
@@ -304,7 +305,7 @@ def root_hash(
 def chain_hashes(
     parent: BlockHash, keys: Sequence[BlockKey], digest: Digest = sha256
 ) -> list[BlockHash]:
-    """Return the portable hash of each prefix that begins at `parent`, a block longer each time.
+    """Return the portable hashes of the prefixes that continue `parent` by 1, 2, ... of the keys.
 
     All digests have the same length, so the frame is packed once.
     """

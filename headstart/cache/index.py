@@ -2,8 +2,8 @@
 
 A node whose block was evicted stays as a ghost, so that a miss can be explained as an eviction. The
 latest `max_ghosts` ghosts stay. An older ghost stays only if it is the first evicted block of its
-prefix, where a lookup of the prefix ends; up to `TOPS * max_ghosts` of these stay. An evicted node
-also stays while it has a descendant that is cached or a ghost.
+prefix, because a lookup of the prefix ends there; up to `TOPS * max_ghosts` of these stay. An
+evicted node also stays while one of its descendants is cached or a ghost.
 
 A node may also represent a partial block: the rows that a finished request left in its last
 block. Such a node has no children and no hash, and its rows can only be copied.
@@ -34,8 +34,9 @@ class PathSegment(NamedTuple):
 
     A segment also ends where public blocks end, so all its blocks have one owner: `namespace`.
 
-    parent: index of the segment before it, -1 for none. start: number of blocks before it.
-    keys, ids: those of its cached blocks. num_held: the number of its blocks that requests hold.
+    parent: index of the segment before it, -1 for none. start: number of blocks before it. keys,
+    ids: the keys and ids of its cached blocks. num_held: the number of its blocks that requests
+    hold.
     """
 
     parent: int
@@ -78,7 +79,7 @@ class PrefixTree:
         return [root for roots in self._roots.values() for root in roots.values()]
 
     def recent_roots(self, salt: str | None, count: int) -> list[RootNode]:
-        """Return at most `count` roots of a salt: the one without an adapter, then the latest."""
+        """Return at most `count` roots of a salt: without an adapter first, then the latest."""
         roots = self._roots.get(salt, {})
         plain = roots.get(None)
         recent = [] if plain is None else [plain]
@@ -252,7 +253,7 @@ class PrefixIndex(PrefixTree):
         return branches
 
     def covered_partial(self, node: PrefixNode) -> PrefixNode | None:
-        """Return a sibling whose rows are all at the head of this node's block, if any."""
+        """Return a partial sibling if the head of this node's block has all rows of the sibling."""
         assert node.parent is not None
         branches = node.parent.child
         if not isinstance(branches, Branches):
@@ -311,7 +312,7 @@ class PrefixIndex(PrefixTree):
             self._drop_ghosts(len(ghosts) - self.max_ghosts)
 
     def _drop_ghosts(self, count: int) -> None:
-        """Drop the oldest `count` ghosts, except for the first evicted blocks of prefixes."""
+        """Drop the oldest `count` ghosts, but not the first evicted blocks of prefixes."""
         ghosts, ancestors, tops = self._ghosts, self._ancestors, self._tops
         for _ in range(count):
             node = ghosts.popleft()
@@ -336,7 +337,7 @@ class PrefixIndex(PrefixTree):
                     self._prune(node)
 
     def _prune(self, node: PrefixNode) -> None:
-        """Remove a node without block or child, and the ancestors that only this node needed."""
+        """Remove a node without block or child, and then ancestors that have become such nodes."""
         while (parent := self.cut_off(node)) is not None:
             if parent.parent is not None:  # a root stays for its children alone
                 if parent not in self._ancestors:

@@ -13,7 +13,7 @@ Sequences = tuple[TokenSequence, ...]
 
 
 def check_everything(config: CacheConfig, pool: BlockPool, sequences: Sequences) -> None:
-    """Raise AssertionError if an invariant is broken. Costs a walk over everything."""
+    """Raise AssertionError if an invariant is broken. Reads all blocks, nodes and sequences."""
     _check_blocks(pool, sequences)
     nodes = {node for root in pool.index.roots() for node in _descend(root)}
     _check_index(config, pool, nodes)

@@ -1,4 +1,4 @@
-"""The cached prefix of a sequence, and the reason why it is not longer. Nothing here changes state.
+"""Lookups of cached prefixes, and the reasons why they end. No function changes the cache.
 
 A lookup walks the tree along the sequence's keys as far as blocks are cached. It then searches the
 children of the last node for the block that shares the longest head with the next key.
@@ -46,10 +46,10 @@ class PartialHit(NamedTuple):
 class ComputedBlocks(NamedTuple):
     """The result of a lookup for one sequence.
 
-    blocks: the cached blocks of its prefix, in order. num_tokens: tokens that need no computing,
-    rows of `partial` included; always fewer than the sequence has. writer: the request that is
-    computing the sequence's next block, if any. A caller that does not wait for it computes the
-    block twice. node, version and source: for the manager.
+    blocks: the cached blocks of its prefix, in order. num_tokens: number of tokens that need no
+    computing, with the rows of `partial`; always fewer than the sequence has. writer: the request
+    that is computing the sequence's next block, if any. If the sequence does not wait for this
+    request, the block is computed twice. node, version and source: for the manager.
 
     For a model with recurrent layers, `num_tokens` is the position of `state`, from which the
     sequence resumes. `blocks` and `known_tokens`, the number of tokens with cached K/V, may be
@@ -95,7 +95,7 @@ class ComputedBlocks(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """The result of an admission: rows to copy before the step, and why it did not hit more."""
+    """The result of an admission: rows to copy before the step, and why no more tokens hit."""
 
     copies: tuple[RowCopy, ...]
     missed: MissExplanation
@@ -146,7 +146,7 @@ def find_partial(
 def find_continuation(index: PrefixIndex, sequence: TokenSequence, count: int) -> list[int]:
     """Return up to `count` tokens after the sequence's tokens, in its own namespace.
 
-    Where the tree forks further on, the branch that was created last is followed.
+    If the tree forks after the sequence, the branch that was created last is followed.
     """
     node = sequence.node or index.root(sequence.root)
     size, length = sequence.block_size, len(sequence.token_ids)
@@ -160,9 +160,9 @@ def find_continuation(index: PrefixIndex, sequence: TokenSequence, count: int) -
 
 
 def find_branch(sequence: TokenSequence, count: int) -> list[int]:
-    """Return up to `count` tokens of the latest branch where the sequence's hit ended.
+    """Return up to `count` tokens of the latest branch at the end of the sequence's hit.
 
-    It is of the same namespace, and not the sequence's own. Empty without a hit.
+    The branch is of the same namespace, and is not the sequence itself. Empty without a hit.
     """
     node, depth = sequence.node, sequence.num_reused
     for _ in range(sequence.num_indexed - depth):
@@ -178,9 +178,9 @@ def find_branch(sequence: TokenSequence, count: int) -> list[int]:
 
 
 def _read_path(node: PrefixNode | None, count: int, salt: str | None) -> list[int]:
-    """Return up to `count` tokens from a node on, by the branches created last.
+    """Return up to `count` tokens after a node, following the branches that were created last.
 
-    Blocks that another salt owns end the path. The K/V of the tokens may be evicted.
+    The path ends at blocks of another salt. The K/V of the tokens may be evicted.
     """
     tokens: list[int] = []
     while node is not None and len(tokens) < count:
@@ -221,7 +221,7 @@ def explain_end(
 
 
 def _find_other_adapter(index: PrefixIndex, computed: ComputedBlocks) -> RootNode | None:
-    """Return another adapter's root under the same salt that has more of the sequence.
+    """Return the root of another adapter and the same salt if it has more blocks of the sequence.
 
     `MAX_ADAPTERS` and `MAX_DEPTH` bound the cost of an admission.
     """
@@ -236,9 +236,9 @@ def _find_other_adapter(index: PrefixIndex, computed: ComputedBlocks) -> RootNod
 
 
 def is_in_other_salt(index: PrefixIndex, computed: ComputedBlocks) -> bool:
-    """Return True if more of the sequence is cached under another salt; searches every salt.
+    """Return True if more blocks of the sequence are cached under another salt.
 
-    A tenant must not learn this.
+    Searches every salt. Tenants must not see the result.
     """
     adapter = computed.sequence.namespace.adapter
     return any(
@@ -256,7 +256,10 @@ def _has_more(index: PrefixIndex, root: RootNode, keys: list[BlockKey], depth: i
 def _keys_of_others(
     index: PrefixIndex, root: RootNode, computed: ComputedBlocks
 ) -> Iterator[list[BlockKey]]:
-    """Yield the keys of the hit and the next block as other salts below this root have them."""
+    """Yield the keys of the hit and of the next block, with the salts of other tenants.
+
+    Only salts below this root are used.
+    """
     sequence, public = computed.sequence, computed.sequence.num_public
     own = sequence.namespace.salt
     keys = [cut_salt(key)[1] for key in sequence.keys[: len(computed.blocks) + 1]]

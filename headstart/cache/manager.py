@@ -2,12 +2,11 @@
 
 A step of the engine, as the manager sees it:
 
-    get_computed_blocks   look up the cached prefix of a new sequence; changes nothing
-    allocate_slots        hold the hits, take new blocks, index those that the step fills
-    append_slots          the same for a running sequence
-    commit_step           the step's K/V are written
-    fail_step             instead of commit_step: cache nothing of the step, end its sequences
-    free                  release the blocks; their content stays until it is evicted
+get_computed_blocks look up the cached prefix of a new sequence; changes nothing allocate_slots hold
+the hits, take new blocks, index those that the step fills append_slots give a running sequence
+slots for its next tokens commit_step note that the step's K/V are written fail_step instead of
+commit_step: cache nothing of the step, end its sequences free release the blocks; their content
+stays until it is evicted
 
 A full block is indexed before the step that fills it runs, so other sequences of that step can hit
 it. A partial block is indexed when its request ends.
@@ -114,10 +113,11 @@ class KVCacheManager:
         return len(self.pool.free)
 
     def count_protected(self, taker: str | None, pending: Mapping[str, int]) -> int:
-        """Return the free cached blocks that fairness protects from the taker.
+        """Return the number of free cached blocks that must not be evicted for the taker.
 
-        These are blocks of other owners that lie within those owners' shares. pending: the owners
-        that share the pool, each with the number of blocks that its running requests still need.
+        These are blocks that other owners have within their shares. taker: the owner whose request
+        needs blocks. pending: the owners that share the pool, each with the number of blocks that
+        its running requests still need.
         """
         return self.pool.free.count_protected(taker, pending)
 
@@ -132,7 +132,7 @@ class KVCacheManager:
         return tuple(self._sequences.values())
 
     def is_known(self, sequence: TokenSequence) -> bool:
-        """Return True if this sequence, not another with its id, holds blocks."""
+        """Return True if this sequence holds blocks, and not another sequence with the same id."""
         return sequence.holder is self._mark
 
     @property
@@ -144,7 +144,7 @@ class KVCacheManager:
     def get_computed_blocks(self, sequence: TokenSequence) -> ComputedBlocks:
         """Look up the sequence's cached prefix. Changes neither statistics nor the eviction order.
 
-        At least one token is left to compute. Costs about 0.1 us a cached block.
+        The result never covers the last token. Costs about 0.1 us per cached block.
         """
         version, index = self._version, self.pool.index
         if not self._caching:
@@ -177,16 +177,17 @@ class KVCacheManager:
         return computed if self.group is None else self.group.resume(computed, known)
 
     def save_fork(self, computed: ComputedBlocks) -> bool:
-        """Have the step under way save a checkpoint where the lookup's K/V end.
+        """Let the step under way save a checkpoint where the lookup's K/V end.
 
-        False unless the step computes that position. The sequence can resume there afterwards.
+        Return False if the step does not compute that position. Otherwise the sequence can resume
+        at the checkpoint after the step.
         """
         return self.group is not None and self.group.save_fork(computed, self._step)
 
     def find_tail(self, checkpoint: Checkpoint) -> KVCacheBlock | None:
         """Return a written block with the tokens of a checkpoint after its last full block.
 
-        None as long as a request fills that block, and once it is evicted.
+        None while a request fills this block, and after it is evicted.
         """
         node, key = checkpoint.node, checkpoint.key
         hit = longest_head(self.pool.index, node, key) if node is not None and key else None
@@ -194,7 +195,7 @@ class KVCacheManager:
         return hit.block if hit is not None and hit.num_rows == rows else None
 
     def explain(self, sequence: TokenSequence, *, across_salts: bool = False) -> MissExplanation:
-        """Return the reason why a lookup of the sequence would not hit more.
+        """Return the reason why a lookup of the sequence does not hit more tokens.
 
         across_salts: also search blocks of other tenants; only the operator may see the result.
         """
@@ -255,7 +256,7 @@ class KVCacheManager:
     def allocate_slots(
         self, sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None = None
     ) -> Allocation | None:
-        """Admit a sequence: hold the blocks it hits, and give it slots for `num_new_tokens` more.
+        """Admit a sequence: hold its hits, and give it slots for the next `num_new_tokens` tokens.
 
         Without `computed` the sequence reuses nothing. Returns None, and changes nothing, if too
         few blocks are free; see `fits`. Raises CacheError if the sequence already holds blocks, if
@@ -321,10 +322,11 @@ class KVCacheManager:
     def _take(
         self, sequence: TokenSequence, count: int, partial: PartialHit | None
     ) -> list[KVCacheBlock]:
-        """Return new blocks. The head of the first is copied from a partial hit.
+        """Return new blocks. The head of the first block is copied from a partial hit.
 
-        The source is held meanwhile, so it is not taken itself, and counts as used now. But if all
-        free blocks are needed, it is taken too: a copy reads its rows before they are overwritten.
+        The source block counts as used now. It is held while blocks are taken, so that it is not
+        among them. If all free blocks are needed it is taken too, which is safe because the copy
+        reads its rows before they are overwritten.
         """
         if partial is None:
             return self.pool.take(count, sequence.namespace.salt)
@@ -341,11 +343,11 @@ class KVCacheManager:
     def append_slots(
         self, sequence: TokenSequence, num_new_tokens: int = 1, num_drafted: int = 0
     ) -> bool:
-        """Give a running sequence slots for its next tokens, and for drafted ones after them.
+        """Give a running sequence slots for its next tokens, and for drafted tokens after them.
 
-        Drafted tokens are not part of the sequence: `accept` must follow the step.
-        Returns False, and changes nothing, if too few blocks are free. Fast while the last block
-        has free slots. Raises CacheError if the sequence holds no blocks or has fewer tokens left.
+        Drafted tokens are not part of the sequence yet: call `accept` after the step. Returns
+        False, and changes nothing, if too few blocks are free. Fast while the last block has free
+        slots. Raises CacheError if the sequence holds no blocks or has fewer tokens left.
         """
         end = sequence.num_computed_tokens + num_new_tokens
         if num_new_tokens < 1 or end > len(sequence.token_ids):
@@ -377,9 +379,9 @@ class KVCacheManager:
         return True
 
     def accept(self, sequence: TokenSequence, count: int) -> None:
-        """Note, after the step, that `count` drafted tokens are in the sequence now.
+        """Note, after the step, that `count` drafted tokens were appended to the sequence.
 
-        Their K/V are written. The slots of the other drafted tokens are given back.
+        The step has written their K/V. The slots of the other drafted tokens are released.
         """
         end = sequence.num_computed_tokens + count
         if count and self._caching:
@@ -404,7 +406,7 @@ class KVCacheManager:
         return find_continuation(self.pool.index, sequence, count) if self._caching else []
 
     def branch(self, sequence: TokenSequence, count: int) -> list[int]:
-        """Return up to `count` tokens that another sequence has where this one's hit ended."""
+        """Return up to `count` tokens that another sequence has after this sequence's hit."""
         return find_branch(sequence, count)
 
     # The index
@@ -440,7 +442,7 @@ class KVCacheManager:
     # The end of a step, and of a sequence
 
     def commit_step(self) -> None:
-        """Mark the K/V of every slot given since the last step as written."""
+        """Mark the K/V of all slots that were allocated since the last step as written."""
         self.pool.index.commit()
         if self.group is not None:
             self.group.commit()
@@ -492,7 +494,7 @@ class KVCacheManager:
     def discard(self, sequences: Sequence[TokenSequence]) -> None:
         """Release the sequences' blocks, and cache nothing that they computed.
 
-        Blocks that they hit at admission stay cached, and blocks that other sequences hold. May be
+        Blocks that they hit at admission and blocks that other sequences hold stay cached. May be
         called within a step, which continues for the other sequences. Raises CacheError for a
         sequence that holds no blocks.
         """

@@ -1,7 +1,7 @@
 """The block pool: which blocks exist, which sequences hold them, and which is reused next.
 
 The pool knows no tensor, request or model. It moves blocks between three states: held by
-sequences (`ref_cnt` > 0), free with content that a lookup may still find, free and empty.
+sequences (`ref_cnt` > 0), free with content that a lookup may still find, and free and empty.
 """
 
 from collections.abc import Hashable, Sequence
@@ -78,7 +78,7 @@ class BlockPool:
         ]
 
     def take(self, count: int, salt: str | None) -> list[KVCacheBlock]:
-        """Return `count` blocks for a request of this salt to write to, each held once.
+        """Return `count` blocks to which a request of this salt writes; each is held once.
 
         Their content is evicted. At least `count` blocks must be free.
         """
@@ -120,8 +120,8 @@ class BlockPool:
     def _drop_copies(self, freed: list[KVCacheBlock]) -> list[KVCacheBlock]:
         """Empty the copies among freed blocks; return the blocks to release, in order.
 
-        A request that held a copy used its identity, so the original block, if it is free, is
-        released again: it counts as used now.
+        A request that held a copy has used the identity of the original block. So the original
+        block is released again if it is free: it counts as used now.
         """
         to_release = []
         for block in freed:
@@ -142,7 +142,7 @@ class BlockPool:
         self.free.release(blocks)
 
     def store(self, node: PrefixNode, block: KVCacheBlock) -> None:
-        """Give a block the node's identity; this step writes its content. It may be a copy."""
+        """Give a block the node's identity. This step writes the block, which may be a copy."""
         self.index.unwritten.add(block)
         if node.block is not None:
             block.node = node

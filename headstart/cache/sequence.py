@@ -35,9 +35,9 @@ class Mark(NamedTuple):
 class SequenceWindow:
     """The window blocks of a running sequence; see `headstart.cache.windows`.
 
-    ids: by the index of its block; 0 before `first`, where the window begins. shared: indices of
-    those with cached K/V, to which it writes nothing. wanted: positions before which the window
-    stays cached, as well as at every `interval`.
+    ids: window blocks by the index of the block; 0 before `first`, where the window begins. shared:
+    indices of window blocks with cached K/V, to which the sequence writes nothing. wanted:
+    positions before which the window stays cached, as before every multiple of `interval`.
     """
 
     __slots__ = ("first", "ids", "interval", "shared", "wanted")
@@ -55,14 +55,15 @@ class TokenSequence:
     """The tokens of one request, prompt and output, and its block table.
 
     `token_ids` grows only by `append`. `num_computed_tokens` counts the tokens whose K/V are in the
-    blocks at the end of the step under way. Before its admission, a caller may set `marks` (blocks
-    to retain), `forks` (positions where later prompts may branch off), `is_stored` (False: nothing
-    that it computes is cached), `is_counted` (False: statistics leave it out), and `is_loaded`
-    (True: a tier has its K/V and its state, so it resumes from no checkpoint). The other fields
-    belong to the manager. A block's key is made once, when its last token is known.
+    blocks at the end of the step under way. Before the sequence is admitted, a caller may set
+    `marks` (blocks to retain), `forks` (positions where later prompts may branch off), `is_stored`
+    (False: nothing that the sequence computes is cached), `is_counted` (False: statistics leave the
+    sequence out), and `is_loaded` (True: a tier has its K/V and its state, so it resumes from no
+    checkpoint). The other fields belong to the manager. A block's key is made once, when its last
+    token is known.
 
-    `namespace` has its adapter and salt. `root` is the namespace of its first block, which is
-    another one if that block is public. `public` has the public blocks; None without a salt.
+    `namespace` has the adapter and the salt. `root` is the namespace of the first block; it differs
+    from `namespace` if this block is public. `public` has the public blocks; None without a salt.
 
     Raises CacheError for no tokens, a token id out of range, an adapter or salt that is empty or
     not in UTF-8, or items that overlap or extend beyond the tokens.
@@ -182,7 +183,7 @@ class TokenSequence:
         return keys
 
     def _name_owner(self, keys: list[BlockKey], public: PublicBlocks) -> list[BlockKey]:
-        """Return keys that follow public ones, with the salt in the first private key."""
+        """Return keys that follow public blocks, with the salt in the first private key."""
         for i, key in enumerate(keys):
             following = public.get(key)
             if following is None:
@@ -201,7 +202,8 @@ class TokenSequence:
     def cut_partial(self, stop: int, block_size: int) -> BlockKey:
         """Return the key of the tokens from the last block border before `stop` to `stop`.
 
-        A partial block is never public: below a root, use that of `namespace`, not `root`.
+        A partial block is never public. So if it is the first block, it is below the root of
+        `namespace`, not below `root`.
         """
         index = (stop - 1) // block_size
         return self._own(self._cut(index * block_size, stop, block_size)[0], index)
@@ -230,7 +232,7 @@ class TokenSequence:
         return self.blocks[: min(self.num_indexed, mark.num_tokens // block_size)]
 
     def block_table(self) -> Sequence[int]:
-        """Return its block ids in prefix order: not a copy, it changes with the sequence."""
+        """Return the block ids in prefix order, as a list that changes with the sequence."""
         return self.block_ids
 
     def slots(self, start: int, stop: int, block_size: int, scratch: int) -> list[int]:
@@ -257,11 +259,11 @@ class TokenSequence:
         return slots
 
     def window_table(self) -> Sequence[int]:
-        """Return the ids of its window blocks, by the index of the block; 0 before the window."""
+        """Return the ids of the window blocks, by the index of the block; 0 before the window."""
         return self.window.ids if self.window is not None else []
 
     def window_slots(self, start: int, stop: int, block_size: int, scratch: int) -> list[int]:
-        """Return the same as `slots`, for the layers with a sliding window."""
+        """Return the slots as `slots` does, but for the layers with a sliding window."""
         window = self.window
         assert window is not None
         slots: list[int] = []

@@ -5,17 +5,17 @@ the states of all recurrent layers after one prefix. A running sequence has a wo
 each step overwrites. A checkpoint is a slot that a step wrote for one position and left unchanged.
 
 A request can resume only at a checkpoint. So checkpoints are left where later prompts may branch:
-before the last token of a prompt, at the end of a reply, at marks, at intervals, and at a fork,
-which is a position where a lookup found K/V but no state.
+before the last token of a prompt, at the end of a reply, at marks, at regular intervals, and at
+forks. A fork is a position where a lookup found K/V but no state.
 
-When no slot is free, the checkpoint with the least value is dropped. The value is the clock at its
-last use plus the tokens since the checkpoint before it, which it saves from being computed again.
-For the last checkpoint of a path these tokens count `LAST` times. The clock is the value of the
-checkpoint dropped last, so unused checkpoints lose value relative to new ones (GreedyDual: Young,
-"On-line file caching", 1998).
+When no slot is free, the checkpoint with the least value is dropped (GreedyDual: Young, "On-line
+file caching", 1998). The value is the clock at its last use plus the number of tokens that it
+saves: those since the checkpoint before it, counted `LAST` times for the last checkpoint of a path.
+The clock is the value of the checkpoint dropped last, so unused checkpoints lose value relative to
+new ones.
 
-Tiers store the checkpoints in `unsaved`: all but those at intervals, of which they store only the
-last of a prompt that is at least half an interval before its end.
+Tiers store the checkpoints in `unsaved`. Of the checkpoints at regular intervals these are only the
+last one of a prompt that is at least half an interval before the prompt's end.
 """
 
 from collections.abc import Sequence
@@ -209,7 +209,7 @@ class StatePool(LayerGroup):
                 state.announced.append(checkpoint)
 
     def compute(self, sequence: TokenSequence, start: int, end: int) -> None:
-        """Note that this step computes tokens `start` to `end - 1`; save due checkpoints."""
+        """Note that this step computes tokens `start` to `end - 1`; save the due checkpoints."""
         if sequence.is_loaded:
             return
         state = self._states[sequence]
@@ -267,13 +267,13 @@ class StatePool(LayerGroup):
     def load(self, sequence: TokenSequence, *, is_saved: bool) -> None:
         """Note that the slot of a loaded sequence has its state; it becomes a checkpoint at `end`.
 
-        is_saved: no tier is to store it again.
+        is_saved: a tier has the state, so no tier stores it again.
         """
         state = self._states[sequence]
         state.is_written, state.is_saved = True, is_saved
 
     def saved_gain(self, checkpoint: Checkpoint) -> int:
-        """Return the tokens since the last checkpoint on its path that a tier has."""
+        """Return the tokens from the last checkpoint on its path that a tier has to this one."""
         previous = self._previous(checkpoint)
         while previous is not None and not previous.is_saved:
             previous = self._previous(previous)
@@ -330,7 +330,7 @@ class StatePool(LayerGroup):
         return position - position % self.block_size if self.only_borders else position
 
     def _place(self, sequence: TokenSequence, position: int) -> Checkpoint | None:
-        """Return a new checkpoint without a slot; None if it exists, or no full block is cached."""
+        """Return a new checkpoint without a slot; None if there is one or no full block."""
         depth, rows = divmod(position, self.block_size)
         node = sequence.blocks[depth - 1].node if 0 < depth <= len(sequence.blocks) else None
         if node is None:
@@ -343,10 +343,11 @@ class StatePool(LayerGroup):
         return checkpoint
 
     def _take(self, gain: int | None = None) -> int:
-        """Return a free slot, or that of the checkpoint with the least value; -1 if there is none.
+        """Return a free slot, or drop the checkpoint with the least value and return its slot.
 
-        gain: tokens that a new checkpoint would save; no checkpoint of more value is dropped. The
-        queue may have old values, which are too low, so values are computed again.
+        -1 if neither is possible. gain: tokens that a new checkpoint would save; no checkpoint of
+        more value is dropped. Values in the queue may be old, and then too low, so they are
+        computed again.
         """
         if self._free:
             return self._free.pop()
@@ -396,7 +397,7 @@ class StatePool(LayerGroup):
         return checkpoint.used + tokens * (1 if checkpoint.is_passed else LAST)
 
     def _enter(self, checkpoint: Checkpoint) -> None:
-        """Queue a checkpoint as used now; the one before it is no longer the last on its path."""
+        """Queue a checkpoint as used now. The previous one is no longer the last of its path."""
         checkpoint.used = self._clock
         self._push(checkpoint)
         if checkpoint.is_lasting and not checkpoint.is_saved:

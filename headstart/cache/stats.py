@@ -13,7 +13,7 @@ AGE_BOUNDS = (0.1, 1, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 1440
 
 
 class MissReason(Enum):
-    """Reason why a request did not hit more."""
+    """Reason why a request did not hit more tokens."""
 
     NONE = "every token that could be reused was"
     DISABLED = "prefix caching is off"

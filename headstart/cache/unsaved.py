@@ -20,8 +20,8 @@ class UnsavedBlock(NamedTuple):
     """A written block that no tier has.
 
     name, parent: the hashes of its prefix and of the prefix before it. depth: number of blocks
-    before it in its prompt. requested_at: as passed to `note`. token_ids: its tokens; empty if they
-    belong to a tenant. node: its identity.
+    before it in its prompt. requested_at: as passed to `note`. token_ids: its tokens; empty if the
+    block belongs to a tenant. node: its identity.
     """
 
     block_id: int
@@ -90,7 +90,7 @@ class UnsavedBlocks:
         self._pending = OrderedDict((node, time) for node, time in pending if node.block)
 
     def pending(self, most: int) -> list[UnsavedBlock]:
-        """Return up to `most` of the oldest pending blocks; `handed_on` removes them."""
+        """Return up to `most` pending blocks, the oldest first; `handed_on` removes them."""
         evicted: list[PrefixNode] = []
         blocks: list[tuple[PrefixNode, int, float]] = []
         for node, time in self._pending.items():
@@ -105,14 +105,14 @@ class UnsavedBlocks:
         return self._describe(blocks)
 
     def handed_on(self, count: int) -> None:
-        """Remove the first `count` pending blocks: a tier has them, or will."""
+        """Remove the first `count` pending blocks, which were passed to a tier."""
         for node in list(islice(self._pending, count)):
             del self._pending[node]
 
     def _describe(self, blocks: Iterable[tuple[PrefixNode, int, float]]) -> list[UnsavedBlock]:
         """Describe blocks by their node, block id, and the time at which they were requested.
 
-        If the previous node is a node's parent, its depth gives the node's depth. Walking to the
+        The depth of a node is counted from the previous node if this is the parent. Walking to the
         root for each block of a prompt would take quadratic time.
         """
         described: list[UnsavedBlock] = []

@@ -1,17 +1,17 @@
-"""Blocks of the sliding-window layers: a pool of their own, which holds little more than windows.
+"""Blocks of the sliding-window layers: a separate pool, which holds little more than windows.
 
 A layer with a sliding window of w tokens reads the last w - 1 tokens before a row. So its K/V need
 not stay for the whole prefix. The K/V of all such layers are in *window blocks*. A running sequence
-has one for each of its blocks that the window of its next rows reaches. It releases the others as
-it computes more tokens.
+has a window block for each of its blocks that its next rows can read. While it computes more
+tokens, it releases the window blocks that no later row reads.
 
-A full window block is attached to the block with the same tokens. It stays cached when no sequence
-uses it any more, until its memory is needed. A request resumes at a position only if the window
-before it is cached: all of its window blocks.
+A full window block is attached to the block with the same tokens. When no sequence uses it any
+more, it stays cached until its memory is needed. A request resumes at a position only if all window
+blocks of the window before this position are cached.
 
-Window blocks that running sequences left behind are evicted first, and then, least recently used
-first, the windows where later prompts may branch: at the ends of prompts and replies, at marks, at
-forks and at intervals.
+Window blocks that running sequences released are evicted first. Windows where later prompts may
+branch are evicted last, and least recently used first: at the ends of prompts and replies, at
+marks, at forks and at intervals.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,7 @@ from headstart.cache.stats import MissReason
 
 
 class WindowPool(LayerGroup):
-    """All window blocks, and those that are attached to blocks.
+    """All window blocks, and the blocks to which some of them are attached.
 
     width: the tokens that a row sees, itself included.
     """
@@ -75,7 +75,8 @@ class WindowPool(LayerGroup):
     def first(self, position: int) -> int:
         """Return the index of the first block that the row at this position reads.
 
-        Counted from the start of the row's block, as an engine may compute whole blocks.
+        The window is counted from the first row of the position's block, since an engine may
+        compute whole blocks.
         """
         start = position - position % self.block_size
         return max(0, start - self.width + 1) // self.block_size
@@ -120,7 +121,7 @@ class WindowPool(LayerGroup):
     def _has_free(
         self, blocks: Sequence[KVCacheBlock], num_hits: int, first: int, end: int
     ) -> bool:
-        """Return True if there are window blocks from block `first` up to token `end - 1`."""
+        """Return True if enough window blocks are free for block `first` up to token `end - 1`."""
         stop = -(-end // self.block_size)
         hits = blocks[first : min(stop, num_hits)]
         attached = [self._attached.get(block, -1) for block in hits]
@@ -189,8 +190,8 @@ class WindowPool(LayerGroup):
     def _attach(self, sequence: TokenSequence, start: int, stop: int, *, is_written: bool) -> None:
         """Attach the window blocks of blocks `start` to `stop - 1`.
 
-        Unless `is_written`, the step under way writes the last of their rows. Where a block has
-        another window block already, the sequence uses that.
+        Unless `is_written`, the step under way writes the last of their rows. If a block already
+        has another window block, the sequence uses that window block.
         """
         window = self._sequences[sequence]
         for index in range(start, stop):
@@ -266,7 +267,7 @@ class WindowPool(LayerGroup):
             self._passed[block_id] = None
 
     def _take(self) -> int:
-        """Return a window block to write to; what it had is evicted."""
+        """Return a window block to write to; its earlier content is evicted."""
         if not self._empty:
             block_id, _ = (self._passed or self._ends).popitem(last=False)
             self.num_dropped += 1

@@ -1,17 +1,18 @@
 """The LoRA adapters of an engine: their names, and which of them are in memory.
 
-    named      `load` has read and checked it; requests may use it
-    resident   its matrices are in memory; at most `max_loras` are, by least recent use
-    running    a running request needs it; it stays resident, even without a name
+    named      `load` has read and checked the adapter; requests may use it
+    resident   the matrices are in memory; at most `max_loras` are, by least recent use
+    running    a running request needs the adapter; it stays resident, even without a name
 
 A name is resolved when a request is prepared: unloading the name, or loading another adapter under
 it, does not affect that request. If its adapter is not resident when the request is to run, it is
-read from disk again while other requests run. The request is refused if the files have changed.
-K/V are found by the adapter's digest, so a name cannot mix the blocks of two adapters.
+read from disk again while other requests run. The request is refused if the files have changed. K/V
+are looked up by the adapter's digest, so the blocks of two adapters are never confused, even if
+both had the same name.
 
-Only the engine's thread makes changes, and it replaces the table of names as a whole, so other
-threads read it without a lock. A lock could deadlock: the garbage collector may run in its holder,
-close a stream, and wait for the engine.
+Only the engine's thread changes the table of names, and it replaces the table as a whole, so other
+threads read it without a lock. A lock could deadlock: the garbage collector may run in the thread
+that holds it, close a stream, and wait for the engine.
 """
 
 from collections import OrderedDict
@@ -33,7 +34,7 @@ from headstart.validation import check_name
 
 
 class AdapterStore(AdapterNames):
-    """Adapters by name, of which a bounded number is in memory; a `Limit` of the scheduler.
+    """Adapters by name, of which a limited number is in memory. A `Limit` of the scheduler.
 
     `named`, `load`, `find` and `require` may be called from any thread, all other methods only from
     the engine's. has_unnamed: an adapter in memory may have lost its name.
@@ -96,8 +97,8 @@ class AdapterStore(AdapterNames):
     def reach(self, request: Request, start: int, stop: int) -> int:
         """Return `stop` if the adapter is in memory; if not, begin to read it and return `start`.
 
-        Also return `start` while running requests use all places. If the adapter could not be read
-        or has changed, `take_refused` has the reason.
+        Also return `start` while running requests use all `max_loras` adapters. If the adapter
+        could not be read or has changed, `take_refused` returns the reason.
         """
         adapter, name = request.group.adapter, request.group.request_id
         if adapter is None or request in self._running:
@@ -123,7 +124,7 @@ class AdapterStore(AdapterNames):
     # Memory
 
     def take_in(self) -> None:
-        """Make the adapter that has been read resident, if there is a place for it.
+        """Make the adapter that has been read resident, if fewer than `max_loras` are in use.
 
         Called only before the scheduler runs, so the adapter is not evicted before the scheduler
         could admit its request.
@@ -145,7 +146,7 @@ class AdapterStore(AdapterNames):
         self.has_unnamed = True  # its name may have been removed meanwhile
 
     def wait_for_reading(self) -> object | None:
-        """Wait for the adapter that is being read; return the reading, None without any."""
+        """Wait for the adapter that is being read; return the reading, or None if there is none."""
         if self._reading is not None:
             futures.wait([self._reading[1]])
         return self._reading
@@ -156,7 +157,7 @@ class AdapterStore(AdapterNames):
         return refused
 
     def _has_place(self) -> bool:
-        """Return True if running requests do not use all places."""
+        """Return True if running requests use fewer than `max_loras` adapters."""
         return len(set(self._running.values())) < self._config.max_loras
 
     def _read_again(self, adapter: Adapter) -> ResidentAdapter:

@@ -123,7 +123,7 @@ def make_config(options: dict[str, Any]) -> EngineConfig:
 
 
 def count_cores() -> int:
-    """Return the physical cores of this process's affinity, at most its control group's quota.
+    """Return the number of physical cores that affinity and control group give this process.
 
     A second thread on a core shares its multipliers, so it does not make a product faster. With
     more threads than the quota, the system stops all of them.

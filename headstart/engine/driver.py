@@ -112,7 +112,7 @@ class Driver(Protocol):
         """
 
     def cancel(self, groups: Sequence[Any], *, wait: bool = True) -> None:
-        """Remove those of these requests that are unfinished.
+        """Remove the unfinished ones of these requests.
 
         wait: return only when their memory is released, after the current step.
         """
@@ -149,7 +149,7 @@ class _Order(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _InflightRequest:
-    """A request in progress, and the receiver of all its updates, or only of the last."""
+    """A request in progress, and the receiver of all its updates or only of its last update."""
 
     group: AnyRequest
     receive: Receiver

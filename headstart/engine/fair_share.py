@@ -1,27 +1,28 @@
 """Fair shares: the next request comes from the owner with the least service per weight.
 
-Start-time fair queueing (Goyal, Vin, Cheng, 1996). Every request gets a turn when it is queued, a
-point in virtual time. Turns decide the order among requests of one priority:
+Start-time fair queueing (Goyal, Vin, Cheng, 1996). Every request gets a turn when it is queued. A
+turn is a point in virtual time; turns determine the order of requests of one priority:
 
     turn  = max(now - credit, service of its owner / weight of its owner)
     now   = the latest turn that the first prompt of an owner has reached
 
-So an owner that floods the queue delays only itself. The credit of `CREDIT_STEPS` steps lets an
-owner with few requests go before an earlier flood of another. The service of an owner is the number
-of tokens computed for it: prompts without their cached part, and answers. Until an answer ends, its
-length is estimated from the owner's earlier answers.
+So an owner that floods the queue delays only itself. With the credit of `CREDIT_STEPS` steps, an
+owner with few requests goes before a flood of another owner that began earlier. The service of an
+owner is the number of tokens computed for it: prompts without their cached part, and answers. Until
+an answer ends, its length is estimated from the owner's earlier answers.
 
-The queue's order does not suffice, since prompts are computed in chunks over many steps and better
-hits are admitted first. So this is also a limit: a prompt waits while another owner has a prompt
-with an earlier turn. Decoding is never delayed.
+The order of the queue does not suffice, since prompts are computed in chunks over many steps and
+better hits are admitted first. So `FairShare` is also a limit: a prompt waits while another owner
+has a prompt with an earlier turn. Decoding is never delayed.
 
-A request is admitted only if there is space next to the running requests. Some places and blocks
-are reserved for owners without running requests, as are blocks that another owner cached recently
-within its share of the pool. The turns of an owner that waits for space move with `now`.
+A request is admitted only if it can run together with all running requests. Some running requests
+and blocks are reserved for owners without running requests. Blocks that another owner cached
+recently within its share of the pool are reserved too. The turns of an owner that waits for space
+move with `now`.
 
-A request that arrives during a step waits for its end. So while several owners are active, only
-1 / `STEP_SHARE` of a step's tokens may be prompt tokens. An owner is active while it has requests,
-and for `ACTIVE_SECONDS` after its last request arrived.
+A request that arrives during a step waits for the end of the step. So while several owners are
+active, only 1 / `STEP_SHARE` of a step's tokens may be prompt tokens. An owner is active while it
+has requests, and for `ACTIVE_SECONDS` after its last request arrived.
 
 Owners are those of `headstart.cache.Shares`. Without owners every turn is 0 and nothing is limited.
 """
@@ -50,11 +51,11 @@ _Entry = tuple[int, float, int, Request]
 class _Owner:
     """The state of an owner.
 
-    service: tokens per unit of its weight. expected: estimated tokens of an answer. unread:
-    requests whose prompts are not fully computed. order: a heap of these, with stale entries.
-    lacks_space: the last attempt to admit one of its requests failed. last_served: tokens computed
-    for all owners at the time when it was last served or queued a request. last_arrival: time of
-    its latest request.
+    service: tokens computed for it, per unit of its weight. expected: estimated tokens of an
+    answer. unread: requests whose prompts are not fully computed. order: a heap of these requests,
+    with stale entries. lacks_space: the last attempt to admit one of its requests failed.
+    last_served: tokens computed for all owners at the time when it was last served or queued a
+    request. last_arrival: time of its latest request.
     """
 
     service: float = 0.0
@@ -126,8 +127,8 @@ class FairShare:
     def catch_up(self) -> bool:
         """Move the turns of owners that lack space to now; return True if any turn moved.
 
-        Serving other owners meanwhile took nothing from them. Without the move, they would be
-        served first for as long as they waited, once there is space.
+        Serving other owners while they wait took nothing from them. If their turns did not move,
+        they would be served first, for as long as they waited, when there is space again.
         """
         lacking = [owner for owner in self._owners.values() if owner.lacks_space]
         delayed = {owner: first for owner in lacking if (first := self._first(owner)) is not None}
@@ -175,7 +176,7 @@ class FairShare:
         return request in self._guesses
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """Return `stop`; None or `start` while another owner goes first."""
+        """Return `stop`, or None or `start` while another owner goes first."""
         owner = self._owners[self._name(request)]
         runs = request in owner.running
         if len(self._owners) == 1 or (runs and request not in owner.unread):
@@ -216,8 +217,9 @@ class FairShare:
     def _fits(self, request: Request) -> bool:
         """Return True if a waiting request could run together with all running requests.
 
-        If not, other requests do not wait for it. It must fit in all its steps: two blocks more
-        than a window and a step, since these may begin and end within a block.
+        If not, other requests do not wait for it. Its window blocks must suffice in all its steps.
+        So two blocks more than a window and a step are counted, since these may begin and end
+        within a block.
         """
         if len(self._manager.sequences) >= self._places:
             return False
@@ -260,7 +262,7 @@ class FairShare:
         return blocks + reserved <= self._manager.num_free_blocks
 
     def _expected_length(self, request: Request) -> int:
-        """Return a request's expected length; its maximum if its owner has no answer yet."""
+        """Return a request's expected length; its maximum length if its owner has no answer yet."""
         most = request.group.params.max_tokens
         owner = self._owners[self._name(request)]
         answer = owner.expected

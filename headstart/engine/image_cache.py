@@ -5,21 +5,22 @@
     held       > 0     yes                 yes       no
     cached     0       yes                 yes       oldest first, of the owner with most rows
 
-If none of its users stores content in caches, an entry is removed with its last user.
+An entry that only requests with `is_stored=False` used is removed with its last user.
 
-All prompts of one salt that show an image share one entry, wherever the image is. An entry of one
-salt is never found under another, so the time to the first token does not reveal the images of
-another tenant. If tenants share the cache, images of the tenant with the most rows per weight are
-evicted first, counting the rows that the current tenant needs. So a flood of images evicts only
-images of its own tenant.
+All prompts of one salt that show an image share one entry, at any position. An entry of one salt is
+never found under another salt, so the time to the first token does not reveal the images of another
+tenant. If tenants share the cache, images of the tenant with the most rows per weight are evicted
+first, counting the rows that the current tenant needs. So a flood of images evicts only images of
+its own tenant.
 
 A request that shows an image twice counts as two users. A user leaves when the sequence is computed
 beyond the image, when the request is preempted, and when it ends. A step computes tokens only up to
 the first image without an entry.
 
-Two requests cannot wait for each other's rows forever: images are held in the order of the prompt
-and released one by one, so a request that holds images can compute up to their end. The exception,
-several images in one block in deterministic mode, is resolved by preemption.
+Two requests cannot wait for each other's rows forever. Images are held in the order of the prompt
+and released one by one, so a request that holds images can compute the tokens up to their end.
+There is one exception, several images in one block in deterministic mode; then a request is
+preempted.
 
 Source: vLLM's `EncoderCacheManager`.
 """
@@ -152,7 +153,7 @@ User = tuple[object, int]
 
 @dataclass(frozen=True, eq=False)
 class PromptImage:
-    """An image at its place in a prompt.
+    """An image and its position in a prompt.
 
     item: its identity and its range, from the first placeholder to the last. places: the positions
     of its placeholders, int64 `[rows]`, which need not be adjacent. salt: the tenant's salt.
@@ -457,7 +458,7 @@ class SentImage(NamedTuple):
 
 
 class SentImages(NamedTuple):
-    """A prompt's images in order, and the fingerprint of the vision model of their digests."""
+    """A prompt's images in order, and the fingerprint of the vision model behind their digests."""
 
     fingerprint: bytes
     images: tuple[SentImage, ...]

@@ -39,9 +39,9 @@ class RequestMetrics:
 
     queue: until its first step began. time_to_first_token: until its first token.
     time_per_token: mean seconds between tokens; None before the second token. total: until its last
-    token so far. queued_ts: its arrival on the clock of `time.perf_counter`.
-    num_generation_tokens: tokens of its first answer so far. num_drafted_tokens: tokens drafted for
-    its answers so far; num_accepted_tokens: those of them that are in the answers.
+    token so far. queued_ts: its arrival on the clock of `time.perf_counter`. num_generation_tokens:
+    tokens of its first answer so far. num_drafted_tokens: number of tokens drafted for its answers
+    so far. num_accepted_tokens: number of drafted tokens that are in the answers.
     """
 
     queue: float | None
@@ -127,9 +127,9 @@ class CompletionOutput:
 class ImageUse:
     """An image in a prompt.
 
-    digest: SHA-256 of all that determines its embeddings, in hex. position: that of its first
-    placeholder. num_tokens: number of placeholders. is_similar: an earlier, similar image replaced
-    it, which the request allowed by `similar_images`.
+    digest: SHA-256 of everything that determines its embeddings, in hex. position: the position of
+    its first placeholder. num_tokens: number of placeholders. is_similar: it was replaced by an
+    earlier, similar image, which the request allowed by `similar_images`.
     """
 
     digest: str
@@ -143,8 +143,8 @@ class RequestOutput:
     """A request and its answers so far; in a stream with `output_kind=DELTA`, the new part.
 
     num_cached_tokens: prompt tokens of the first answer that needed no computing. loaded_tokens:
-    how many of these were loaded for this request, by tier ("disk", "remote"). why_missed: why it
-    did not hit more. prompt_logprobs: log-probabilities of the prompt's tokens, with None for the
+    how many of these were loaded for this request, by tier ("disk", "remote"). why_missed: why no
+    more tokens hit. prompt_logprobs: log-probabilities of the prompt's tokens, with None for the
     first. images: the prompt's images, in order.
     """
 

@@ -240,10 +240,10 @@ def has_stores(config: EngineConfig) -> bool:
 
 
 def window_width(config: EngineConfig, decoder: DecoderModel) -> int:
-    """Return the widest sliding window of a layer if K/V behind it can be released, else 0.
+    """Return the widest sliding window of a layer; 0 if window blocks are not used.
 
-    Prefixes are found by the blocks of the other layers, so there must be some. Recurrent states
-    and stores need blocks with the K/V of all layers.
+    Prefixes are found by the blocks of layers without a window, so there must be such layers.
+    Recurrent states and stores need blocks with the K/V of all layers.
     """
     windows = {layout.window for layout in decoder.layouts}
     if decoder.state_layouts or has_stores(config) or None not in windows:
@@ -254,8 +254,8 @@ def window_width(config: EngineConfig, decoder: DecoderModel) -> int:
 def _plan_windows(config: EngineConfig, decoder: DecoderModel, budget: int) -> tuple[int, int]:
     """Return the blocks of the pool, and the window blocks: 0 if they would save nothing.
 
-    There is a window block for every ten blocks, but at least as many as the longest step reads
-    and writes. Raises ConfigError for fewer.
+    By default there is a window block for every ten blocks, but at least as many as the longest
+    step reads and writes. Raises ConfigError if `num_window_blocks` is less than that.
     """
     tokens, window = config.max_num_batched_tokens, window_width(config, decoder)
     least = -(-(tokens + window) // config.block_size) + 2
@@ -337,7 +337,7 @@ def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) ->
 
 
 class ObservedManager(KVCacheManager):
-    """A manager that copies its events for a router, since the tiers take the original ones."""
+    """A manager whose events are read twice: by the tiers, and by a router."""
 
     def __init__(self, config: CacheConfig, names: BlockHasher | None = None) -> None:
         super().__init__(config, names)

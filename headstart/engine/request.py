@@ -98,7 +98,7 @@ class PromptExtras:
 class PreparedPrompt:
     """A prompt that needs no more processing.
 
-    text: None if the prompt was given as token ids. images: its images, for the output.
+    text: None if the prompt consists of token ids. images: the prompt's images, for the output.
     """
 
     token_ids: Sequence[int]
@@ -137,7 +137,8 @@ class Request:
     by prefix caching. turn: see `headstart.engine.fair_share`. token_gaps: seconds from each token
     to the next. awaits_writer: at its last admission attempt, another request was computing its
     next block. num_read: tokens whose K/V earlier steps have written. num_drafted and num_accepted:
-    tokens of its drafts. prediction: drafts from the answer that the client predicts, if it does.
+    number of tokens of its drafts. prediction: drafts from the answer that the client predicts;
+    None without a prediction.
     """
 
     group: "RequestGroup"
@@ -193,7 +194,7 @@ class Request:
                 self.group.loaded_tokens = dict(+counts)
 
     def withdrawn(self, start: int) -> None:
-        """Forget the first admission, at `start`, since its step failed; hits may be evicted."""
+        """Forget the first admission, at time `start`, since its step failed."""
         if start == self.num_cached_tokens and not self.num_preemptions:
             self.missed = None
 
@@ -251,9 +252,10 @@ class RequestGroup:
 
     extras: the parts of the prompt beyond its token ids; None for most prompts. adapter: resolved
     when the request was created. chat: data of the frontend for the next turn. loaded: ranges of
-    prompt tokens that a load has put into the pool, with their tiers; possibly more than it hits.
-    loaded_tokens: number of loaded tokens that it hits, by tier. token_text: returns the text of a
-    token; None if not needed. reply: the stored reply to the prompt, if tiers are searched for it.
+    prompt tokens that a load has put into the pool, with their tiers; they may be more than the
+    request hits. loaded_tokens: number of loaded tokens that the request hits, by tier. token_text:
+    returns the text of a token; None if not needed. reply: the stored reply to the prompt, if the
+    tiers have one.
     """
 
     request_id: str

@@ -2,9 +2,9 @@
 
 By default a step is one forward pass over all its tokens. With `deterministic` each pass computes
 one whole block of one sequence, padded behind the known tokens. Then every matrix product has the
-same shape, whatever else runs or was cached, and whether the tokens come from a prompt or were
-generated. So results are equal bit for bit. When decoding fills a block, its last pass over the
-block is the same as that of a prefill.
+same shape. The shape does not depend on other requests, on the cache, or on whether the tokens are
+of a prompt or generated. So results are equal bit for bit. When decoding fills a block, its last
+pass over the block is the same as the pass of a prefill.
 """
 
 import functools
@@ -42,8 +42,8 @@ Answer = TypeVar("Answer")
 class _Rows(NamedTuple):
     """Rows of the flat batch that belong to one sequence: positions `start` to `stop - 1`.
 
-    known: the position where padding begins. wanted: number of last rows that need logits. extras:
-    None if the prompt has only token ids.
+    known: the position where padding begins. wanted: number of rows, from the end, that need
+    logits. extras: None if the prompt has only token ids.
     """
 
     sequence: TokenSequence
@@ -104,8 +104,8 @@ class Runner:
     def run(self, batch: Batch) -> StepLogits:
         """Compute the batch.
 
-        A part gets logits of all its rows if its prompt's log-probabilities are needed. Otherwise
-        it gets those of its last row and its draft if it samples, and none if it does not.
+        A part gets logits of all its rows if log-probabilities of its prompt are needed. Otherwise
+        it gets logits of its last row and of its draft if it samples, and no logits if it does not.
         """
         self._nonfinite.clear()
         self._memory.copy_rows(batch.copies)
@@ -230,8 +230,9 @@ class Runner:
     def _check_states(self, parts: list[_Rows], memory: StateMemory, pool: StatePool) -> None:
         """Record the sequences whose states after this pass are not finite.
 
-        Checks the checkpoints, and the last state unless the pass has logits, which would show
-        that it is not finite. If the request ends now, its last state becomes a checkpoint.
+        Checks the checkpoints of the pass. The last state is checked only if the pass has no
+        logits, because logits would show that it is not finite. It becomes a checkpoint if the
+        request ends now.
         """
         for rows in parts:
             state = pool.of(rows.sequence)
@@ -244,7 +245,7 @@ class Runner:
     def _nonfinite_parts(self, parts: list[_Rows]) -> list[int]:
         """Return the parts whose blocks have a row that is not finite, from any request.
 
-        The logits may be finite nevertheless: no row with logits may attend to such a row, and a
+        The logits alone do not show this: perhaps no row with logits attends to such a row, and a
         key of minus infinity only hides its position.
         """
         size = self._memory.block_size

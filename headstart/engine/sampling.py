@@ -244,7 +244,7 @@ class Sampler:
         return scores
 
     def _apply_penalties(self, scores: Tensor, state: SamplingState) -> Tensor:
-        """Apply the repetition penalty for prompt and answer, and the others for the answer."""
+        """Apply penalties: for repetition by prompt and answer, the others by the answer."""
         params = state.params
         if params.repetition_penalty != 1:
             token_ids = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids]])

@@ -12,9 +12,9 @@ Waiting requests are admitted first come first served, except that among the fir
 hit goes first. A request that was bypassed `max_bypassed` times is not bypassed again. A request
 waits while another request computes its next block, so that no block is computed twice.
 
-This holds among requests of one priority, usually 0. Requests with a lower value go first: they are
-admitted and computed earlier, and preempted later. If owners share the engine, requests of one
-priority are in the order of their turns (`fair_share.py`).
+This order applies to requests of the same priority, usually 0. Requests with a lower value go
+first: they are admitted and computed earlier, and preempted later. If owners share the engine,
+requests of the same priority are in the order of their turns (`fair_share.py`).
 
 A limit (`step.py`) may allow fewer tokens of a request in a step, or none. A running request then
 waits in its place. If limits stop all running requests, the request admitted last is preempted. A
@@ -98,7 +98,7 @@ class Scheduler:
     def restart(self) -> None:
         """Queue the requests of a failed step again, after the manager has freed their blocks.
 
-        Requests that the step was to admit never ran, so this is no preemption for them.
+        Requests that the step would have admitted never ran, so they do not count as preempted.
         """
         admitted = dict(self._admitted)
         lost = [r for r in self.running if not self._manager.is_known(r.sequence)]

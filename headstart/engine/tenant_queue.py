@@ -1,7 +1,7 @@
 """A queue of jobs that shares a few threads fairly between tenants.
 
-Parsing a large request body takes long, and compiling a grammar may take seconds. Run in the order
-of arrival, many such jobs of one tenant would delay all other tenants.
+Parsing a large request body takes long, and compiling a grammar may take seconds. If jobs ran in
+the order of arrival, many such jobs of one tenant would delay all other tenants.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Job(NamedTuple):
 
 
 class TenantQueue(ThreadPoolExecutor):
-    """An executor that serves tenants in turn.
+    """An executor that serves tenants in rotation.
 
     per_tenant: threads that one tenant may use at a time, by default half, so that other tenants
     find a free thread. Threads start when they are needed. They are daemons, unlike those of

@@ -7,10 +7,10 @@ copies the bytes, and the saver's thread saves them.
 A block's bytes are its K/V, followed by its rows: the outputs of a pipeline's stage for the block's
 tokens, which the next stage needs. One record holds both, so a store has either both or neither.
 
-A load uses a sequence of the cache that is not computed. It takes blocks, writes the store's bytes
-to them, and is freed when all have arrived, which leaves the blocks cached. So a request waits for
-a load as for another request that computes its prefix, and hits the loaded blocks like any others.
-A load takes blocks only if the free blocks suffice for its request.
+A load uses a cache sequence that no step computes. The sequence takes blocks, the store's bytes are
+written to them, and when all have arrived the sequence is freed, which leaves the blocks cached. So
+a request waits for a load as for another request that computes its prefix, and then hits the loaded
+blocks. A load takes blocks only if the free blocks suffice for its whole request.
 
     queue     a request arrives: look up the blocks that the pool lacks, in the loader's thread
     take_in   between two steps: write arrived blocks to the pool
@@ -64,8 +64,8 @@ BlockText = Callable[[Sequence[int]], str]
 class BlockRows(Protocol):
     """Rows that are stored with K/V.
 
-    layout: identifies their stage and the order of a block's bytes; part of the fingerprint. title:
-    their display name. nbytes: bytes of the rows of one block, may be 0.
+    layout: identifies the stage and the order of a block's bytes; part of the fingerprint. title:
+    the display name of the rows. nbytes: bytes of the rows of one block, may be 0.
     """
 
     layout: str
@@ -111,7 +111,7 @@ class BlockPayload:
         block_ids: Sequence[int],
         payloads: Sequence[memoryview],
     ) -> None:
-        """Write the sequence's blocks from `first` on; these are their ids and bytes."""
+        """Write bytes to the sequence's blocks from `first` on, which have these ids."""
         size = self._memory.block_bytes
         if self.rows is not None:  # first, before a request can hit the K/V
             self.rows.write(sequence, first, [payload[size:] for payload in payloads])
@@ -154,9 +154,9 @@ class ComputeRate:
 class Offers:
     """Offers to the saver of blocks that the store does not have.
 
-    manager: no other object may take its events. text: returns the text that is stored with a
-    block; None to store no text. num_dropped: blocks that were not saved, since the pool reused
-    them before the saver had space, or since their rows were dropped.
+    manager: the cache manager, whose events only this object may take. text: returns the text that
+    is stored with a block; None to store no text. num_dropped: number of blocks that were not
+    saved, since the pool reused them before the saver had space, or since their rows were dropped.
     """
 
     def __init__(
@@ -245,18 +245,18 @@ class Load:
 
     @property
     def is_wanted(self) -> bool:
-        """True while a request waits for it."""
+        """True while a request waits for the load."""
         return any(request.finish_reason is None for request in self.requests)
 
     @property
     def has_all(self) -> bool:
-        """True if all that arrived was taken, and no more will arrive."""
+        """True if all blocks that arrived were written, and no more will arrive."""
         is_taken = not self.job.arrived and not self.has_state
         return self.state_tier is not None or (self.job.done and is_taken)
 
     @property
     def has_state(self) -> bool:
-        """True if its state has arrived, and all blocks before that."""
+        """True if the state and all blocks before it have arrived."""
         state = self.job.state
         if state is None or state.block is None:
             return False
@@ -264,7 +264,7 @@ class Load:
 
     @property
     def position(self) -> int:
-        """The tokens before its state; 0 without a state."""
+        """Number of tokens before the state; 0 without a state."""
         state = self.job.state
         return state.found.position if state is not None and state.found is not None else 0
 
@@ -389,8 +389,9 @@ class Loads:
     def _load_again(self, request: Request) -> bool:
         """Load the lost blocks of a preempted request; return True if it waits for them.
 
-        Only when there is space for the request, or others would take the blocks again. Only once
-        for each loss: if the store does not have the blocks, the request must not wait again.
+        A load begins only when there is space for the request, otherwise other requests would take
+        the blocks again. For each loss there is only one load: if the store does not have the
+        blocks, the request must not wait again.
         """
         manager, sequence = self._manager, request.sequence
         if manager.is_known(sequence):
@@ -425,7 +426,7 @@ class Loads:
     # Between two steps
 
     def take_in(self) -> Counter[str]:
-        """Write what arrived to the pool; return its tokens by tier. The caller commits."""
+        """Write arrived blocks to the pool; return their tokens by tier. The caller commits."""
         written: Counter[str] = Counter()
         preferred: LoadJob | None = None
         for load in list(dict.fromkeys(self.waiting.values())):
@@ -447,7 +448,7 @@ class Loads:
         return ended
 
     def _insert(self, load: Load, written: Counter[str]) -> None:
-        """Write what has arrived of a load to the pool; count its tokens by tier."""
+        """Write the blocks of a load that have arrived to the pool; count their tokens by tier."""
         has_state = load.has_state  # and so all blocks, before these are taken
         if not load.job.arrived and not has_state:
             return
@@ -472,7 +473,7 @@ class Loads:
             written[state.tier] += load.position - load.start
 
     def _take_state(self, load: Load, num_blocks: int) -> LoadedBlock | None:
-        """Take slots for the last tokens before a state, and the state; None if that is not so."""
+        """Take slots for the last tokens before a state, and the state; None if impossible."""
         depth, rows = divmod(load.position, self._manager.block_size)
         if not load.has_state or load.sequence is None or load.next + num_blocks != depth:
             return None  # it was canceled
@@ -541,15 +542,15 @@ class Loads:
         return []
 
     def _needs_state(self, load: Load) -> bool:
-        """Return True if the pool has all blocks before those of a load, and no state as deep."""
+        """Return True if the pool has all blocks before a load's blocks, and no state as deep."""
         computed = self._manager.get_computed_blocks(load.request.sequence)
         first = min(load.first, load.position // self._manager.block_size)
         return load.next >= first and computed.num_tokens < load.position
 
     def _leave_checkpoint(self, load: Load) -> None:
-        """Have the requests leave a checkpoint where the blocks of the stores end without a state.
+        """Let the requests leave a checkpoint where the stores' blocks end, if there is no state.
 
-        The next prompt that branches off there finds it.
+        The next prompt that branches off there can resume at it.
         """
         state = load.job.state
         if state is None or self._states is None or not load.job.done:

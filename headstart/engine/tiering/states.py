@@ -1,13 +1,14 @@
 """Checkpoints of recurrent states in tiers.
 
-A checkpoint is stored as a record of its own in a store of states. Its name is a hash over that of
-its last full block, which covers all before it, and the tokens after that block. Its bytes are the
-states, followed by the K/V of those tokens, since K/V are stored in full blocks alone.
+A checkpoint is stored as a separate record in a store of states. Its name is a hash over the hash
+of its last full block, which covers all tokens up to there, and the tokens after that block. Its
+bytes are the states, followed by the K/V of the tokens after the block, since other records have
+the K/V of full blocks only.
 
-Stored are the last checkpoints of a prompt and of a reply, those at marks and forks, and a regular
-one near the end of a prompt: each if it is `min_gain` tokens after the one stored before it on its
-path. They are offered when the K/V of their last tokens can be read: once these fill a block, or
-their request ends.
+The stores get the last checkpoints of a prompt and of a reply, the checkpoints at marks and forks,
+and a regular one near the end of a prompt. A checkpoint that is less than `min_gain` tokens after
+the previous stored checkpoint of its path is not stored. A checkpoint is offered to the stores when
+the K/V of its last tokens can be read: when these tokens fill a block, or when their request ends.
 """
 
 import hashlib
@@ -29,10 +30,10 @@ from headstart.tiers import BlockStore, ModelRecord, Saver, StateName, StateSear
 
 
 class StatePayload:
-    """Bytes of checkpoints, to read and write: of a slot, and of a block.
+    """Read and write access to the bytes of checkpoints: of a slot, and of a block.
 
-    has_tail: with the K/V of tokens after the last full block. Without, only checkpoints at block
-    borders are stored.
+    has_tail: the bytes include the K/V of tokens after the last full block. If False, only
+    checkpoints at block borders are stored.
     """
 
     def __init__(self, kv: PagedKVMemory, states: StateMemory, *, has_tail: bool) -> None:
@@ -74,15 +75,15 @@ class StateStores:
 
 
 def name_state(parent: BlockHash, tail: BlockKey) -> BlockHash:
-    """Return the name of a checkpoint, by the hash of its last full block and the key after it."""
+    """Return a checkpoint's name, from the hash of its last full block and the key after it."""
     return BlockHash(hashlib.sha256(b"headstart/state/1" + parent + tail).digest())
 
 
 class StateOffers:
     """Checkpoints that the stores do not have, passed to their saver.
 
-    min_gain: the least number of tokens since the checkpoint stored before. seconds_of: returns the
-    seconds to compute so many tokens.
+    min_gain: the least number of tokens since the previous stored checkpoint. seconds_of: returns
+    the seconds that computing a number of tokens takes.
     """
 
     def __init__(
@@ -103,10 +104,10 @@ class StateOffers:
         self._requested_at = 0.0
 
     def offer(self, requested_at: float | None = None) -> None:
-        """Offer the checkpoints that can be read, while the saver has room.
+        """Offer the checkpoints that can be read, while the saver has space.
 
-        requested_at: when the oldest request of the next step came, in seconds since 1970. Call
-        before the step writes anything.
+        Call before the step writes anything. requested_at: arrival time of the next step's oldest
+        request, in seconds since 1970.
         """
         for checkpoint in list(self._pool.unsaved):
             if not self._saver.has_space(self._payload.nbytes):
@@ -147,7 +148,7 @@ def search_states(
     *,
     has_tail: bool,
 ) -> StateSearch:
-    """Return the search for states of the first `num_tokens` that are deeper than the pool's.
+    """Return a search for states within the first `num_tokens` that are deeper than the pool's.
 
     computed: the lookup in the pool. hashes: of all full blocks of the sequence.
     """

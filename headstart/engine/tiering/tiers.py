@@ -46,11 +46,11 @@ _OVERHEAD = 0.002  # seconds of a load without its bytes
 class TierStats:
     """Counts since the start.
 
-    loaded_tokens: tokens written to the pool, by their tier, even if their request was aborted.
-    declined_tokens: stored tokens that were computed, since this was faster. late_answers: times
-    that a store did not answer, or was slower than computing. unsaved_blocks: blocks of K/V and
-    objects that were not saved in a tier, since it failed or was paused. faults: by tier and kind;
-    faults that concern no single tier have the tier "all".
+    loaded_tokens: tokens written to the pool, by tier, even if their request was aborted.
+    declined_tokens: stored tokens that were computed, since this was faster than loading.
+    late_answers: number of times that a store did not answer in time, or was slower than computing.
+    unsaved_blocks: blocks of K/V and objects that were not saved in a tier, since it failed or was
+    paused. faults: by tier and kind; faults that concern no single tier have the tier "all".
     """
 
     loaded_tokens: Counter[str] = field(default_factory=Counter)
@@ -179,8 +179,8 @@ class Tiers:
     ) -> dict[str, int]:
         """Return how many tokens of a prompt would be loaded from each tier.
 
-        A tier continues where the tier before it ends. computed: the lookup in the pool, which a
-        model with recurrent layers needs. May be called from any thread.
+        Each tier is searched from the block at which the tier before it ends. computed: the lookup
+        in the pool, which a model with recurrent layers needs. May be called from any thread.
         """
         counts: dict[str, int] = {}
         for store in self._tiers:
@@ -192,7 +192,7 @@ class Tiers:
         return self._count_to_state(computed, sum(counts.values()) // self._manager.block_size)
 
     def _count_to_state(self, computed: ComputedBlocks, num_stored: int) -> dict[str, int]:
-        """Return the tokens up to the deepest state within the stored blocks, by its tier."""
+        """Return the number of tokens up to the deepest state within the stored blocks, by tier."""
         assert self._states is not None
         counts = {store.tier: 0 for store in self._state_tiers}
         size, has_tail = self._manager.block_size, self._states.payload.has_tail
@@ -240,7 +240,7 @@ class Tiers:
         self._note(_wall_time(request.group.arrival_time), is_saved=is_saved)
 
     def _note(self, requested_at: float, *, is_saved: bool = False) -> None:
-        """Offer what is about to be overwritten, and note new blocks; see `Offers.note`."""
+        """Offer the blocks that will be overwritten, and note new blocks; see `Offers.note`."""
         self._offer_states(requested_at)
         self._offers.note(requested_at, is_saved=is_saved)
 
@@ -290,7 +290,7 @@ class Tiers:
         self._rest(False)
 
     def _rest(self, on: bool) -> None:
-        """Turn the savers' rests, which leave the cores to the steps, on or off."""
+        """Let the savers pause while steps need the cores, or let them continue."""
         for saver in self._savers:
             saver.rest(on)
 

@@ -18,6 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from headstart.attention.recurrent import Recurrence
+
 
 @dataclass(frozen=True)
 class LayerLayout:
@@ -77,12 +79,15 @@ class StepPlan:
     `window` is the plan of layers with a sliding window if the memory has window blocks: the same
     rows, with slots and block tables of that pool. In such a table, entries before the windows of
     all rows of a span are not read, and may be any block ids of the pool.
+
+    `recurrence` has the slots of recurrent layers' states; None for a model without such layers.
     """
 
     slots: Tensor
     spans: tuple[Span, ...]
     contiguous_gather: bool = False
     window: "StepPlan | None" = None
+    recurrence: Recurrence | None = None
 
     @property
     def decoding(self) -> list[Span]:

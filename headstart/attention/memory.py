@@ -257,7 +257,7 @@ class StateMemory:
 
     `layers[i]` has the states of the i-th recurrent layer as views `[slots, *shape]`, one for each
     shape of its layout. The last slot, `scratch_slot`, takes states that are discarded.
-    `recurrence` has the slots of the step under way.
+    `recurrence` is that of the step under way.
     """
 
     def __init__(
@@ -277,6 +277,10 @@ class StateMemory:
                 views.append(self.rows[:, start:stop].view(num_slots + 1, *shape))
                 start = stop
             self.layers.append(tuple(views))
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Store the step's slots for the layers that read and write them."""
+        self.recurrence = plan.recurrence
 
     @staticmethod
     def bytes_per_slot(layouts: Sequence[StateLayout]) -> int:

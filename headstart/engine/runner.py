@@ -180,7 +180,11 @@ class Runner:
         if any(rows.extras is not None for rows in parts):
             embeddings, places = self._extras(parts), self._places(parts, places)
         plan = StepPlan(
-            self._tensor(slots), tuple(spans), self._deterministic, self._plan_windows(parts, spans)
+            self._tensor(slots),
+            tuple(spans),
+            self._deterministic,
+            self._plan_windows(parts, spans),
+            self._plan_recurrence(parts),
         )
         try:
             uses_adapters = any(rows.sequence.namespace.adapter for rows in parts)
@@ -191,8 +195,7 @@ class Runner:
             )
             self._backend.begin_step(plan)
             if self._states is not None:
-                memory, pool = self._states
-                memory.recurrence = _recurrence(parts, pool, memory.scratch_slot)
+                self._states[0].begin_step(plan)
             answer = compute(self._tensor(tokens), places, self._tensor(logit_rows), embeddings)
             self._note_nonfinite(parts)
             if self._states is not None:
@@ -214,6 +217,32 @@ class Runner:
                 start, stop, memory.block_size, memory.window_scratch_slot
             )
         return StepPlan(self._tensor(slots), tuple(own), self._deterministic)
+
+    def _plan_recurrence(self, parts: list[_Rows]) -> Recurrence | None:
+        """Return the slots of states that a pass reads and writes; None without recurrent layers.
+
+        With `deterministic`, a pass begins at a block border. If the block is not full yet, the
+        state after the pass is discarded, since the next pass computes the block again.
+        """
+        if self._states is None:
+            return None
+        memory, pool = self._states
+        sources, targets, saves = [], [], []
+        first = 0
+        for rows in parts:
+            state = pool.of(rows.sequence)
+            is_later_pass = rows.start > state.step_start
+            source = state.slot if is_later_pass else state.read_slot
+            sources.append(source if rows.start else -1)
+            targets.append(state.slot if rows.known == rows.stop else memory.scratch_slot)
+            for save in state.saves:
+                if rows.start < save.position <= rows.known:
+                    saves.append((first + save.position - rows.start - 1, save.slot))
+            first += rows.stop - rows.start
+        starts = np.cumsum([0, *(rows.stop - rows.start for rows in parts)])
+        ordered = np.array(sorted(saves), dtype=np.int32).reshape(-1, 2)
+        columns = (starts, sources, targets, [rows.start for rows in parts], ordered)
+        return Recurrence(*(torch.from_numpy(np.array(c, dtype=np.int32)) for c in columns))
 
     def _note_nonfinite(self, parts: list[_Rows]) -> None:
         """Record the sequences whose K or V of this pass are not finite. Ignores padding."""
@@ -290,30 +319,6 @@ class Runner:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device)
-
-
-def _recurrence(parts: list[_Rows], pool: StatePool, scratch_slot: int) -> Recurrence:
-    """Return the slots of states that a pass reads and writes.
-
-    With `deterministic`, a pass begins at a block border. If the block is not full yet, the state
-    after the pass is discarded, since the next pass computes the block again.
-    """
-    sources, targets, saves = [], [], []
-    first = 0
-    for rows in parts:
-        state = pool.of(rows.sequence)
-        is_later_pass = rows.start > state.step_start
-        source = state.slot if is_later_pass else state.read_slot
-        sources.append(source if rows.start else -1)
-        targets.append(state.slot if rows.known == rows.stop else scratch_slot)
-        for save in state.saves:
-            if rows.start < save.position <= rows.known:
-                saves.append((first + save.position - rows.start - 1, save.slot))
-        first += rows.stop - rows.start
-    starts = np.cumsum([0, *(rows.stop - rows.start for rows in parts)])
-    ordered = np.array(sorted(saves), dtype=np.int32).reshape(-1, 2)
-    columns = (starts, sources, targets, [rows.start for rows in parts], ordered)
-    return Recurrence(*(torch.from_numpy(np.array(c, dtype=np.int32)) for c in columns))
 
 
 Choice = SampledToken | EngineError | None

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,6 +17,7 @@ from headstart.models.loader import load_model
 from headstart.models.lora_files import read_weights
 from headstart.models.lora_layers import AdapterRun, LoraLayers, ResidentAdapter
 from tests.models.paged import Paged
+from tests.models.states import StateTests, run_long_prompt
 from tests.models.stepper import LENGTH, Part, Stepper, check, expected_logits, random_tokens
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import HYBRIDS, save_tiny, tiny_config, tiny_model
@@ -49,88 +49,17 @@ def test_layers_of_each_kind_are_counted(name: str, model: DecoderModel) -> None
 
 
 @pytest.mark.usefixtures("computed_by")
-def test_prompts_cut_at_every_position(name: str, model: DecoderModel) -> None:
-    tokens = random_tokens(LENGTH)
-    expected = expected_logits(name, tokens)
-    for cut in range(1, LENGTH):
-        stepper = Stepper(model)
-        first = stepper.step({0: Part(tokens[:cut], 0, -1, 3)})
-        second = stepper.step({0: Part(tokens[cut:], cut, 3, 5)})
-        check(torch.cat((first, second)), expected)
-
-
-@pytest.mark.usefixtures("computed_by")
-def test_token_by_token_in_place(name: str, model: DecoderModel) -> None:
-    tokens, stepper = random_tokens(LENGTH), Stepper(model)
-    rows = [
-        stepper.step({0: Part(tokens[at : at + 1], at, 2 if at else -1, 2)}) for at in range(LENGTH)
-    ]
-    check(torch.cat(rows), expected_logits(name, tokens))
-
-
-@pytest.mark.usefixtures("computed_by")
-def test_states_across_forks(name: str, model: DecoderModel) -> None:
-    """A state that two continuations start from is read twice, and stays as it is."""
-    shared, branches = random_tokens(9), [random_tokens(8, seed) for seed in (6, 7)]
-    stepper = Stepper(model, sequences=3)
-    stepper.step({0: Part(shared, 0, -1, 4)})
-    before = stepper.states.rows[4].clone()
-    for branch in branches:
-        found = stepper.step({0: Part(branch, 9, 4, 6)})
-        check(found, expected_logits(name, torch.cat((shared, branch)))[9:])
-        assert torch.equal(stepper.states.rows[4], before)
-
-
-@pytest.mark.usefixtures("computed_by")
-def test_states_saved_within_a_step(name: str, model: DecoderModel) -> None:
-    tokens = random_tokens(LENGTH)
-    expected = expected_logits(name, tokens)
-    stepper = Stepper(model)
-    stepper.step({0: Part(tokens, 0, -1, 0)}, saves=((0, 1), (1, 2), (9, 3), (22, 4)))
-    for row, slot in ((0, 1), (1, 2), (9, 3), (22, 4)):
-        check(stepper.step({0: Part(tokens[row + 1 :], row + 1, slot, 7)}), expected[row + 1 :])
-
-
-@pytest.mark.usefixtures("computed_by")
-def test_batches_of_mixed_lengths(name: str, model: DecoderModel) -> None:
-    tokens = [random_tokens(LENGTH, seed) for seed in (1, 2, 3)]
-    expected = [expected_logits(name, part) for part in tokens]
-    stepper = Stepper(model, sequences=3)
-    done = [0, 0, 0]
-    slots = [-1, -1, -1]
-    for counts in ((9, 0, 1), (1, 13, 3), (1, 1, 1), (13, 10, 19)):
-        parts = {}
-        for number, count in enumerate(counts):
-            if count:
-                start, target = done[number], 2 * number + (slots[number] == 2 * number)
-                rows = tokens[number][start : start + count]
-                parts[number] = Part(rows, start, slots[number], target)
-                done[number], slots[number] = start + count, target
-        found = stepper.step(parts)
-        wanted = [
-            expected[number][part.start : part.start + len(part.tokens)]
-            for number, part in parts.items()
-        ]
-        check(found, torch.cat(wanted))
-        ends = stepper.step(parts, last=True) if -1 not in slots else None
-        if ends is not None and all(part.source != part.target for part in parts.values()):
-            check(ends, torch.stack([rows[-1] for rows in wanted]))
-    assert done == [LENGTH] * 3
+class TestStates(StateTests):
+    """Of our own modules, with kernels and without."""
 
 
 @pytest.mark.usefixtures("computed_by")
 def test_a_long_prompt(name: str, model: DecoderModel) -> None:
-    tokens = random_tokens(3000)
     model.max_model_len = 4096
-    stepper = Stepper(model, length=3000)
-    cuts = [0, 1024, 1025, 2091, 3000]
-    found = [
-        stepper.step({0: Part(tokens[start:end], start, step % 2 if step else -1, 1 - step % 2)})
-        for step, (start, end) in enumerate(pairwise(cuts))
-    ]
-    expected = expected_logits(name, tokens)
+    logits = run_long_prompt(model, 3000, (0, 1024, 1025, 2091, 3000))
+    expected = expected_logits(name, random_tokens(3000))
     size = float(expected.abs().max())
-    torch.testing.assert_close(torch.cat(found), expected, rtol=0.0, atol=2e-4 * size)
+    torch.testing.assert_close(logits, expected, rtol=0.0, atol=2e-4 * size)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

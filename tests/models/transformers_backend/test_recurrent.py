@@ -21,6 +21,7 @@ from headstart.models.lora_layers import AdapterRun, LoraLayers, ResidentAdapter
 from headstart.models.transformers_backend.decoder import TransformersDecoder
 from headstart.models.transformers_backend.probe import check_config, probe_model
 from tests.models.paged import Paged
+from tests.models.states import StateTests, run_long_prompt
 from tests.models.stepper import BLOCK, LENGTH, Part, Stepper, check, expected_logits, random_tokens
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import RECURRENT, save_tiny, tiny_config, tiny_model
@@ -33,11 +34,6 @@ def load(name: str, dtype: torch.dtype = torch.float32) -> TransformersDecoder:
     model = tiny_model(config).to(dtype)
     layers = probe_model(model)
     return TransformersDecoder(model, layers.layouts, mixers=layers.mixers)
-
-
-@cache
-def expected(name: str, length: int = LENGTH, seed: int = 5) -> Tensor:
-    return expected_logits(name, random_tokens(length, seed))
 
 
 @pytest.fixture(params=RECURRENT)
@@ -58,76 +54,16 @@ def test_layers_of_each_kind_are_found(name: str, model: DecoderModel) -> None:
     assert len(model.state_layouts) == len(recurrent)
 
 
-def test_prompts_cut_at_every_position(name: str, model: DecoderModel) -> None:
-    tokens = random_tokens(LENGTH)
-    for cut in range(1, LENGTH):
-        stepper = Stepper(model)
-        first = stepper.step({0: Part(tokens[:cut], 0, -1, 3)})
-        second = stepper.step({0: Part(tokens[cut:], cut, 3, 5)})
-        check(torch.cat((first, second)), expected(name))
-
-
-def test_token_by_token_in_place(name: str, model: DecoderModel) -> None:
-    tokens, stepper = random_tokens(LENGTH), Stepper(model)
-    rows = [stepper.step({0: Part(tokens[n : n + 1], n, 2 if n else -1, 2)}) for n in range(LENGTH)]
-    check(torch.cat(rows), expected(name))
-
-
-def test_states_across_forks(name: str, model: DecoderModel) -> None:
-    """A state that two continuations start from is read twice, and stays as it is."""
-    shared, branches = random_tokens(9), [random_tokens(8, seed) for seed in (6, 7)]
-    stepper = Stepper(model, sequences=3)
-    stepper.step({0: Part(shared, 0, -1, 4)})
-    before = stepper.states.rows[4].clone()
-    for branch in branches:
-        logits = stepper.step({0: Part(branch, 9, 4, 6)})
-        check(logits, expected_logits(name, torch.cat((shared, branch)))[9:])
-        assert torch.equal(stepper.states.rows[4], before)
-
-
-def test_states_saved_within_a_step(name: str, model: DecoderModel) -> None:
-    tokens, stepper = random_tokens(LENGTH), Stepper(model, sequences=2)
-    saves = ((0, 1), (1, 2), (9, 3), (22, 4))
-    other = Part(random_tokens(10, 6), 0, -1, 6)
-    logits = stepper.step({0: Part(tokens, 0, -1, 0), 1: other}, saves)
-    check(logits[:LENGTH], expected(name))
-    check(logits[LENGTH:], expected(name, 10, 6))
-    for row, slot in saves:
-        later = stepper.step({0: Part(tokens[row + 1 :], row + 1, slot, 7)})
-        check(later, expected(name)[row + 1 :])
-
-
-def test_batches_of_mixed_lengths(name: str, model: DecoderModel) -> None:
-    tokens = [random_tokens(LENGTH, seed) for seed in (1, 2, 3)]
-    stepper = Stepper(model, sequences=3)
-    done, slots = [0, 0, 0], [-1, -1, -1]
-    for counts in ((9, 0, 1), (1, 13, 3), (1, 1, 1), (3, 3, 3), (10, 7, 16)):
-        parts = {}
-        for number, count in enumerate(counts):
-            if count:
-                start, target = done[number], 2 * number + (slots[number] == 2 * number)
-                rows = tokens[number][start : start + count]
-                parts[number] = Part(rows, start, slots[number], target)
-                done[number], slots[number] = start + count, target
-        wanted = [
-            expected(name, LENGTH, number + 1)[part.start : part.start + len(part.tokens)]
-            for number, part in parts.items()
-        ]
-        check(stepper.step(parts), torch.cat(wanted))
-    assert done == [LENGTH] * 3
+class TestStates(StateTests):
+    """Of transformers' modules."""
 
 
 def test_a_prompt_of_several_chunks(name: str, model: DecoderModel) -> None:
     """Longer than the chunks in which modules compute a recurrence."""
-    tokens = random_tokens(200)
-    stepper = Stepper(model, length=200)
-    logits = [
-        stepper.step({0: Part(tokens[start:end], start, step % 2 if step else -1, 1 - step % 2)})
-        for step, (start, end) in enumerate(pairwise((0, 130, 131, 200)))
-    ]
-    reference = expected(name, 200)
+    logits = run_long_prompt(model, 200, (0, 130, 131, 200))
+    reference = expected_logits(name, random_tokens(200))
     size = float(reference.abs().max())
-    torch.testing.assert_close(torch.cat(logits), reference, rtol=0.0, atol=1e-4 * size)
+    torch.testing.assert_close(logits, reference, rtol=0.0, atol=1e-4 * size)
 
 
 def test_half_precision_stays_near_full(name: str) -> None:
@@ -136,7 +72,8 @@ def test_half_precision_stays_near_full(name: str) -> None:
         stepper.step({0: Part(tokens[start:end], start, 2 if start else -1, 2)})
         for start, end in pairwise((0, 9, 10, LENGTH))
     ]
-    error = (torch.cat(logits) - expected(name)).norm(dim=-1) / expected(name).norm(dim=-1)
+    expected = expected_logits(name, tokens)
+    error = (torch.cat(logits) - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(error.median()) < 20 * torch.finfo(torch.bfloat16).eps
 
 
@@ -163,7 +100,7 @@ def test_whole_blocks_have_the_same_bits_from_any_state(name: str) -> None:
     logits = run(0, 0)
     assert torch.equal(run(2, 0), logits)
     assert torch.equal(run(1, 5)[:-5], logits[:-5])
-    check(logits, expected(name, 3 * BLOCK))
+    check(logits, expected_logits(name, random_tokens(3 * BLOCK)))
     model.detach()
 
 
@@ -173,7 +110,7 @@ def test_modules_are_transformers_own_after_detaching(name: str) -> None:
     model.detach()
     with torch.no_grad():
         logits = model.module(random_tokens(LENGTH).unsqueeze(0), use_cache=False).logits[0]
-    check(logits, expected(name))
+    check(logits, expected_logits(name, random_tokens(LENGTH)))
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "lfm2_moe"])
@@ -199,11 +136,15 @@ def test_checkpoints_are_loaded(name: str, weights: str, tmp_path: Path) -> None
     folder = save_tiny(name, tmp_path)
     loaded = load_model(folder, "float32", weights=weights)
     assert isinstance(loaded, TransformersDecoder)
-    logits = Stepper(loaded).step({0: Part(random_tokens(LENGTH), 0, -1, 0)})
+    tokens = random_tokens(LENGTH)
+    logits, expected = (
+        Stepper(loaded).step({0: Part(tokens, 0, -1, 0)}),
+        expected_logits(name, tokens),
+    )
     if weights == "auto":
-        check(logits, expected(name))
+        check(logits, expected)
     else:
-        error = (logits - expected(name)).norm(dim=-1) / expected(name).norm(dim=-1)
+        error = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert 0 < float(error.median()) < 0.2
 
 
@@ -219,7 +160,7 @@ def test_the_text_part_of_a_checkpoint_with_vision(tmp_path: Path) -> None:
     model = load_model(tmp_path, "float32")
     assert not model.takes_images
     logits = Stepper(model).step({0: Part(random_tokens(LENGTH), 0, -1, 0)})
-    check(logits, expected("qwen3_5_moe_text"))
+    check(logits, expected_logits("qwen3_5_moe_text", random_tokens(LENGTH)))
 
 
 # What goes wrong is found before a model serves.

@@ -50,7 +50,7 @@ def test_layers_of_each_kind_are_counted(name: str, model: DecoderModel) -> None
 
 @pytest.mark.usefixtures("computed_by")
 class TestStates(StateTests):
-    """Of our own modules, with kernels and without."""
+    """Tests of our own modules, with kernels and without."""
 
 
 @pytest.mark.usefixtures("computed_by")

@@ -55,7 +55,7 @@ def test_layers_of_each_kind_are_found(name: str, model: DecoderModel) -> None:
 
 
 class TestStates(StateTests):
-    """Of transformers' modules."""
+    """Tests of transformers' modules."""
 
 
 def test_a_prompt_of_several_chunks(name: str, model: DecoderModel) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from headstart.cache import AGE_BOUNDS, MissReason
 
 if TYPE_CHECKING:
+    from headstart.engine.drafts.drafting import Drafting
     from headstart.engine.engine import EngineCore
 
 
@@ -23,6 +24,7 @@ _UNSAVED = "headstart:unsaved_blocks"
 _FAULTS = "headstart:tier_faults"
 _SLOTS = "headstart:state_slots"
 _WINDOWS = "headstart:window_blocks"
+_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _IDLE = "vllm:kv_block_idle_before_evict_seconds"
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
@@ -33,6 +35,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "vllm:spec_decode_num_drafts": "Drafts that were verified",
         "vllm:spec_decode_num_draft_tokens": "Drafted tokens that were verified",
         "vllm:spec_decode_num_accepted_tokens": "Drafted tokens that answers took over",
+        _BY_POSITION: "Accepted tokens by their position in the draft",
         "vllm:num_requests_running": "Answers being computed",
         "vllm:num_requests_waiting": "Answers waiting to be computed",
         "vllm:kv_cache_usage_perc": "Share of the KV blocks that requests hold",
@@ -81,7 +84,7 @@ class Gauge(Metric):
 
 @dataclass(slots=True)
 class Vector(Metric):
-    """A list of counts. Unused; programs written for vLLM refer to it in `isinstance`."""
+    """A list of counts since the start."""
 
     values: list[int]
 
@@ -113,12 +116,8 @@ def read_metrics(engine: EngineCore) -> list[Metric]:
         Gauge("vllm:kv_cache_usage_perc", {}, 1 - manager.num_free_blocks / num_blocks),
         Histogram(_IDLE, {}, sum(ages.counts), ages.seconds, buckets),
     ]
-    if (drafting := engine.drafting) is not None:
-        metrics += [
-            Counter("vllm:spec_decode_num_drafts", {}, drafting.num_drafts),
-            Counter("vllm:spec_decode_num_draft_tokens", {}, drafting.num_drafted),
-            Counter("vllm:spec_decode_num_accepted_tokens", {}, drafting.num_accepted),
-        ]
+    if engine.drafting is not None:
+        metrics += _read_drafts(engine.drafting)
     if (states := manager.states) is not None:
         uses = {"running": states.num_working, "free": states.num_free}
         uses["checkpoint"] = states.num_slots - sum(uses.values())
@@ -153,3 +152,20 @@ def read_metrics(engine: EngineCore) -> list[Metric]:
         for reason in MissReason
         if reason is not MissReason.NONE
     ]
+
+
+def _read_drafts(drafting: Drafting) -> list[Metric]:
+    by_position = enumerate(drafting.accepted_by_position)
+    return [
+        Counter("vllm:spec_decode_num_drafts", {}, drafting.num_drafts),
+        Counter("vllm:spec_decode_num_draft_tokens", {}, drafting.num_drafted),
+        Counter("vllm:spec_decode_num_accepted_tokens", {}, drafting.num_accepted),
+        *(Counter(_BY_POSITION, {"position": str(place)}, count) for place, count in by_position),
+    ]
+
+
+def join_positions(metrics: list[Metric]) -> list[Metric]:
+    """Return metrics with the counts by position as one `Vector`, as in vLLM."""
+    counts = [m.value for m in metrics if m.name == _BY_POSITION and isinstance(m, Counter)]
+    others = [metric for metric in metrics if metric.name != _BY_POSITION]
+    return [*others, Vector(_BY_POSITION, {}, counts)] if counts else others

@@ -18,6 +18,7 @@ from headstart.frontend.vllm_compat import (
     ModelView,
     ParallelView,
     SchedulerView,
+    SpeculativeView,
     VllmView,
     read_options,
     view_config,
@@ -128,9 +129,9 @@ class Facade:
     cache_config: CacheView = _part("_view.cache_config")
     scheduler_config: SchedulerView = _part("_view.scheduler_config")
     parallel_config: ParallelView = _part("_view.parallel_config")
+    speculative_config: SpeculativeView | None = _part("_view.speculative_config")
 
     # Parts of `vllm_config` that have no value here.
-    speculative_config: ClassVar[None] = None
     quant_config: ClassVar[None] = None
     kv_transfer_config: ClassVar[None] = None
     kv_events_config: ClassVar[None] = None

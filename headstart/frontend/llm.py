@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
 from headstart.engine.adapter_names import LoRARequest
-from headstart.engine.metrics import Metric, read_metrics
+from headstart.engine.metrics import Metric, join_positions, read_metrics
 from headstart.engine.outputs import ShownOutputs
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, RequestError, engine_error
@@ -46,7 +46,7 @@ class SyncFacade(Facade):
 
     def get_metrics(self) -> list[Metric]:
         """Return the metrics of the cache and of requests, in vLLM's names."""
-        return self.driver.call(lambda: read_metrics(self.engine))
+        return join_positions(self.driver.call(lambda: read_metrics(self.engine)))
 
     def has_unfinished_requests(self) -> bool:
         """Return True if a request runs or waits."""

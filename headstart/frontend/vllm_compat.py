@@ -463,6 +463,15 @@ class SchedulerView:
 
 
 @dataclass(frozen=True)
+class SpeculativeView:
+    """Drafts: the most tokens of one. `method` is that of vLLM whose drafts are most alike."""
+
+    num_speculative_tokens: int
+    method: str = "suffix"
+    model: None = None
+
+
+@dataclass(frozen=True)
 class ParallelView:
     """One process on one device."""
 
@@ -481,7 +490,7 @@ class VllmView:
     cache_config: CacheView
     scheduler_config: SchedulerView
     parallel_config: ParallelView = field(default_factory=ParallelView)
-    speculative_config: None = None
+    speculative_config: SpeculativeView | None = None
     quant_config: None = None
     kv_transfer_config: None = None
     kv_events_config: None = None
@@ -509,4 +518,5 @@ def view_config(engine: EngineCore, tokenizer: object) -> VllmView:
             config.enable_prefix_caching,
         ),
         SchedulerView(config.max_num_batched_tokens, config.max_num_seqs),
+        speculative_config=SpeculativeView(config.speculation) if engine.drafting else None,
     )

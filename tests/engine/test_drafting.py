@@ -17,6 +17,7 @@ from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
 from headstart.engine.drafts.drafters import DraftLength, RepetitionDrafter
 from headstart.engine.drafts.prediction import PredictionDrafter
+from headstart.engine.metrics import Counter, Vector
 from headstart.errors import RequestError
 from headstart.models.demo import demo_model_path
 from tests.engine.tiny_llm import save_smallest
@@ -138,6 +139,12 @@ def test_a_repeated_prompt_takes_few_steps(folder: Path) -> None:
         steps.append(len(output.outputs[0].token_ids))
     assert output.outputs[0].token_ids == first.outputs[0].token_ids
     assert len(steps) <= 8
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
+    by_position = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert isinstance(accepted, Counter) and isinstance(by_position, Vector)
+    assert sum(by_position.values) == accepted.value == output.metrics.num_accepted_tokens
+    assert len(by_position.values) == llm.speculative_config.num_speculative_tokens == 16
     llm.close()
 
 

@@ -25,11 +25,13 @@ _ROWS = 16  # of all decoding requests together; a step with more costs notably 
 class Drafting:
     """The drafts of an engine's requests.
 
-    num_drafts: of all requests; num_drafted and num_accepted: their tokens.
+    num_drafts: of all requests; num_drafted and num_accepted: their tokens. accepted_by_position:
+    accepted tokens by their position in a draft.
     """
 
     def __init__(self, manager: KVCacheManager, max_tokens: int, max_model_len: int) -> None:
         self.num_drafts = self.num_drafted = self.num_accepted = 0
+        self.accepted_by_position = [0] * max_tokens
         self._manager = manager
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
@@ -67,3 +69,5 @@ class Drafting:
         self.num_drafts += 1
         self.num_drafted += drafted
         self.num_accepted += accepted
+        for position in range(accepted):
+            self.accepted_by_position[position] += 1

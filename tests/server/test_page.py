@@ -342,6 +342,20 @@ def test_a_reply_that_was_warm_from_the_start_says_what_it_saved(browser, served
     page.close()
 
 
+def test_accepted_drafts_are_shown(browser) -> None:  # type: ignore[no-untyped-def]
+    with running(num_blocks=512, speculation=16) as drafting:
+        page, problems = open_page(browser, drafting)
+        costs = []
+        for _ in range(2):
+            costs.append(say(page, PEOPLE + "How old is Ben?"))
+            page.get_by_role("button", name="New chat").click()
+        assert re.search(r"· \d+ of \d+ tokens drafted", costs[1])
+        expect(page.locator("#accepted")).to_have_text(re.compile(r"\d+"))
+        expect(page.locator("#drafted")).to_have_text(re.compile(r"of \d+ drafted tokens accepted"))
+        assert problems == []
+        page.close()
+
+
 SAVED = """async () => {
     const main = document.querySelector('script[type="module"]').src;
     const { savedSeconds } = await import(new URL("chart.js", main));

@@ -137,6 +137,7 @@ def _describe_engine(llm: AsyncLLM) -> dict[str, Any]:
     """Return counts since the start, and the first requests of the batch; engine thread only."""
     stats = llm.manager.stats
     running, waiting = llm.requests
+    drafting = llm.engine.drafting
     return {
         "engine": {
             "requests": stats.requests,
@@ -146,6 +147,8 @@ def _describe_engine(llm: AsyncLLM) -> dict[str, Any]:
             "missed": {reason.name.lower(): count for reason, count in stats.missed.items()},
             "reasons": {reason.name.lower(): reason.value for reason in MissReason},
             "preemptions": llm.num_preemptions,
+            "drafted_tokens": drafting.num_drafted if drafting is not None else 0,
+            "accepted_tokens": drafting.num_accepted if drafting is not None else 0,
             "running": len(running),
             "waiting": len(waiting),
         },

@@ -115,6 +115,8 @@ export class Chat {
       parts.push(`${count(cached)} of ${counted(usage.prompt_tokens, "prompt token")} cached`);
       if (first !== null) parts.push(`first token after ${seconds(first)}`);
       if (first !== null && computed > Math.max(64, cached)) this.coldPrompts.push({ tokens: computed, seconds: first });
+      const drafts = usage.completion_tokens_details;
+      if (drafts?.accepted_prediction_tokens) parts.push(`${count(drafts.accepted_prediction_tokens)} of ${counted(usage.completion_tokens, "token")} drafted`);
       const all = this.coldPromptsOfAll();
       const saved = savedSeconds(cached, all.length ? all : this.coldPrompts);
       if (saved !== null && cached > 16) parts.push(`saved about ${seconds(saved)}`);

@@ -43,6 +43,9 @@ function show(look) {
   const { engine, pool, prefixes, traffic } = look;
   $("hit-rate").textContent = engine.queried_tokens ? `${(100 * engine.hit_rate).toFixed(1)} %` : "–";
   $("saved").textContent = count(engine.hit_tokens);
+  $("drafts").hidden = !engine.drafted_tokens;
+  $("accepted").textContent = count(engine.accepted_tokens);
+  $("drafted").textContent = `of ${counted(engine.drafted_tokens, "drafted token")} accepted`;
   const [warm, cold] = [true, false].map((kind) => median(traffic.filter((one) => isWarm(one) === kind)
     .map((one) => one.time_to_first_token).filter((time) => time !== null)));
   [warm, cold].forEach((time, at) => { $("first").children[at].firstChild.data = `${seconds(time)} `; });

@@ -24,7 +24,7 @@ import headstart  # noqa: F401 - before torch, whose threads read how long to sp
 
 # isort: split
 import torch
-from loads import BIG, LOADS, SMALL, Asked, make_load, tokens
+from loads import BIG, LOADS, SMALL, Prompts, make_load, tokens
 from peer import DRIVERS, Headstart, shared_head
 from rich.console import Console
 from rich.table import Table
@@ -81,22 +81,22 @@ class Bench:
 Passes = list[tuple[int, Pass]]  # passes in sequence, each with its number of repetitions
 
 
-def document_passes(asked: Asked) -> dict[str, Passes]:
+def document_passes(prompts: Prompts) -> dict[str, Passes]:
     """Return the passes of load 1: document, questions, and a token in the middle of an answer."""
-    prefix, question = len(asked["document"]), len(asked["questions"][0])
+    prefix, question = len(prompts["document"]), len(prompts["questions"][0])
     whole = prefix + question
     return {
         "cold": [(1, prefill(0, whole))],
         "warm": [(1, prefill(prefix, question))],
-        "per token": [(1, prefill(whole + asked["count"] // 2, 1))],
+        "per token": [(1, prefill(whole + prompts["count"] // 2, 1))],
     }
 
 
-def chat_passes(asked: Asked) -> dict[str, Passes]:
+def chat_passes(prompts: Prompts) -> dict[str, Passes]:
     """Return the passes of load 2, in which earlier turns are cached."""
-    users, said, out = len(asked["said"][0]), len(asked["said"][0][0]), asked["count"]
+    users, said, out = len(prompts["said"][0]), len(prompts["said"][0][0]), prompts["count"]
     passes: Passes = []
-    for turn in range(len(asked["said"])):
+    for turn in range(len(prompts["said"])):
         known = turn * (said + out)
         one = prefill(known, said)
         passes.append((1, Pass(*(users * part for part in vars(one).values()))))
@@ -105,16 +105,16 @@ def chat_passes(asked: Asked) -> dict[str, Passes]:
     return {"chat": passes}
 
 
-def together_passes(asked: Asked) -> dict[str, Passes]:
+def together_passes(prompts: Prompts) -> dict[str, Passes]:
     """Return the passes of loads 3 and 4, whose shared prefix is computed and read once."""
-    users, prefix = len(asked["prompts"]), len(shared_head(asked["prompts"]))
-    own, out = len(asked["prompts"][0]) - prefix, asked["count"]
+    users, prefix = len(prompts["prompts"]), len(shared_head(prompts["prompts"]))
+    own, out = len(prompts["prompts"][0]) - prefix, prompts["count"]
     one = prefill(prefix, own)
     begin = Pass(users * own, users, users * one.attended, prefix + users * own)
     mean = own + out // 2
     step = Pass(users, users, users * (prefix + mean), prefix + users * mean)
     first = Pass(prefix, 0, prefix * (prefix + 1) // 2, prefix)
-    return {"together": [(int(not asked["first"]), first), (1, begin), (out - 1, step)]}
+    return {"together": [(int(not prompts["first"]), first), (1, begin), (out - 1, step)]}
 
 
 PASSES = {"document": document_passes, "chat": chat_passes, "together": together_passes}
@@ -122,16 +122,16 @@ PASSES = {"document": document_passes, "chat": chat_passes, "together": together
 
 def run_load(bench: Bench, name: str, engine: Headstart, at: int) -> None:
     """Run a load once; record its times and floors."""
-    asked = make_load(name, at)
-    kind, load = asked["load"], LOADS[name]
-    for key, passes in PASSES[kind](asked).items():
+    prompts = make_load(name, at)
+    kind, load = prompts["load"], LOADS[name]
+    for key, passes in PASSES[kind](prompts).items():
         bench.floors[load.timed or key] = floor(passes, SHAPES[load.shape], bench.limits)
-    prompts = {key: value for key, value in asked.items() if key != "load"}
+    arguments = {key: value for key, value in prompts.items() if key != "load"}
     engine.cached.clear()
-    for key, seconds in DRIVERS[kind](engine, **prompts, clock=bench.clock)["seconds"].items():
+    for key, seconds in DRIVERS[kind](engine, **arguments, clock=bench.clock)["seconds"].items():
         bench.add(load.timed or key, seconds)
     for question, hit in enumerate(engine.cached):
-        known = len(asked["document"])
+        known = len(prompts["document"])
         assert hit >= known if question else hit < BLOCK, f"question {question} hit {hit} tokens"
 
 
@@ -219,8 +219,10 @@ def main() -> None:
     run_loads(bench, options.loads, options.rounds)
     Console().print(make_table(bench))
     figures = {name: (bench.median(key), unit(key)) for key, name in KEYS.items()}
-    told = {name: value and round(value * factor, 4) for name, (value, factor) in figures.items()}
-    print(json.dumps(told | {"threads": options.threads}))
+    rounded = {
+        name: value and round(value * factor, 4) for name, (value, factor) in figures.items()
+    }
+    print(json.dumps(rounded | {"threads": options.threads}))
 
 
 if __name__ == "__main__":

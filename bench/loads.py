@@ -18,7 +18,7 @@ from shapes import SHAPES
 BIG, SMALL = "qwen2.5-0.5b", "small-llama"
 
 Ids = list[int]
-Asked = dict[str, Any]  # a load in the form that peer.py reads
+Prompts = dict[str, Any]  # a load in the form that peer.py reads
 
 
 def tokens(rng: random.Random, vocab: int, count: int) -> Ids:
@@ -26,27 +26,27 @@ def tokens(rng: random.Random, vocab: int, count: int) -> Ids:
     return [rng.randrange(vocab) for _ in range(count)]
 
 
-def long_document(rng: random.Random, vocab: int) -> Asked:
+def long_document(rng: random.Random, vocab: int) -> Prompts:
     """Return load 1: one cold question and fifteen warm ones."""
     document = tokens(rng, vocab, 3000)
     questions = [tokens(rng, vocab, 40) for _ in range(16)]
     return {"load": "document", "document": document, "questions": questions, "count": 16}
 
 
-def chat(rng: random.Random, vocab: int) -> Asked:
+def chat(rng: random.Random, vocab: int) -> Prompts:
     """Return load 2: eight conversations of four turns."""
     said = [[tokens(rng, vocab, 120) for _ in range(8)] for _ in range(4)]
     return {"load": "chat", "said": said, "count": 40}
 
 
-def shared_prefix(rng: random.Random, vocab: int) -> Asked:
+def shared_prefix(rng: random.Random, vocab: int) -> Prompts:
     """Return load 3: decoding of requests with a cached common prefix."""
     head = tokens(rng, vocab, 2000)
     prompts = [head + tokens(rng, vocab, 20) for _ in range(16)]
     return {"load": "together", "first": head, "prompts": prompts, "count": 64}
 
 
-def overhead(rng: random.Random, vocab: int) -> Asked:
+def overhead(rng: random.Random, vocab: int) -> Prompts:
     """Return load 4: a model so small that the engine's overhead dominates."""
     head = tokens(rng, vocab, 256)
     prompts = [head + tokens(rng, vocab, 256) for _ in range(32)]
@@ -58,7 +58,7 @@ class Load(NamedTuple):
 
     shape: str
     times: int
-    prompts: Callable[[random.Random, int], Asked]
+    prompts: Callable[[random.Random, int], Prompts]
     timed: str = ""
 
 
@@ -70,7 +70,7 @@ LOADS = {
 }
 
 
-def make_load(name: str, at: int, shape: str = "") -> Asked:
+def make_load(name: str, at: int, shape: str = "") -> Prompts:
     """Return a load with the prompts of its run number `at`; each run has new prompts.
 
     shape: replaces the load's.

@@ -157,7 +157,7 @@ def at_time_6() -> tuple[WorkedExample, list[Scene]]:
     example.free(1)
     six = example.scene(
         "Time 6: request 1 has ended",
-        "Nobody holds a block. Five prefixes are cached, and evicted only when their turn comes.",
+        "No request holds a block. Five prefixes are cached until their blocks are needed.",
         five,
     )
     return example, [one, three, four, five, six]

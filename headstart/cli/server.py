@@ -59,7 +59,7 @@ def run_server(
         # Report a port in use before loading.
         socket = stack.enter_context(closing(launch.listen(options)))
         tenants = launch.open_tenants(options, socket.getsockname()[0])
-        address = Address(socket, options, model, with_key=tenants.ask_for_keys)
+        address = Address(socket, options, model, with_key=tenants.requires_keys)
         if _speaks(model):
             address.speaks, address.shows_pool = True, False
             _check_speech(options, replicas, adapters, engine)
@@ -70,7 +70,7 @@ def run_server(
                 omni = stack.enter_context(closing(make(model, **of_model, options=config)))
             app = launch.create_speech_app(omni, model, options, tenants)
         else:
-            if tenants.ask_for_keys:
+            if tenants.requires_keys:
                 engine = {"eviction": "fair-lru", **engine}
             for folder in adapters.values():
                 check_adapter(folder, folder_of(model))

@@ -37,7 +37,7 @@ from headstart.engine.request import PreparedPrompt, Request, RequestGroup
 from headstart.engine.sampling import SamplingState
 from headstart.errors import RequestError
 from headstart.frontend.grammar import GrammarCompiler
-from headstart.frontend.images.prompt import NO_TENANT, ImagePrompts, Tenant
+from headstart.frontend.images.prompt import NO_OWNER, ImageOwner, ImagePrompts
 from headstart.frontend.text import (
     Detokenizer,
     OutputText,
@@ -107,7 +107,7 @@ class InputProcessor:
         self._limit = limit
         self._images = images
 
-    def process(self, prompt: Prompt, tenant: Tenant = NO_TENANT) -> PreparedPrompt:
+    def process(self, prompt: Prompt, tenant: ImageOwner = NO_OWNER) -> PreparedPrompt:
         """Check a prompt, and tokenize a text. Raises RequestError.
 
         tenant: the owner of the prompt's images.
@@ -140,7 +140,7 @@ class InputProcessor:
             end = item.offset + item.length
         return ready
 
-    def _read(self, prompt: Mapping[Any, Any], tenant: Tenant) -> PreparedPrompt:
+    def _read(self, prompt: Mapping[Any, Any], tenant: ImageOwner) -> PreparedPrompt:
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if not set(prompt) <= _KEYS or not {"prompt", "prompt_token_ids"} & set(prompt):
             raise RequestError(
@@ -173,7 +173,7 @@ class InputProcessor:
         ids: Any,
         images: Any = None,
         image_ids: Any = None,
-        tenant: Tenant = NO_TENANT,
+        tenant: ImageOwner = NO_OWNER,
     ) -> PreparedPrompt:
         if text is not None:
             self._limit.check("the prompt", text)
@@ -423,7 +423,7 @@ class Frontend:
         salt = salt if prompt_salt is None else str(prompt_salt)
         params = params.clone()  # the caller may change the original
         params.check()
-        tenant = Tenant(salt, params.similar_images and params.is_stored)
+        tenant = ImageOwner(salt, params.similar_images and params.is_stored)
         ready = self._inputs.process(prompt, tenant)
         group = RequestGroup(
             request_id if request_id is not None else next(self._names),

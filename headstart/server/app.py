@@ -28,7 +28,7 @@ from headstart.server.middleware import RequestMiddleware
 from headstart.server.openai import api as openai
 from headstart.server.options import ServerOptions
 from headstart.server.responses import api as responses
-from headstart.server.service import BaseService, ClientGone, Service, front_of
+from headstart.server.service import BaseService, ClientGone, Service, base_service_of
 from headstart.server.speech import SpeechService
 from headstart.server.stores import ResponseStore
 from headstart.server.tenants import Tenants, open_tenants
@@ -105,7 +105,7 @@ router = APIRouter()
 @router.get("/health")
 async def check_health(request: Request) -> Response:
     """Return status 200 while the engine runs, 503 after it failed."""
-    if not front_of(request).is_running:
+    if not base_service_of(request).is_running:
         raise ApiError(503, "the engine is closed")
     return JsonResponse({"status": "ok"})
 
@@ -113,7 +113,7 @@ async def check_health(request: Request) -> Response:
 @router.get("/ready")
 async def check_ready(request: Request) -> Response:
     """Return 200 while new requests are accepted; 503 if the server stops or no replica runs."""
-    front = front_of(request)
+    front = base_service_of(request)
     front.check_ready()
     if not front.has_engine:
         raise ApiError(503, "no replica is running; requests wait for one", retry_after=5)
@@ -123,7 +123,7 @@ async def check_ready(request: Request) -> Response:
 @router.get("/metrics")
 async def show_metrics(request: Request) -> Response:
     """Return the server's metrics in the text format of Prometheus."""
-    text = await front_of(request).read_metrics()
+    text = await base_service_of(request).read_metrics()
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -152,7 +152,7 @@ def _cards(service: BaseService[Any, Any]) -> list[dict[str, Any]]:
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """List the model and its adapters."""
-    cards = _cards(front_of(request))
+    cards = _cards(base_service_of(request))
     page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
     return JsonResponse({"object": "list", "data": cards, **page})
 
@@ -160,7 +160,7 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, request: Request) -> Response:
     """Show the model, or an adapter."""
-    front = front_of(request)
+    front = base_service_of(request)
     front.adapter(name)  # raises ApiError for another name
     return JsonResponse(next(card for card in _cards(front) if card["id"] == name))
 

@@ -84,7 +84,7 @@ class RequestMiddleware:
         # `check_origin` would read the last of several (RFC 9112, section 3.2).
         if num_hosts > 1 or (not num_hosts and scope["http_version"] not in ("1", "1.0")):
             raise ApiError(400, f"the request has {num_hosts} Host headers; allowed: one")
-        if not service.tenants.ask_for_keys:
+        if not service.tenants.requires_keys:
             check_origin(headers, service.options)
         is_open, is_for_admins = OPEN_PATHS.fullmatch(path), _FOR_ADMINS.fullmatch(path)
         if not is_open:

@@ -327,7 +327,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         self.llm = llm
         self.tracer = tracer
         self._template_options = read_template_options(options.default_chat_template_kwargs)
-        self.watch = Watch(llm, self.name, by_tenant=tenants.ask_for_keys)
+        self.watch = Watch(llm, self.name, by_tenant=tenants.requires_keys)
         self.live = Live(llm, self.watch, tenants)
 
     @property
@@ -438,7 +438,7 @@ def stopped() -> ApiError:
     return ApiError(503, "the server stopped before the answer was complete", retry_after=5)
 
 
-def front_of(request: Request) -> BaseService[Any, Any]:
+def base_service_of(request: Request) -> BaseService[Any, Any]:
     """Return the service of a request, for any kind of model."""
     service: BaseService[Any, Any] = request.app.state.service
     return service

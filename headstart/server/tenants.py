@@ -62,7 +62,7 @@ class Tenants:
         self._names: dict[str, tuple[str, str]] = {}  # by salt
 
     @property
-    def ask_for_keys(self) -> bool:
+    def requires_keys(self) -> bool:
         """True if a request needs a key."""
         return self._ring is not None
 

@@ -34,7 +34,7 @@ from headstart.frontend.chat.messages import (
 )
 from headstart.frontend.frontend import Frontend, check_request
 from headstart.frontend.images.decoding import ImageSource, is_data_url
-from headstart.frontend.images.prompt import IMAGE_MARK, ImagePrompts, LoadedImage, Tenant
+from headstart.frontend.images.prompt import IMAGE_MARK, ImageOwner, ImagePrompts, LoadedImage
 from headstart.frontend.text import Spelling
 from headstart.validation import describe, shorten
 
@@ -156,7 +156,7 @@ class ChatRequests:
                 chat = ChatPrompt(text, self._memory.encode(text, namespace))
             prompt = PreparedPrompt(chat.token_ids, text)
         else:
-            tenant = Tenant(salt, params.similar_images and params.is_stored)
+            tenant = ImageOwner(salt, params.similar_images and params.is_stored)
             text, loaded = self._read_images(messages, tenant, template, spelling)
             with self._lock:
                 text = spelling.mark(text, loaded)
@@ -178,7 +178,7 @@ class ChatRequests:
     def _read_images(
         self,
         messages: Conversation,
-        tenant: Tenant,
+        tenant: ImageOwner,
         template: TemplateOptions,
         spelling: ImageSpelling,
     ) -> tuple[str, list[LoadedImage]]:

@@ -53,7 +53,7 @@ IMAGE_MARK = MAX_TOKEN_ID
 _SHAPES = 4096  # images whose shape is cached
 
 
-class Tenant(NamedTuple):
+class ImageOwner(NamedTuple):
     """The owner of images: one cache salt, or none.
 
     similar: a similar earlier image of the same tenant may replace an image.
@@ -63,7 +63,7 @@ class Tenant(NamedTuple):
     similar: bool = False
 
 
-NO_TENANT = Tenant(None)
+NO_OWNER = ImageOwner(None)
 """The owner of images without a salt."""
 
 
@@ -93,7 +93,7 @@ class ImageReader:
         self._lock = threading.Lock()
 
     def read(
-        self, source: ImageSource, own_id: str | None = None, tenant: Tenant = NO_TENANT
+        self, source: ImageSource, own_id: str | None = None, tenant: ImageOwner = NO_OWNER
     ) -> LoadedImage:
         """Read, check and process a tenant's image. Raises RequestError."""
         image = decode_image(source, self._max_pixels)
@@ -198,7 +198,7 @@ class ImagePrompts:
             )
 
     def read(
-        self, sources: Any, own_ids: Any = None, tenant: Tenant = NO_TENANT
+        self, sources: Any, own_ids: Any = None, tenant: ImageOwner = NO_OWNER
     ) -> list[LoadedImage]:
         """Read and check images. own_ids: the user's ids of the images, None for no id."""
         several = self._as_list(sources)

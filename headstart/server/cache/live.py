@@ -85,7 +85,7 @@ class Live:
 
     async def _refresh(self) -> None:
         manager = self._llm.manager
-        tenants = self._tenants.names() if self._tenants.ask_for_keys else None
+        tenants = self._tenants.names() if self._tenants.requires_keys else None
         began = time.monotonic()
 
         def look() -> tuple[float, dict[str, Any], list[PathSegment], list[int], Counter[int]]:

@@ -131,7 +131,7 @@ Include = Literal[
 """Optional parts of an answer. Only encrypted reasoning has an effect."""
 
 
-class CacheOptions(Body):
+class PromptCacheOptions(Body):
     """Options of the cache. `ttl` retains the prompt for 30 minutes after each use.
 
     Every full block of a prompt is cached, in every mode.
@@ -227,7 +227,7 @@ class ResponsesRequest(InputTokensRequest):
     stream_options: ResponseStreamOptions | None = None
     max_tool_calls: Whole | None = None
     top_logprobs: Literal[0] | None = None
-    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     safety_identifier: Label | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     user: Label | None = None

@@ -80,7 +80,7 @@ def texts(
 
 
 def judge(found: float, server: Running) -> None:
-    if server.service.tenants.ask_for_keys:
+    if server.service.tenants.requires_keys:
         assert found <= GUESSING
     else:
         assert found >= CERTAIN
@@ -124,7 +124,7 @@ def test_no_salt_of_a_body_opens_another_tenants_cache(texts: tuple[Running, Hea
 
     def ask(name: str, number: int) -> int:
         body: dict[str, object] = {"prompt": prompts[number]}
-        if name == "bob" or not tenants.ask_for_keys:
+        if name == "bob" or not tenants.requires_keys:
             body["cache_salt"] = salt
         return cached(server, "/v1/completions", body, headers(name))
 

@@ -176,7 +176,7 @@ def test_when_keys_are_asked_for(
     if made:
         folder.add("alice")
     options = ServerOptions(api_keys=given, keys_folder=str(folder.folder))
-    assert open_tenants(options, address).ask_for_keys is asked
+    assert open_tenants(options, address).requires_keys is asked
 
 
 def test_keys_of_the_command_line_are_one_administrator(folder: KeyFolder) -> None:

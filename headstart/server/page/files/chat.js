@@ -66,14 +66,14 @@ export class Chat {
     this.message.value = "";
     const reply = this.add("reply", "reading …");
     reply.classList.add("reading");
-    const asked = [...this.messages, { role: "user", content }];
+    const messages = [...this.messages, { role: "user", content }];
     this.abort = new AbortController();
     this.wait(true);
     const number = this.number;
     let text = "", first = null, usage = null, problem = null;
     const start = performance.now();
     try {
-      const body = { model: this.modelName(), messages: asked, stream: true,
+      const body = { model: this.modelName(), messages, stream: true,
         stream_options: { include_usage: true }, return_progress: true };
       const response = await post("v1/chat/completions", body, this.abort.signal);
       for await (const event of events(response)) {
@@ -99,7 +99,7 @@ export class Chat {
     reply.classList.remove("reading");
     reply.textContent = text;
     if (number !== this.number) return; // another chat was begun meanwhile
-    if (text) this.messages = [...asked, { role: "assistant", content: text }];
+    if (text) this.messages = [...messages, { role: "assistant", content: text }];
     else this.message.value ||= content; // nothing is lost
     this.tell(reply, usage, first, problem);
     this.message.focus();

@@ -79,11 +79,11 @@ function show(look) {
 
 async function showAdvice() {
   try {
-    const told = await get("cache/advice");
-    const items = told.forks.slice(0, 3).map(({ advice, before }) => before ? `${advice}. They part after “${before.slice(-40)}”` : advice);
-    items.push(...told.salts.map(({ advice }) => advice));
-    if (told.memory?.evicted_prompts) {
-      const { evicted_prompts: prompts, more_blocks: blocks, tokens_saved: tokens } = told.memory;
+    const report = await get("cache/advice");
+    const items = report.forks.slice(0, 3).map(({ advice, before }) => before ? `${advice}. They part after “${before.slice(-40)}”` : advice);
+    items.push(...report.salts.map(({ advice }) => advice));
+    if (report.memory?.evicted_prompts) {
+      const { evicted_prompts: prompts, more_blocks: blocks, tokens_saved: tokens } = report.memory;
       items.push(`${counted(prompts, "prompt")} had an evicted prefix: ${blocks === null ? "the pool size that would have retained it is unknown" : `${counted(blocks, "more block")} would have saved ${counted(tokens, "token")}`}`);
     }
     const { states, windows, recomputed_tokens: recomputed } = latestPool ?? {};

@@ -16,7 +16,7 @@ export class PoolMap {
     this.cells = [];
     this.perCell = 1;
     this.cursor = -1; // no cell yet
-    this.asked = 0;
+    this.numQueries = 0;
     canvas.addEventListener("pointermove", (event) => this.point(event));
     canvas.addEventListener("click", (event) => this.point(event));
     canvas.addEventListener("keydown", (event) => this.move(event));
@@ -97,14 +97,14 @@ export class PoolMap {
     const stateName = ["empty", "cached", "held"][state];
     this.caption.textContent = `${name}: ${stateName}`;
     if (state === EMPTY) return;
-    const asked = ++this.asked;
+    const query = ++this.numQueries;
     await new Promise((resolve) => setTimeout(resolve, 60));
-    if (asked !== this.asked) return; // the pointer moved to another cell
+    if (query !== this.numQueries) return; // the pointer moved to another cell
     try {
-      const told = await get(`cache/blocks/${first}`);
-      if (asked !== this.asked || told.text === null) return;
+      const answer = await get(`cache/blocks/${first}`);
+      if (query !== this.numQueries || answer.text === null) return;
       const which = this.perCell > 1 ? `; block ${first} has ` : ", ";
-      this.caption.textContent = `${name}: ${stateName}${which}${counted(told.tokens, "token")}: “${told.text}”`;
+      this.caption.textContent = `${name}: ${stateName}${which}${counted(answer.tokens, "token")}: “${answer.text}”`;
     } catch { /* texts are for administrators */ }
   }
 }

@@ -5,10 +5,10 @@ returns the tokens that may come next. Compiling a constraint usually takes mill
 worst case seconds. It is done once, in the thread that prepares a request, never in a step. Each
 answer gets a copy of the compiled matcher, which takes microseconds.
 
-Two kinds of schemas are refused, since llguidance would not come to an end. For `multipleOf` it
-makes a state for each remainder: 100,003 states take a second, 982,451,653 would take hours, and it
-cannot be stopped. If every value of a schema must contain another value of it (a required property
-with `{"$ref": "#"}`), an answer would open objects until `max_tokens`.
+Two kinds of schemas are refused, because llguidance would not finish. For `multipleOf` it makes a
+state for each remainder: 100,003 states take a second, 982,451,653 would take hours, and the
+computation cannot be stopped. If every value of a schema must contain another value of it (a
+required property with `{"$ref": "#"}`), an answer would open objects until `max_tokens`.
 """
 
 from __future__ import annotations

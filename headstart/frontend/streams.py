@@ -36,7 +36,7 @@ _MOST_UPDATES = 256  # unread updates; each has the whole text so far, so some m
 
 
 class PromptProgress(NamedTuple):
-    """The numbers of a prompt's tokens that have K/V, and of those that were cached.
+    """The number of a prompt's tokens that have K/V, and how many of them were cached.
 
     Both are 0 while the request waits.
     """
@@ -204,8 +204,8 @@ class AsyncMailbox(Generic[Output]):
     def __init__(self, driver: Driver, *, paced: bool = False) -> None:
         """Deliver updates to the running loop.
 
-        paced: between the first and the last, deliver only the newest update of each `PACE` (with
-        many readers `_PACE_OF_EACH` for each, up to `_LONGEST_PACE`).
+        paced: between the first and the last update, deliver only the newest update every `PACE`
+        seconds (with many readers `_PACE_OF_EACH` times their number, up to `_LONGEST_PACE`).
         """
         self.paced = paced
         self.is_listed = False  # True while the waker lists it for a later delivery

@@ -45,10 +45,10 @@ class PlacedImage(NamedTuple):
 
 
 class VisionFacts(NamedTuple):
-    """The facts of a vision model with which another process makes prompts without its weights.
+    """The facts of a vision model that another process needs to make prompts without its weights.
 
-    fingerprint, bytes_per_row: those of `VisionModel`. extra_rows: number of an image's embeddings
-    beyond those that follow from its shape; it is measured by encoding an image.
+    fingerprint, bytes_per_row: as in `VisionModel`. extra_rows: number of an image's embeddings
+    beyond the number that follows from its shape, measured by encoding an image.
     """
 
     fingerprint: bytes
@@ -67,7 +67,7 @@ class VisionModel(Protocol):
         """Process an image (Pillow, RGB). Raises ValueError if the image processor does."""
 
     def recall(self, image: Any, shape: tuple[int, ...]) -> ProcessedImage:
-        """Return an image of known shape without processing it before it is encoded."""
+        """Return an image of known shape, which is processed only when it is encoded."""
 
     def expand(self, shape: tuple[int, ...]) -> list[int]:
         """Return the token ids that replace the placeholder of an image of this shape."""
@@ -210,7 +210,7 @@ class DecoderModel(ABC):
         return f"{' '.join(sorted(kinds))}, kernels of level {level()}"
 
     def recall_fingerprint(self, fingerprint: str) -> None:
-        """Set the fingerprint, which was computed from the same files before."""
+        """Set the fingerprint, if it was computed from the same files before."""
         self._fingerprint = fingerprint
 
     @abstractmethod

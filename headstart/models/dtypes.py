@@ -65,8 +65,8 @@ def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> 
 def computes_wider(dtype: str | torch.dtype, folder: Path, device: torch.device) -> bool:
     """Return True if "auto" means float32 arithmetic with weights that stay in bfloat16.
 
-    This is for CPUs without bfloat16 instructions: the compiled products then need the memory of
-    bfloat16, and the time of float32.
+    This is for CPUs without bfloat16 instructions: the compiled products then take the memory of
+    bfloat16 and the time of float32.
     """
     halves = supports_bf16_weights({torch.bfloat16}, torch.float32, device)
     return dtype == "auto" and halves and _slow_dtypes(folder, device) == {"bfloat16"}

@@ -51,7 +51,8 @@ class HubName(NamedTuple):
 def parse_name(name: str) -> HubName | None:
     """Return the parts of a name; None for a name that does not refer to a GGUF file on the hub.
 
-    A name without a quantization does if it contains `gguf`, as the names of such repositories do.
+    A name without a quantization refers to a GGUF file if it contains `gguf`, as the names of such
+    repositories usually do.
     """
     match = _NAME.fullmatch(name)
     if match is None or not (match[2] or "gguf" in match[1].lower()):
@@ -76,7 +77,7 @@ def label_files(files: Iterable[str]) -> dict[str, str]:
 
 
 def choose_file(repository: str, files: Iterable[str], quantization: str | None) -> str:
-    """Return the file of a quantization, which is by default Q4_K_M, or that of the only file.
+    """Return the file of a quantization; the default is Q4_K_M, or the only file.
 
     Raises `ModelNotFoundError` with the available quantizations.
     """

@@ -192,7 +192,7 @@ def _read_architecture_keys(
 
 
 def _read_layer_types(metadata: Metadata, content: Mapping[str, Any]) -> list[str]:
-    """Return the types of the layers with attention, by a list or by the distance of full ones."""
+    """Return the types of layers with attention, from a list or the distance of full layers."""
     slides = metadata.get("attention.sliding_window_pattern", 6)
     if type(slides) is int:
         slides = [bool(layer % slides) for layer in range(1, content["num_hidden_layers"] + 1)]

@@ -5,12 +5,12 @@ by GPTQ in four stages. The inputs of each stage come from the rounded layers an
 Memory holds the floats of one layer at a time, and the rows of the text. Layers are headstart's
 own, with attention over whole windows of the text instead of paged memory.
 
-Units reduce the rounding error at no cost in the product. Input i of a linear layer is divided by a
-unit u[i], and its column of the weight is multiplied by u[i], which changes no output. u[i] grows
-with the mean size of the input: a larger column in a group has a smaller relative error (AWQ, Lin
-et al. 2023, https://arxiv.org/abs/2306.00978). u[i] falls with the size of the column, so that a
-small column does not get the step of a large neighbor. The inputs are divided in the file, by
-changing the weights that produce them:
+Units reduce the rounding error, and the product takes no longer. Input i of a linear layer is
+divided by a unit u[i], and its column of the weight is multiplied by u[i], which changes no output.
+u[i] grows with the mean size of the input: a larger column in a group has a smaller relative error
+(AWQ, Lin et al. 2023, https://arxiv.org/abs/2306.00978). u[i] falls with the size of the column, so
+that a small column does not get the step of a large neighbor. The inputs are divided in the file,
+by changing the weights that produce them:
 
     inputs of          are divided in
     q, k, v            the norm before them

@@ -13,9 +13,9 @@ all adapters are concatenated:
     hidden[another's ranks] = 0
     out += hidden @ up.T                            up: B of every adapter
 
-A row is also multiplied by other adapters' ranks in vain. This is cheap, since the layer's own
-product is a hundred times wider. For few rows the number of products dominates the cost, and it
-does not grow with the number of adapters.
+A row is also multiplied by the ranks of other adapters, without effect. This costs little, since
+the layer's own product is a hundred times wider. For few rows the number of products dominates the
+cost, and it does not grow with the number of adapters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -187,7 +187,7 @@ class AnswerParser:
         next(self._reading, None)
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Part]:
-        """Return the parts that are decided with this text; all that remain with the last one."""
+        """Return the parts that this text completes; with the last text, all remaining parts."""
         characters: Iterable[str] = self._without_hidden(text) if self._hidden else text
         if is_last:
             characters = [*characters, *self._held, END]
@@ -247,8 +247,8 @@ def read_call(
 ) -> Reading[str | None]:
     """Read a call. Return None if its name was passed on, even if the rest is malformed.
 
-    Otherwise the text is not a call: it breaks off, is not an object with a name, or has a name
-    that is not in `names`. Return the text that was read.
+    If the text is not a call, return the text that was read: it ends too early, is not an object
+    with a name, or has a name that is not in `names`.
     """
     name = ""
     has_arguments = False

@@ -340,8 +340,8 @@ async def prepare_chat(
 async def _naming_fields(service: Service, call: ChatCall) -> AsyncIterator[None]:
     """Make errors name the body's fields.
 
-    All tools are compiled as one grammar, whose error names no tool. So after an error each schema
-    is compiled alone.
+    All tools are compiled as one grammar, so its error names no tool. After an error each schema is
+    compiled alone to find the wrong tool.
     """
     try:
         yield

@@ -119,7 +119,8 @@ def as_api_error(error: BaseException) -> ApiError:
     """Return the API error for an exception of the engine or of the framework.
 
     The texts of internal errors are only logged: they may contain data of another tenant whose
-    request was in the same step, or names of local files. So are exceptions of the wording itself.
+    request was in the same step, or names of local files. An exception while an error is worded is
+    only logged too.
     """
     try:
         if (refusal := _word_error(error)) is not None:
@@ -181,8 +182,8 @@ def as_route_error(error: HTTPException, scope: Scope) -> ApiError:
 def _read_validation(error: RequestValidationError) -> ApiError:
     """Return the error for the first mistake in a body, with its position.
 
-    For a value of several allowed types, pydantic reports an error for each type. The error of the
-    type that was read farthest is used.
+    If a value may have several types, pydantic reports an error for each type. The error with the
+    longest path into the value is used.
     """
     path = max(map(_path, error.errors()), key=len)
     first, *others = (each for each in error.errors() if _path(each) == path)
@@ -260,8 +261,8 @@ def _param_of(text: str) -> str | None:
 def naming(names: Mapping[str, str]) -> Iterator[None]:
     """Make errors use the API's names of fields.
 
-    names: the API's names by fields of `SamplingParams`, with which its errors begin. Fields of
-    `structured_outputs` are replaced too: no API has them.
+    names: the API's names by fields of `SamplingParams`. An error begins with the name of such a
+    field. Fields of `structured_outputs` are replaced too, since no API has them.
     """
     try:
         yield

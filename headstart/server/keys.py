@@ -191,7 +191,7 @@ class KeyRing:
         return [*self._keys, *self._more]
 
     def find(self, key: bytes) -> ApiKey | None:
-        """Return the entry of a key, in constant time: it shows no attacker a partial match."""
+        """Return the entry of a key, in constant time, so that timing reveals no partial match."""
         digest = _digest(key)
         matches = [entry for entry in self.keys if hmac.compare_digest(entry.digest, digest)]
         return matches[0] if matches else None

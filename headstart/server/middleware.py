@@ -142,8 +142,8 @@ class RequestMiddleware:
 async def _send_in_parts(send: Send, message: Message) -> None:
     """Send a body in parts, each when the client's connection accepts it.
 
-    Sent at once, it would stay in the connection's buffer after the end of its call until the
-    client reads it, and no limit would count its memory.
+    If the body were sent at once, it would stay in the connection's buffer after the end of its
+    call until the client reads it, and no limit would count its memory.
     """
     body = message.get("body", b"")
     if len(body) > _PART:

@@ -52,7 +52,7 @@ _CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 class Call:
     """One call: its tenant, its places, and its deadline in the event loop's time.
 
-    trace: the headers of W3C's trace context. read: the open output streams of the call.
+    trace: the headers of W3C's trace context. read: the call's open output streams.
     """
 
     tenant: Tenant
@@ -72,8 +72,8 @@ async def time_limit(
         body read, prompts prepared ──deadline──▶ cancelled
         outputs read                ──deadline──▶ they fail ──grace──▶ cancelled
 
-    grace: seconds for an answer to report the error. error: makes the error that readers of outputs
-    get, and that this function raises if it cancelled the work.
+    grace: seconds for an answer to report the error. error: makes the error. Readers of outputs get
+    it, and this function raises it if it cancelled the work.
     """
 
     def end() -> None:
@@ -193,7 +193,7 @@ class BaseService(ABC, Generic[Work, Output]):
         max_running: int,
         max_model_len: int,
     ) -> None:
-        """Allow `max_running` running requests, and `options.max_waiting` more that wait.
+        """Allow `max_running` running requests, and further `options.max_waiting` that wait.
 
         max_model_len: most tokens of a prompt and its answer.
         """

@@ -121,7 +121,8 @@ class Tenants:
 def open_tenants(options: ServerOptions, address: str = "127.0.0.1") -> Tenants:
     """Return the tenants of a server that listens on an address.
 
-    Raises ConfigError if others could use it without a key, or a file of keys is damaged.
+    Raises ConfigError if other machines could use the server without a key, or if the file of keys
+    is damaged.
     """
     folder = KeyFolder(options.keys_folder)
     is_open = not ipaddress.ip_address(address.partition("%")[0]).is_loopback

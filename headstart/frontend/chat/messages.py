@@ -1,8 +1,8 @@
-"""Messages of a conversation in the form, and in an order, that a chat template takes.
+"""Messages of a conversation in a form and an order that a chat template accepts.
 
-Some templates refuse a second system message, two turns of one role in a row, or an assistant that
-speaks first; others silently drop such a message. Small test conversations show what a template
-supports. Only orders that it does not support are changed:
+Some templates refuse a second system message, two turns of one role in a row, or a first turn of
+the assistant; others silently drop such a message. Small test conversations show which orders a
+template supports. Only other orders are changed:
 
     a system message behind others                text of a user's turn, within <system> tags
     several system messages at the beginning      one message
@@ -354,7 +354,8 @@ class TemplateOrder:
     def _try(self, roles: str, baseline: str = "UAU") -> bool:
         """Return True if the template shows all turns of these roles in order.
 
-        Also return True if it does not show `baseline`: it then fails for another reason.
+        Also return True if the template does not show `baseline`, since it then fails for another
+        reason.
         """
         return self._shows(roles) or not self._shows(baseline)
 

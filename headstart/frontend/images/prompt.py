@@ -117,7 +117,7 @@ class ImageReader:
         return LoadedImage(sent.digest, processed, salt)
 
     def _process(self, image: Image, key: EncoderKey) -> ProcessedImage:
-        """Process an image, or only delay that until it is encoded if its shape is known.
+        """Process an image; if its shape is known, delay this until it is encoded.
 
         Processing is most of the cost of an image whose embeddings are cached.
         """

@@ -1,18 +1,18 @@
 """Similar images: an opt-in that replaces a copy of an earlier image by that image.
 
 An image of a request with `similar_images=True` is compared with the images of earlier such
-requests of its tenant. If one shows the same picture and its embeddings are in the encoder cache,
-it replaces the new image before anything is hashed; the output says so.
+requests of its tenant. If an earlier image shows the same picture and its embeddings are in the
+encoder cache, it replaces the new image before anything is hashed, and the output reports this.
 
-Thumbnails propose up to three earlier images. To decide, the new image is reproduced from the
-earlier one: scaled by one of Pillow's filters, then saved as JPEG or WebP. The parameters are
+Up to three earlier images with similar thumbnails are examined. Each is transformed as programs
+make copies: scaled by one of Pillow's filters, then saved as JPEG or WebP. The parameters are
 searched in the window with the most edges. The reproduced picture must equal the new image in every
 pixel.
 
-A codec erases faint details, so two different pictures may have the same copy. So details of up to
-4 pixels of the earlier image are painted over, and it is saved again. If the copy does not change
-at such a detail, it is refused. A picture with very many such details has grain, and is not
-refused.
+A codec erases faint details, so two different pictures may have the same copy. To detect this,
+details of up to 4 pixels of the earlier image are painted over, and the result is saved again. If
+the copy does not change at such a detail, the new image is refused as a copy. A picture with very
+many such details has grain, and is not refused.
 """
 
 import io

@@ -218,9 +218,9 @@ class DenseDecoder(DecoderModel):
         return hidden if len(hidden) == len(logit_rows) else hidden.index_select(0, logit_rows)
 
     def _run_layers(self, x: Tensor, step: LayerStep, rows: Tensor | None) -> Tensor:
-        """Return rows after the last layer: `rows` alone if it is given, or all.
+        """Return rows after the last layer: only `rows` if it is given, otherwise all rows.
 
-        The layers behind the last one with memory compute no other rows.
+        Layers after the last layer with K/V or states compute only these rows.
         """
         layers, count = self.module.body.layers, self._num_owners
         for layer in layers[: count - 1]:

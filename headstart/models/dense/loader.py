@@ -115,7 +115,7 @@ def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None
 
 
 def _read_plain_angles(merged: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the rotary parameters, by kind of layer if they are so; None for scaled ones."""
+    """Return the rotary parameters, by kind of layer if they differ; None for scaled ones."""
     parameters = merged.get("rope_parameters") or {}
     if not parameters or not all(isinstance(part, dict) for part in parameters.values()):
         return _read_plain_angle({"rope_theta": merged.get("rope_theta", _THETA), **parameters})

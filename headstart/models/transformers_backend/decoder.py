@@ -1,10 +1,10 @@
 """A transformers causal language model as a decoder over paged K/V.
 
-In deterministic mode the bits of a row must not depend on the other rows. transformers gives each
-expert of a mixture the rows that chose it. The number of these rows is a size of the expert's
-matrix products, which decides on their last bits. So every expert that a row chose computes all
-rows, and the rows that chose it are taken: for a block of 16 rows that reads the same weights, and
-costs time only for the further rows.
+In deterministic mode the bits of a row must not depend on the other rows. In transformers each
+expert of a mixture computes only the rows that chose it. The number of these rows is a dimension of
+the expert's matrix products, which determines their last bits. So in this mode every chosen expert
+computes all rows, and only the results of the rows that chose it are used. For a block of 16 rows
+this reads the same weights, and takes time only for the additional rows.
 """
 
 import hashlib
@@ -47,9 +47,9 @@ _ANY_LENGTH = 1 << 20  # tokens, for a model without positions
 
 
 def compute_all_rows(model: PreTrainedModel) -> str | None:
-    """Give every expert all rows from now on. Return the name of the earlier implementation.
+    """Let every expert compute all rows from now on. Return the name of the earlier implementation.
 
-    None, and nothing is changed, for a model whose experts transformers lets no one replace.
+    Return None, and change nothing, for a model whose experts transformers cannot replace.
     """
     if not model._can_set_experts_implementation():
         return None
@@ -60,9 +60,9 @@ def compute_all_rows(model: PreTrainedModel) -> str | None:
 
 
 def check_rows(model: PreTrainedModel, mixers: MixerStates | None = None) -> None:
-    """Raise `UnsupportedModelError` if rows have other bits when the rows behind them change.
+    """Raise `UnsupportedModelError` if the bits of rows change when later rows change.
 
-    Recurrent layers compute a second block too, from the states after the first.
+    Recurrent layers also compute a second block, from the states after the first block.
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = torch.randint(0, vocabulary, (_ROWS,), generator=torch.Generator().manual_seed(0))

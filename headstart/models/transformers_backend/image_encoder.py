@@ -1,8 +1,8 @@
 """Images for a vision model: from a picture to the embeddings of its placeholders.
 
-transformers does the work: its image processors (on Pillow) make pixel values, the model's own
-vision tower and projection make embeddings. headstart decides how many placeholders an image has,
-and which tokens stand around them, by the configuration and the tokenizer alone:
+transformers' image processors (with Pillow) make pixel values, and the model's own vision tower and
+projection make embeddings from them. headstart determines the number of an image's placeholders and
+the tokens around them from the configuration and the tokenizer alone:
 
     llava                  all images are cropped to one size: one row per patch
     qwen2_vl, qwen2_5_vl   a grid of patches that follows the image's size, merged 2 x 2;
@@ -36,8 +36,8 @@ from headstart.models.transformers_tools import silence_transformers
 class ImageFamily(ABC):
     """The differences between model families; made of a configuration and a tokenizer.
 
-    extra_rows: embeddings of an image beyond one a patch. Set at load; 0 but for LLaVA, where it is
-    +1 for a kept class token and -1 for a cut first patch.
+    extra_rows: number of embeddings of an image minus its number of patches, set at load. It is 0
+    except in LLaVA, where a class token adds 1 and a dropped first patch subtracts 1.
     """
 
     def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -75,7 +75,7 @@ class Fixed(ImageFamily):
 
 
 class Grid(ImageFamily):
-    """Qwen2-VL and Qwen2.5-VL: as many patches as the image has room for, and M-RoPE."""
+    """Qwen2-VL and Qwen2.5-VL: the number of patches follows from the image's size; M-RoPE."""
 
     @property
     def _merge(self) -> int:
@@ -90,10 +90,12 @@ class Grid(ImageFamily):
     def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
         """Return M-RoPE's positions.
 
-        Text counts on all axes alike. An image counts its frames, rows and columns from the end
-        of the text before it; the text after it continues after the longest of these axes.
+        Positions of text are equal on all axes. Positions in an image are its frames, rows and
+        columns, counted from the end of the text before it. Positions of the text after it begin
+        after the largest position in the image.
 
-        Equal to the model's `get_rope_index`, which cannot separate two adjacent images.
+        The result equals that of the model's `get_rope_index`, except that `get_rope_index` cannot
+        separate two adjacent images.
         """
         parts: list[NDArray[np.int64]] = []
         end = position = 0
@@ -156,7 +158,7 @@ VISION_MODELS = frozenset(_FAMILIES)
 
 
 class ImageProcessor:
-    """The part of a `VisionModel` that has no weights: all but `encode` and `fingerprint`."""
+    """The part of a `VisionModel` without weights: everything except `encode` and `fingerprint`."""
 
     def __init__(
         self, config: PreTrainedConfig, folder: Path, tokenizer: PreTrainedTokenizerBase | None
@@ -209,7 +211,7 @@ def _without_places(settings: Any) -> Any:
 
 
 class TransformersVision(ImageProcessor):
-    """A `VisionModel` by transformers' image processor and the model's own vision tower."""
+    """A `VisionModel` of transformers' image processor and the model's own vision tower."""
 
     def __init__(
         self, decoder: TransformersDecoder, folder: Path, tokenizer: PreTrainedTokenizerBase | None

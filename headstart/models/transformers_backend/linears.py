@@ -1,9 +1,10 @@
 """Packing and quantization of the linear layers of a loaded transformers model.
 
-Packed for the compiled kernels, every plain `nn.Linear` becomes a `Linear` over a `PackedWeight`,
-and an `nn.Embedding` that shares the LM head's weight an `Embedding`. A few rows through both
-confirm each; and a model that does not run with packed weights, since other code reads them, gets
-all of them back. Weights are replaced one at a time: at most one is in memory twice.
+To pack weights for the compiled kernels, every plain `nn.Linear` is replaced by a `Linear` over a
+`PackedWeight`, and an `nn.Embedding` that shares the LM head's weight by an `Embedding`. Each
+replacement is compared with the original on a few rows. If the model then does not run, because
+other code reads the weights, all replacements are undone. Weights are replaced one at a time, so at
+most one is in memory twice.
 """
 
 from collections import defaultdict
@@ -96,7 +97,8 @@ def _pack(model: PreTrainedModel, ready_memory: ReadyMemory | None) -> int:
 def _find_fixed(model: PreTrainedModel) -> set[nn.Module]:
     """Return the linear layers that stay plain, since other code reads their `weight`.
 
-    Mamba multiplies by that of `dt_proj` itself. Models without attention read the head's dtype.
+    Mamba itself multiplies by the weight of `dt_proj`. Models without attention read the dtype of
+    the LM head.
     """
     fixed = {part for name, part in model.named_modules() if name.endswith(".dt_proj")}
     head = model.get_output_embeddings()
@@ -161,10 +163,11 @@ def _unpack(model: PreTrainedModel) -> None:
 
 
 def leave_file(tensors: Iterable[Tensor], replaced_bytes: int) -> None:
-    """Copy what was not replaced out of its mapped file, since any view keeps all of it mapped.
+    """Copy the weights that were not replaced, so that their file can be unmapped.
 
-    If more bytes are left than were replaced (experts of a mixture), they stay in the file.
-    Subclasses of `Tensor` are not copied.
+    A single view of a mapped file keeps the whole file mapped. If the weights that were not
+    replaced have more bytes than the others (experts of a mixture), they are not copied. Subclasses
+    of `Tensor` are not copied either.
     """
     left = list(filter(has_memory, tensors))
     if sum(tensor.nbytes for tensor in left) < replaced_bytes:
@@ -180,10 +183,10 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
     """Round the weights of the text part's linear layers, and of the LM head.
 
-    One at a time, so that at most one weight is in memory twice. Each layer has its
-    `kind_of_layer`; the LM head is int8 for every kind, and so are embeddings that share its
-    weight. Other embeddings, norms, routers, a vision tower and what is no plain `nn.Linear` (the
-    stacked weights of experts) stay as they are.
+    Weights are rounded one at a time, so that at most one is in memory twice. Each layer has its
+    `kind_of_layer`; the LM head, and embeddings that share its weight, are int8 for every kind.
+    Other embeddings, norms, routers, a vision tower and modules that are not plain `nn.Linear` (the
+    stacked weights of experts) do not change.
     """
     head, replaced_bytes = model.get_output_embeddings(), 0
     fixed = _find_fixed(model)

@@ -1,9 +1,9 @@
 """Loading of transformers' models, and the proof that a decoder works over paged K/V.
 
-Weights are checked against the configuration twice. Before a model is built: the names and shapes
-in the files' headers must show as many layers as the configuration says, and tensors of its
-vocabulary and hidden size. After: transformers' loading report must show no parameter left at
-random, and no layer's weight left out.
+Weights are compared with the configuration twice. Before a model is built, the names and shapes in
+the headers of the files must have the configuration's number of layers, vocabulary and hidden size.
+Afterwards, transformers' loading report must list no parameter that was initialized randomly, and
+no weight of a layer that was not loaded.
 """
 
 import math
@@ -104,7 +104,7 @@ def _check_layers(folder: Path, config: PreTrainedConfig, names: Iterable[str]) 
 
 
 def _check_experts(folder: Path, names: Iterable[str]) -> None:
-    """Check that all experts of a list have the same parameters; transformers hides gaps."""
+    """Check that all experts of a list have the same parameters; transformers ignores gaps."""
     numbers_by_parameter: dict[tuple[str, str], set[int]] = defaultdict(set)
     counts: dict[str, int] = defaultdict(int)
     for match in filter(None, map(_EXPERT.fullmatch, names)):
@@ -171,11 +171,11 @@ def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]
 
 
 def _needed(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Return the names of weights that were not loaded, and without which answers differ.
+    """Return the names of weights that were not loaded and would change the answers.
 
-    These are parameters of a module that has other parameters, or of a list of layers. Not needed
-    are draft layers, parts of other models (a vision tower, another head), and buffers of old
-    versions, which belong to modules without parameters.
+    These are parameters of a module that has other parameters, or of a list of layers. Three kinds
+    of weights do not matter: draft layers, parts of other models (a vision tower, another head),
+    and buffers of old versions, which belong to modules without parameters.
     """
     modules = dict(model.named_modules())
     drafts = getattr(model.config.get_text_config(), _DRAFT_LAYERS, None) or 0
@@ -254,7 +254,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 @contextmanager
 def reading_config(folder: Path, kind: str) -> Iterator[None]:
-    """Report an error of transformers' configuration of this kind as `DamagedModelError`."""
+    """Convert errors of transformers' configuration of this type to `DamagedModelError`."""
     try:
         yield
     except HeadstartError:

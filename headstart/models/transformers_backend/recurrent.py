@@ -1,10 +1,10 @@
 """Recurrent layers of transformers' models, with their states in slots.
 
-Such a layer is a module that transformers calls with a cache: it reads the state of earlier tokens
-from there, convolves and scans its rows, and writes the state after them. All other modules run
-over the flat batch. These run over the rows of each sequence, with a cache that holds the states
-of the step's source slots, and whose states go to the target slots afterwards. Sequences with
-equally many rows run as one batch.
+Such a layer is a module that transformers calls with a cache: the module reads the state of earlier
+tokens from the cache, convolves and scans its rows, and writes the state after them. Recurrent
+modules run over the rows of each sequence, all other modules over the flat batch. The cache of a
+recurrent module gets the states of the step's source slots before the call, and its states are
+copied to the target slots afterwards. Sequences with equally many rows run as one batch.
 
 `find_mixers` finds the modules, and the shapes of their states, in one pass with transformers' own
 cache, so there is no table of architectures.
@@ -42,8 +42,9 @@ _ROWS = 2
 class CachedState(NamedTuple):
     """A state in the cache of a layer.
 
-    kind: the cache's attribute, `conv_states` or `recurrent_states`. number: the key in it. shape:
-    for one sequence. dtype: in which the module reads it; slots have float32.
+    kind: the cache's attribute, `conv_states` or `recurrent_states`. number: the key in this
+    attribute. shape: the shape for one sequence. dtype: the dtype that the module reads; slots have
+    float32.
     """
 
     kind: str
@@ -55,8 +56,9 @@ class CachedState(NamedTuple):
 class RecurrentMixer(NamedTuple):
     """A module with states.
 
-    name: dotted. layer: its layer's number in the cache. argument: the name of its argument for the
-    cache. resumes_many: False if a state is read by calls with one row alone (Mamba-1).
+    name: its dotted name. layer: its layer's number in the cache. argument: the name of its
+    argument for the cache. resumes_many: False if only calls with a single row read a state
+    (Mamba-1).
     """
 
     name: str
@@ -128,7 +130,7 @@ def find_mixers(model: PreTrainedModel, takes_positions: bool) -> tuple[Recurren
     """Return the modules with states, in the order of their calls.
 
     takes_positions: False for a model without attention. Raises `UnsupportedModelError` if a layer
-    keeps its state elsewhere than in the cache.
+    does not store its state in the cache.
     """
     config = model.config.get_text_config()
     if not has_recurrent_layers(config):
@@ -188,7 +190,7 @@ def _describe(model: PreTrainedModel, cache: _Tracer, name: str) -> RecurrentMix
 def _named_options(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that have a name in the module's signature.
 
-    Others are meant for attention, or for kernels over padded batches.
+    Other arguments are for attention, or for kernels over padded batches.
     """
     named = signature(type(module).forward).parameters
     return {key: value for key, value in arguments.items() if key in named}
@@ -215,9 +217,9 @@ class _Group(NamedTuple):
 
 
 def _group_rows(recurrence: Recurrence, device: torch.device) -> list[_Group]:
-    """Return groups of rows whose states are known once the groups before them are computed.
+    """Return groups of rows, ordered so that each group's states are computed before the group.
 
-    A sequence is cut behind each row whose state is saved, and resumes from the saved state.
+    A sequence is divided after each row whose state is saved, and resumes from the saved state.
     """
     starts, saves = recurrence.starts.tolist(), dict(recurrence.saves.tolist())
     sources, targets = recurrence.sources.tolist(), recurrence.targets.tolist()
@@ -254,11 +256,11 @@ _UNLIMITED = (0.0, math.inf)
 
 
 def _limit_steps(module: Any) -> Callable[..., Tensor]:
-    """Return the module's `forward`, with the limits of Mamba-2's steps for single rows too.
+    """Return the module's `forward`, which also limits Mamba-2's steps in a call with one row.
 
-    transformers applies `time_step_limit` to several rows and forgets it for one row. The state
-    would depend on where a prompt is cut. Raises `UnsupportedModelError` for a module that computes
-    single rows by another function.
+    transformers applies `time_step_limit` to several rows but not to a single row, so the state
+    would depend on how a prompt is divided. Raises `UnsupportedModelError` for a module that
+    computes single rows by another function.
     """
     limits = getattr(module, "time_step_limit", None)
     forward = unwrap(type(module).forward)
@@ -316,7 +318,7 @@ class MixerStates:
             module.forward = partial(self._forward, number, _limit_steps(module))
 
     def detach(self) -> None:
-        """Run the mixers as transformers does again; safe to call twice."""
+        """Let the mixers run as in transformers again; safe to call twice."""
         if self._memory is None:
             return
         self._memory = self._recurrence = None

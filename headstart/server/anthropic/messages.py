@@ -103,7 +103,8 @@ def _marks(body: CountTokensRequest) -> Iterator[Breakpoint]:
 def _begin_of(body: CountTokensRequest, point: Breakpoint) -> list[MessageParam] | None:
     """Return the conversation up to a breakpoint; None if that is the whole conversation.
 
-    Up to a breakpoint before the first message, it is one empty message, as templates need one.
+    If the breakpoint is before the first message, the conversation has one empty message, since
+    templates need a message.
     """
     if point.turn is None:
         return [MessageParam(role="user", content="")]
@@ -137,8 +138,9 @@ async def apply_breakpoints(
 ) -> dict[str, int]:
     """Retain a prompt up to its breakpoints, for their time to live after each use.
 
-    Return the number of tokens up to the last breakpoint of each time to live, in full blocks. To
-    find it, the conversation up to the breakpoint is tokenized alone and compared with the whole.
+    Return the number of tokens up to the last breakpoint of each time to live, in full blocks. The
+    number is found by tokenizing the conversation up to the breakpoint alone and comparing it with
+    the whole.
     """
     lengths: dict[str, int] = {}
     if not prepared.request.params.is_stored:

@@ -1,4 +1,4 @@
-"""Reasons of misses in words, and advice on what would have saved most of the recent tokens."""
+"""Reasons of misses in words, and advice on the changes that would have saved most tokens."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ class Adviser:
         return difference
 
     def sum_up(self, recent: Sequence[Sequence[Seen]]) -> dict[str, Any]:
-        """Return what would have saved most tokens of each tenant's prompts.
+        """Return the causes that cost most tokens of each tenant's prompts.
 
-        recent: each tenant's prompts, oldest first. A tenant's prompts that differ from the same
-        word on count as one cause, under any salts.
+        recent: each tenant's prompts, oldest first. If several prompts of a tenant differ from the
+        same word on, they count as one cause, even under different salts.
         """
         forks: dict[tuple[Any, ...], list[Seen]] = defaultdict(list)
         for place, prompts in enumerate(recent):

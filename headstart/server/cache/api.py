@@ -134,10 +134,11 @@ async def reset_cache(request: Request, body: CacheResetRequest | None = None) -
 
 @router.get("/advice")
 async def show_advice(request: Request) -> Response:
-    """Show what would have saved most tokens of the recent prompts.
+    """Show the changes that would have saved most tokens of the recent prompts.
 
-    An administrator's key covers the prompts of all tenants. Any other key covers the prompts of
-    its tenant, and `memory` is null, since evictions depend on other tenants.
+    With an administrator's key the advice covers the prompts of all tenants. With any other key it
+    covers the prompts of the key's tenant, and `memory` is null, since evictions depend on other
+    tenants.
     """
     return JsonResponse(await read_advice(request))
 

@@ -1,8 +1,8 @@
 """The pool as the page draws it: cells colored by prefix, and the traffic, every second.
 
-A snapshot of the pool takes time of the engine's thread. All viewers share it, and the next one is
-made after fifty times as long as the last one took, so snapshots take at most 2 % of its time. A
-pool of more than `MAX_CELLS` blocks is drawn with several blocks per cell.
+A snapshot of the pool takes time of the engine's thread. All viewers share a snapshot, and the next
+snapshot is made after fifty times the duration of the last one, so snapshots take at most 2 % of
+the thread's time. A pool of more than `MAX_CELLS` blocks is drawn with several blocks per cell.
 """
 
 from __future__ import annotations

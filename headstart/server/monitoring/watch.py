@@ -239,7 +239,7 @@ class Watch:
         self.metrics = Metrics(llm, name)
 
     def ended(self, request: RequestGroup, output: RequestOutput | str) -> None:
-        """Record an ended request soon; only its counts if it must not be stored.
+        """Queue an ended request to be recorded; only its counts if it must not be stored.
 
         output: the last output; "abort" or "error" if there is no answer. Called in the event
         loop. A thread records, as that takes as long as several tokens of a small model.
@@ -316,10 +316,10 @@ class Watch:
             return self._adviser.explain(traffic, namespace, token_ids, missed)
 
     def advise(self, tenant: Tenant) -> dict[str, Any]:
-        """Return what would have saved most tokens of recent prompts; see `Adviser.sum_up`.
+        """Return the advice on recent prompts; see `Adviser.sum_up`.
 
         An administrator gets the advice for all tenants. For any other tenant, `memory` is None,
-        because it would depend on the data of others.
+        because it would depend on the data of other tenants.
         """
         self.settle()
         with self._lock:

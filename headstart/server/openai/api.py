@@ -237,7 +237,7 @@ class _ChatAnswers(Chunks):
     async def with_progress(
         self, outputs: AsyncGenerator[RequestOutput]
     ) -> AsyncGenerator[RequestOutput | bytes]:
-        """Yield the outputs; before them, if requested, events with the progress of the prompt.
+        """Yield the outputs, and before them, if requested, events with the prompt's progress.
 
         Progress has llama.cpp's form, without its times.
         """
@@ -473,8 +473,8 @@ Item = TypeVar("Item")
 async def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
     """Yield the items of all streams as they arrive; all streams are closed at the end.
 
-    A stream's next item is requested when its last one was taken, so a slow reader delays all
-    streams and no items are buffered here. The first exception ends all streams.
+    The next item of a stream is requested only after the reader has taken the previous item. So a
+    slow reader delays all streams, and no items are buffered. The first exception ends all streams.
     """
     waiting = {asyncio.ensure_future(anext(stream, None)): stream for stream in streams}
     try:

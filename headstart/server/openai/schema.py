@@ -1,7 +1,7 @@
 """The bodies of OpenAI's requests for completions and chats, and vLLM's fields for them.
 
-Any other field is an error: nothing is ignored silently. Fields without meaning for a server of
-one model (`user`, `metadata`, `store`, ...) are accepted without effect.
+Any field that is not declared here is an error. Fields without meaning for a server of one model
+(`user`, `metadata`, `store`, ...) are accepted without effect.
 """
 
 from dataclasses import fields

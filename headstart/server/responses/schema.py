@@ -1,7 +1,8 @@
 """The bodies of OpenAI's Responses, and their conversion to chats.
 
-Any other field is an error, and so are OpenAI's own services: stored prompts, conversations,
-background work. Fields without meaning for a server of one model are accepted without effect.
+Any field that is not declared here is an error, and so are OpenAI's own services: stored prompts,
+conversations, background work. Fields without meaning for a server of one model are accepted
+without effect.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class StepPlan:
 
     @property
     def separate(self) -> list[Span]:
-        """The other spans, which are computed one by one."""
+        """All other spans, which are computed one by one."""
         return [s for s in self.spans if s.num_rows > 1 or self.contiguous_gather]
 
 

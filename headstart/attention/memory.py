@@ -222,8 +222,8 @@ class PagedKVMemory:
     def copy_rows(self, copies: Sequence[tuple[int, ...]]) -> None:
         """Copy rows in every layer: (source block, target block, number of rows from the first).
 
-        Two more numbers are the source and the target in window blocks, for a memory that has
-        them. A copy with -1 is not done in that pool. In each layer all sources are read before
+        For a memory with window blocks, two more numbers are the source and the target in window
+        blocks. A copy with -1 is not made in that pool. In each layer all sources are read before
         any target is written. So a block may be the source of one copy and the target of another,
         and the order of `copies` does not matter.
         """

@@ -9,7 +9,7 @@ matrix products. A row's outputs from its groups and from the rest of its contex
     part i has the largest score m_i, the sum l_i = sum of exp(score - m_i), the output o_i
     m = max m_i,   out = sum of o_i exp(m_i - m) / sum of l_i exp(m_i - m)
 
-Only decoding rows, one per sequence, are grouped. A prefill has enough rows of its own.
+Only decoding rows, one per sequence, are grouped. A prefill has enough rows without grouping.
 """
 
 from collections.abc import Sequence

@@ -51,7 +51,7 @@ _folder = partial(
 
 
 class PrefixFolder(NamedTuple):
-    """The engine's options with a folder for prefixes, or None and the reason for it."""
+    """The engine's options, with a folder for prefixes or the reason why there is none."""
 
     options: dict[str, Any]
     folder: Path | None
@@ -123,7 +123,8 @@ def cache() -> None:
 def list_prefixes(model: str | None, lines: int, folder: str | None) -> None:
     """List the models, or the prefixes of one MODEL, split where they fork.
 
-    MODEL is a name as ls shows it, which selects all its kinds, or digits of a fingerprint.
+    MODEL is digits of a fingerprint, or a name as ls shows it, which selects all kinds of the
+    model.
     """
     shown = []
     with _opened(folder) as path:
@@ -264,7 +265,7 @@ def _open_store(path: Path, record: ModelRecord) -> DiskStore:
 
 
 def _find_models(path: Path, name: str) -> list[ModelState]:
-    """Return the models with a name (of all kinds, unless it names a kind) or fingerprint.
+    """Return the models with this name or fingerprint; without a kind in the name, all kinds.
 
     Models of one fingerprint differ in their block size. Raises CacheError.
     """

@@ -187,8 +187,8 @@ class Chat:
     def _fit(self, question: Content) -> RequestStream:
         """Return the request for a question; if the context is full, drop the oldest turns.
 
-        The other turns must be computed again, so enough are dropped to leave half of the context
-        free. If the question alone does not fit, drop nothing and raise RequestError.
+        The remaining turns must be computed again, so enough turns are dropped to leave half of the
+        context free. If the question alone does not fit, drop nothing and raise RequestError.
         """
         conversation, limit = self.conversation, self.llm.max_model_len
         room = min(self.params.max_tokens or limit, _ROOM, limit // 4)

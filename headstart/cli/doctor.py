@@ -53,7 +53,7 @@ EXTRAS = {
 
 @click.command(cls=GroupedCommand, short_help="Show this machine's hardware and what is used.")
 def doctor() -> None:
-    """Show this machine's hardware, what is used of it, and what would make it faster.
+    """Show this machine's hardware, which parts of it are used, and what would make it faster.
 
     The list has the CPU, the kernels that run on it, free memory, GPUs and optional packages.
     """

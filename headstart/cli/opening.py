@@ -148,7 +148,7 @@ def folder_for_text(model: str, adapter: Path | None) -> Path:
 
 
 def check_adapter(adapter: Path, model: Path) -> None:
-    """Raise UnsupportedAdapterError if a layer has another number of inputs than the model's.
+    """Raise UnsupportedAdapterError if a layer's number of inputs differs from the model's.
 
     Reads only the headers of files, before the model is loaded. Loading checks the rest.
     """

@@ -7,11 +7,12 @@ key is 3 in a million. The index is only a hint: an engine looks up its own bloc
 or a shared key may lead to a worse choice, never to a wrong answer.
 
 An engine evicts a prefix from its end, so a replica that holds a block holds all blocks before it.
-So a query bisects the prompt's blocks instead of looking up each one. After a lost event, or if a
+So a query bisects the prompt's blocks instead of looking up each block. After a lost event, or if a
 tier lost a block in the middle, a query may report too many blocks.
 
-A removed replica disappears from answers at once. Its blocks stay in the tables for a while: each
-batch also sweeps several times as many blocks as it stores.
+A removed replica disappears from answers at once. Its blocks stay in the tables until they are
+swept: each batch of events also examines several times as many blocks as it stores, and removes
+those of removed replicas.
 """
 
 from array import array
@@ -33,7 +34,7 @@ table has parts of the size of a replica.
 """
 
 MAX_BACKLOG = 1024
-"""Most batches to store for a replica while its snapshot is awaited."""
+"""Greatest number of batches to store for a replica until its snapshot arrives."""
 SWEPT = 4096
 """Blocks to examine in one step of a sweep."""
 _LEAST_PARTS = 64
@@ -69,8 +70,8 @@ def unpack_keys(packed: bytes) -> Sequence[PrefixKey]:
 class PromptKeys(Sequence[PrefixKey]):
     """The keys of a prompt's full blocks, computed when they are read.
 
-    Hashing is most of a request's time in a router, and if no replica holds a prompt's first
-    blocks, the others can be hashed after the request is sent. Indices are not negative.
+    Hashing takes most of a request's time in a router. If no replica holds a prompt's first blocks,
+    the other blocks can be hashed after the request is sent. Indices are not negative.
     """
 
     def __init__(self, hasher: BlockHasher, prompt: TokenSequence) -> None:

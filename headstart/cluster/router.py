@@ -20,7 +20,7 @@ from headstart.cluster.index import Match, PrefixKey, ReplicaIndex
 from headstart.errors import ConfigError, RequestError
 
 FIRST_RATE = 15_000.0
-"""Assumed prompt tokens per second of a replica before any was measured."""
+"""Assumed prompt tokens per second of a replica before the first measurement."""
 _HALF_LIFE = 20.0
 """Half-life of a measurement's weight, in busy seconds."""
 _TRUST = 2.0
@@ -188,9 +188,9 @@ class Expected(RoutingPolicy):
     its replica costs more than computing the prefix elsewhere, the next request computes it there.
 
     w > 1, because a computed token also delays later requests and takes memory from cached blocks.
-    d spreads prompts that are cheap to recompute, before one replica decodes for all. Among
-    replicas of equal cost, the one with the fewest computed tokens is chosen, so new prefixes fill
-    all pools equally.
+    With d > 0, prompts that are cheap to recompute are spread before one replica decodes for all of
+    them. Among replicas of equal cost, the replica with the fewest computed tokens is chosen, so
+    new prefixes fill all pools equally.
     """
 
     def __init__(self, weight: float = COMPUTE_WEIGHT, load_rate: float = LOAD_RATE) -> None:

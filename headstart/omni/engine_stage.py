@@ -6,7 +6,7 @@ its hits are limited to blocks with stored rows, and after each pass its rows ar
 A first stage has its prompt when a request arrives. A later stage receives rows: its prompt is
 complete when enough rows have arrived, and each further token waits for its row. Token ids do not
 determine these rows (a talker's prompt is one repeated mask token), so the rows are part of a
-block's identity: the name of the block that they come from, or else a digest of their bytes.
+block's identity, either by the name of the block that they come from or by a digest of their bytes.
 """
 
 import hashlib
@@ -104,12 +104,13 @@ class TalkerFeed(Feed):
     """A talker's feed: makes its prompt and one row per position from the thinker's rows.
 
     An `EmbeddingSource`: `_combine` makes the embeddings of tokens from their rows. A block that
-    aligns with a thinker's block is identified by its name, any other by a digest of its rows.
+    aligns with a thinker's block is identified by the name of the thinker's block, any other block
+    by a digest of its rows.
 
-    rows: the thinker's output that it reads. bos, eos, pad: rows `[width]`, the only ones not from
-    the thinker. voice: part of the identity; talkers of different voices share no block.
-    positions: None if they are consecutive from 0 on. anonymous: the request shares no block with
-    any other; for a stage without caching.
+    rows: the thinker's output that it reads. bos, eos, pad: rows `[width]` that are not from the
+    thinker. voice: part of the identity; requests with different voices share no block. positions:
+    None if they are consecutive from 0 on. anonymous: the request shares no block with other
+    requests; for a stage without caching.
     """
 
     request: OmniRequest

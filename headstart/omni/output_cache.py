@@ -125,7 +125,7 @@ class OutputCache:
         return sum(1 for _ in self._whole(path, start))
 
     def touch(self, path: BlockPath) -> None:
-        """Mark a prefix as just used. It will be evicted from its end, as in the KV cache."""
+        """Mark a prefix as just used. Its end will be evicted first, as in the KV cache."""
         for node in reversed(list(self._walk(path))):
             for name in node.rows:
                 self._order.move_to_end((node, name))
@@ -162,7 +162,7 @@ class OutputCache:
         self._prune(node)
 
     def drop(self, stage: str, name: str) -> None:
-        """Drop all rows of an output that is no longer aligned by token; hits need them no more."""
+        """Drop all rows of an output that is not aligned by token; hits no longer need them."""
         for node, entry in [key for key in self._order if key[1] == name]:
             top: PrefixNode = node
             while top.parent is not None and top.parent.parent is not None:

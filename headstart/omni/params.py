@@ -110,7 +110,7 @@ class OmniOutput:
         return wav_bytes(self.audio, self.sample_rate)
 
     def save_wav(self, path: str | Path) -> None:
-        """Write the waveform to a WAV file. Raises RequestError for what is no path; OSError."""
+        """Write the waveform to a WAV file. Raises RequestError for an invalid path; OSError."""
         if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
             raise RequestError(f"path is {describe(path)}; allowed: the path of a file to write")
         Path(path).write_bytes(self.wav())

@@ -221,9 +221,9 @@ def thinker_decoder(
 class CausalVocoder:
     """A causal vocoder that runs block by block; the function of a `FramesStage`.
 
-    A code becomes `ratio` samples. The last `delay` of them need the next code, so the convolutions
-    omit them at the end of their input. The wave therefore begins with `delay` samples of silence,
-    and blocks join without a gap.
+    A code becomes `ratio` samples. The last `delay` samples of a code need the next code, so the
+    convolutions omit them at the end of their input. The wave therefore begins with `delay` samples
+    of silence, and blocks join without a gap.
 
     The transformer before the convolutions has a longer context and is cheaper. So it runs over all
     codes, and the convolutions run only over the block and the `reach` codes before it.

@@ -1,12 +1,12 @@
-"""Output rows of a stage: each is passed on once, and whole blocks of them are cached.
+"""Output rows of a stage: each row is passed on once, and whole blocks of rows are cached.
 
     position    0 ........... watermark ...... start ........... stop
                 passed on   | from the store | from this step  |
                                              ^ where the request runs from
 
-Rows of a skipped prefix come from the store, or from this step if another request computes them
-now. This holds for chunked prefill, for decoding, and for a preempted request that resumes with a
-longer or a shorter hit.
+Rows of a skipped prefix are read from the store, or from this step if another request computes them
+now. This is also true for chunked prefill, for decoding, and for a preempted request that resumes
+with a longer or a shorter hit.
 
 The order of calls in a step: `usable` for requests that could be admitted, `admitted` for admitted
 requests, `computed` for all requests that ran.
@@ -115,12 +115,13 @@ class StageRows:
     # Admission
 
     def usable(self, sequence: TokenSequence, found: ComputedBlocks) -> int:
-        """Return how many blocks of a lookup have rows, or need none. Changes nothing.
+        """Return how many blocks of a lookup have rows, or need no rows. Changes nothing.
 
-        Blocks below the watermark need none. Blocks that this step computes will have rows when it
-        ends, except with undeclared outputs, which may first appear in a later part of the block.
-        An output whose alignment is still undecided is usable only for a request that runs alone
-        with fewer tokens than any pass before: its pass decides before the rows are passed on.
+        Blocks below the watermark need no rows. Blocks that this step computes will have rows when
+        it ends, except with undeclared outputs, which may first appear in a later part of the
+        block. An output whose alignment is still undecided is usable only for a request that runs
+        alone with fewer tokens than any earlier pass, because then its own pass decides the
+        alignment before the rows are passed on.
         """
         count = len(found.blocks)
         if not self._gives_rows:

@@ -98,10 +98,10 @@ class Output:
 class AlignmentDetector:
     """Detects from shapes which outputs of a stage have one row per token.
 
-    An output is a candidate if its first axis is as long as the pass has tokens. One match may be
-    chance, so a candidate is trusted after passes of two different lengths, one of them with more
-    tokens than requests. A pass with another length rules it out for good. Declared alignments are
-    not checked here.
+    An output is a candidate if the length of its first axis is the number of tokens of the pass.
+    One match may be chance, so a candidate is accepted only after passes of two different lengths,
+    one of them with more tokens than requests. A pass in which the lengths differ excludes the
+    candidate. Declared alignments are not checked here.
     """
 
     def __init__(self, declared: Mapping[str, Alignment]) -> None:
@@ -220,9 +220,9 @@ class StageMetrics:
     """The metrics of one request in one stage.
 
     seconds: time of the steps that computed it. first_output, total: seconds since its arrival in
-    the pipeline. tokens: of prompt and answer. cached_tokens: those not computed. loaded_tokens:
-    those of the cached ones that came from disk or another machine. hit_rows: by output, the number
-    of tokens whose rows came from the store.
+    the pipeline. tokens: number of tokens of prompt and answer. cached_tokens: number of tokens
+    that were not computed. loaded_tokens: number of cached tokens that were loaded from disk or
+    another machine. hit_rows: by output, the number of tokens whose rows were read from the store.
     """
 
     seconds: float = 0.0

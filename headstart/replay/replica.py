@@ -1,11 +1,12 @@
 """A replica of the simulation: a real cache manager and a simple scheduler in simulated time.
 
-The queue is in order of arrival. A step first continues running prefills, oldest first, then admits
-requests from the head of the queue, up to `chunk` prompt tokens. Every decoding request gets one
-token. As in the engine, a request waits while another computes its next block. It also waits until
-the pool has space for its whole prompt and reply, so no request is ever preempted. A request whose
-prompt was computed on another replica decodes as soon as it is admitted. Steps without prefill are
-simulated as one event, which lasts until a reply ends or a request arrives.
+The queue is in order of arrival. A step first continues running prefills, oldest first, and then
+admits requests from the head of the queue, with at most `chunk` prompt tokens in all. Every
+decoding request gets one token. As in the engine, a request waits while another computes its next
+block. It also waits until the pool has space for its whole prompt and reply, so no request is ever
+preempted. A request whose prompt was computed on another replica decodes as soon as it is admitted.
+Steps without prefill are simulated as one event, which lasts until a reply ends or a request
+arrives.
 """
 
 from collections import deque
@@ -17,7 +18,7 @@ from headstart.errors import ConfigError
 from headstart.validation import Number, check_fields, option
 
 MAX_SKIPPED = 16
-"""Requests at the head of the queue that may wait for others' blocks before admission stops."""
+"""Greatest number of queued requests that wait for other requests' blocks and are bypassed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A trace: requests with their arrival times and the identity of their prompts.
 
-Traces name prompts by blocks, not by tokens, and a simulation needs no more. So one *unit* stands
-for `grain` tokens: the cache manager gets a token id for each unit, and `block_size / grain`
+Traces identify blocks of prompts, not tokens, and a simulation needs only these. So one *unit*
+stands for `grain` tokens: the cache manager gets a token id for each unit, and `block_size / grain`
 units make a block. Equal unit ids at the head of two prompts are equal tokens. The tokens after a
 prompt's last full unit and those of its reply are private: no other request has their unit ids, so
 they fill memory but are never hit.
@@ -117,7 +117,7 @@ class Trace:
         return replace(self, num_units=copies * self.num_units, requests=requests)
 
     def faster(self, speed: float) -> "Trace":
-        """Let sessions begin `speed` times as often; the times within a session stay.
+        """Let sessions begin `speed` times as often, without changing the times within a session.
 
         Raises ConfigError for a speed that is not above 0.
         """

@@ -5,11 +5,11 @@
     FOLDER/MODEL.json         the model, for rebuilding the index; it stays when the model has no
                               blocks any more
 
-A record has its block's name and a checksum, so a wrong index costs at most a miss: two processes
-may write at once, a process may be killed, files may be truncated or damaged. Files have no gaps:
-where a block is removed, the last block of its file takes its place. A file is truncated only after
-the index has dropped the slots behind its new end. So a killed process loses no block but the one
-whose slot it was overwriting.
+A record has its block's name and a checksum, so a wrong index causes at most a miss. It may be
+wrong because two processes wrote at the same time, a process was killed, or files were truncated or
+damaged. Files have no gaps: when a block is removed, the last block of its file moves to its slot.
+A file is truncated only after the index has dropped the slots behind its new end. So a process that
+is killed loses only the block whose slot it was overwriting.
 """
 
 import os
@@ -163,8 +163,8 @@ class DiskStore:
     def _find_slot(self, index: DiskIndex, model: int, used: float) -> int | None:
         """Return a slot for a block; None if all other blocks were used after `used`.
 
-        Also None if the disk is too full to change the index afterwards: the block that is evicted
-        would be lost in vain.
+        Also None if the disk is too full to change the index afterwards, because then no block
+        would be saved in the slot of the evicted block.
         """
         size = slot_bytes(self.model.block_bytes)
         if self._free_space() < _INDEX_RESERVE:
@@ -209,7 +209,10 @@ class DiskStore:
         return state.f_bavail * state.f_frsize
 
     def _take_out(self, index: DiskIndex, block: IndexedBlock) -> None:
-        """Forget a block; the last block of its file takes its slot. The file is cut later."""
+        """Forget a block; the last block of its file moves to its slot.
+
+        The file is truncated later.
+        """
         record = dict(index.models())[block.model]
         file, last = self._file(record), index.count(block.model) - 1
         if block.slot == last:
@@ -273,7 +276,7 @@ class DiskStore:
         return False
 
     def forget_damaged(self, names: Sequence[BlockHash]) -> None:
-        """Forget those of these blocks that cannot be read."""
+        """Forget the blocks among these that cannot be read."""
         for name in names:
             with self._guard():
                 self._read_again(name)

@@ -6,7 +6,8 @@ to the disk: after a power loss it may be damaged, and is rebuilt from the recor
 
 A block's worth is GreedyDual-Size (Cao and Irani, 1997): `clock + seconds to compute / bytes`,
 where the clock is the worth of the last block that was evicted. So blocks stay if they were used
-recently, or if they are costly for their size. Only the last block of a prefix may be evicted.
+recently, or if they take long to compute for their size. Only the last block of a prefix may be
+evicted.
 """
 
 import fcntl
@@ -290,7 +291,9 @@ class DiskIndex:
         return float(self._execute("SELECT worth FROM clock").fetchone()[0])
 
     def victim(self, before: float) -> tuple[IndexedBlock, float] | None:
-        """Return the block to evict next and its worth; None if none was last used before a time.
+        """Return the block to evict next, and its worth.
+
+        None if no block was last used before the time `before`.
 
         A block with children stays, since they could not be found without it. A block that was
         used in the future is also a candidate: the system's clock was set back.
@@ -318,7 +321,8 @@ class DiskIndex:
     def _place_behind(self, continued: list[tuple[int, BlockHash]]) -> None:
         """Place blocks, given with their depths, right after their children in the eviction order.
 
-        They stay as long as their children, and each eviction would otherwise pass all of them.
+        They cannot be evicted before their children. At another position in the order, each
+        eviction would have to pass all of them.
         """
         for _, name in sorted(continued, reverse=True):  # the end of a prompt first
             self._execute(

@@ -12,7 +12,7 @@ each with a checksum.
     magic 8 | depth 4 | seconds 4 | length 8 | name 32 | parent 32 | payload's 8 | header's 8
 
 The last two fields are checksums, XXH3 with 64 bits, which miss one in 2^64 accidental changes.
-They are no signatures: a process that can write to a store can put anything in it.
+They are not signatures, so a process that can write to a store can change its blocks.
 """
 
 import logging
@@ -129,7 +129,7 @@ def payload_of(data: memoryview, name: BlockHash) -> memoryview | None:
 
 
 class Faults:
-    """Counts of faults by kind, logged at most once a minute. A fault costs a miss, never an error.
+    """Counts of faults by kind, logged at most once a minute. A fault is a miss, never an error.
 
     num_unsaved: blocks that could not be saved because the store failed or was paused.
     """
@@ -195,11 +195,11 @@ class BlockStore(Protocol):
     block_seconds: float
 
     def find(self, names: Sequence[BlockHash]) -> int:
-        """Return how many of these, from the first on, the store seems to have. Read no payload."""
+        """Return how many of these, from the first on, are probably stored; reads no payload."""
         ...
 
     def first(self, names: Sequence[BlockHash]) -> int:
-        """Return the index of the first of these that is probably there, or their number."""
+        """Return the index of the first of these that is probably stored, or their number."""
         ...
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:

@@ -1,9 +1,9 @@
 """Threads that call slow stores, and the deadline of every call.
 
-A `Worker` is one thread with a queue of jobs. Lookups, loads, saves and images have one each. A
-read of a file has no timeout, so a call that takes longer than its deadline is given up:
+A `Worker` is one thread with a queue of jobs. Lookups, loads, saves and images have one worker
+each. A read of a file has no timeout, so a call that takes longer than its deadline is given up:
 
-    worker    abandons its thread, and starts a new one that begins the job again
+    worker abandons its thread, and starts a new one that begins the job again
     store     is not called before the abandoned thread has returned, nor during a pause
     job       retains the blocks that have arrived, and continues with the other stores
 
@@ -128,7 +128,7 @@ class Worker:
         return result
 
     def wake(self) -> bool:
-        """Have the thread look for a job; return False if the worker is closed or gets no thread.
+        """Let the thread look for a job; return False if the worker is closed or gets no thread.
 
         Call with `changed` held.
         """
@@ -355,7 +355,7 @@ def _read_chunks(store: BlockStore, names: Sequence[BlockHash]) -> Iterator[list
 
 
 class StoreChain:
-    """Several tiers, nearest first. A lookup continues in the next tier where it ends in one."""
+    """Several tiers, nearest first. A lookup that ends in one tier continues in the next."""
 
     def __init__(self, stores: Sequence[GuardedStore]) -> None:
         self.stores = stores
@@ -373,7 +373,7 @@ class StoreChain:
         return count
 
     def first(self, names: Sequence[BlockHash], job: Job) -> int:
-        """Return the index of the first of these that a store has; their number if none has any."""
+        """Return the index of the first of these that a store has, or their number."""
         index = len(names)
         for store in self.stores:
             index = min(index, store.first(names[:index], job)) if index else 0

@@ -1,7 +1,7 @@
 """Dispatcher: the replicas that run, their metrics, and the router over them.
 
-    Ray Serve's thread    set_replicas, choose      which replicas run, and which gets a request
-    the server's thread   expect, first_token, finish, apply
+    Ray Serve's thread set_replicas, choose which replicas run, and which gets a request the
+    server's thread expect, first_token, finish, apply
 
 One lock protects everything, as the router is not thread-safe. Ray Serve names replicas, the router
 numbers them; the number of a removed replica is used again.
@@ -133,7 +133,7 @@ class Dispatcher:
     def choose(self, request_id: str) -> str | None:
         """Return the replica for a request; None if none answers, or the request has ended.
 
-        A replica that did not accept it several times is avoided if there are others.
+        If a replica has refused the request several times, another replica is preferred.
         """
         with self._lock:
             waiting = self._waiting.get(request_id)

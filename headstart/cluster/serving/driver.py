@@ -9,8 +9,8 @@ blocks, and earlier turns of chats are stored in one place, whichever replica an
                       another one computes it again     ▼ client may have seen tokens
 
 A replica is lost when it died, or when it missed two heartbeats (`heartbeat.py`). A request that
-returns its tokens only at the end is always computed again, as the client has seen no token. It
-fails when `MAX_LOST` replicas died while they computed it.
+returns its tokens only at the end is always computed again, as the client has seen no token. A
+request fails when `MAX_LOST` replicas died while they computed it.
 
 One thread with its own event loop does all work, including Ray Serve's calls. The done callback of
 a request's task sends the last update, because a task that is cancelled before it starts runs no
@@ -165,8 +165,8 @@ class _Running:
     """An unfinished request. every_step: False if only its last update is needed.
 
     The result of `task` is the last update. is_aborted, error: how the request ends if its task is
-    cancelled. name: its name in this server and in replicas. It is the request's id, or another
-    name while an earlier request with that id has not ended everywhere.
+    cancelled. name: its name in this server and in replicas. The name is the request's id, or
+    another name while an earlier request with that id has not ended everywhere.
     """
 
     group: RequestGroup

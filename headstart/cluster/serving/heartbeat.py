@@ -7,7 +7,8 @@
     server    watch_ray: a process of the server's Ray that accepts no connection is dead
 
 Ray does not end the calls of a process that was killed, so a replica ends the calls of a dead
-server. Ray does not end the calls of a replica that hangs either, so the server moves them.
+server. Ray does not end the calls of a replica that hangs either, so the server sends these
+requests to other replicas.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
 async def show_advice(request: Request) -> Response:
     """Show the advice of one engine without its memory.
 
-    A prefix on another replica looks as if this one had evicted it.
+    The engine cannot distinguish a prefix that is on another replica from a prefix that it evicted.
     """
     advice = await api.read_advice(request)
     return JsonResponse({name: value for name, value in advice.items() if name != "memory"})

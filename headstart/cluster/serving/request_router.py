@@ -24,7 +24,7 @@ class PrefixRouter(RequestRouter):
     _dispatcher: Dispatcher | None = None
 
     def initialize_state(self, **options: Any) -> None:
-        """Find the dispatcher; called in each process with a handle, only some of which have it.
+        """Find the dispatcher, if this process has it; called in each process with a handle.
 
         Called by Ray Serve, as are the methods below.
         """
@@ -49,7 +49,7 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Choose a replica for a request; called again if that did not accept it."""
+        """Choose a replica for a request; called again if the replica did not accept it."""
         if pending_request is not None:
             # If the caller has just left, Ray would retry in a busy loop, in which the event loop
             # cannot process the cancellation.

@@ -1,21 +1,24 @@
 """Drafts: output tokens per second with and without them, side by side.
 
     python bench/drafts.py SmolLM2-135M-Instruct.Q4_1.gguf [--threads 1] [--rounds 3]
+    python bench/drafts.py SmolLM2-135M-Instruct.Q4_1.gguf --llama-server build/bin/llama-server
     python bench/drafts.py qwen2.5-0.5b
 
 The model is a chat model, or a shape with random weights, for which only repeated, fresh and
 concurrent requests are meaningful. Both engines answer in turn; each line has the median of the
-ratios of seconds, without to with drafts, and the tokens per step.
+ratios of seconds, without to with drafts, the tokens per second, and the tokens per step. With one
+thread the seconds are those of the CPU, which other processes change little. llama.cpp's server
+answers the same chats once for each kind of its n-gram drafts, with that kind's own settings.
 """
 
 import argparse
 import random
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from time import perf_counter
-from typing import Any
+from time import perf_counter, process_time
+from typing import Any, NamedTuple
 
+from llama_drafts import KINDS, Answer, run_server
 from shapes import SHAPES, model_folder
 
 import headstart
@@ -38,8 +41,12 @@ EDIT = f"Rename the variable total to amount, and return the whole code:\n\n{COD
 FRESH = "Write a long story about a small robot that wants to learn how to paint."
 TOPICS = ("a river", "tea", "the moon", "old maps", "bread", "a violin", "ants", "snow")
 
-Answer = tuple[float, int, int]
-"""Seconds, tokens, and the drafted tokens among them."""
+
+class Load(NamedTuple):
+    """Chats that are answered together; those in `before` are answered first, and not timed."""
+
+    before: list[str]
+    chats: list[str]
 
 
 class Pair:
@@ -50,50 +57,66 @@ class Pair:
         path = model_folder(model) if is_shape else Path(model)
         options: dict[str, Any] = {"num_threads": threads, "num_blocks": 4096}
         self.engines = [LLM(str(path), speculation=count, **options) for count in (0, 16)]
+        self.clock = process_time if threads == 1 else perf_counter
         self.vocabulary = SHAPES[model].vocab_size if is_shape else 0
 
     def answer(self, llm: LLM, texts: list[str], count: int) -> Answer:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        start = perf_counter()
+        start = self.clock()
         if self.vocabulary:
             prompts = [self.draw_tokens(text) for text in texts]
             outputs = llm.generate(prompts, params, use_tqdm=False)
         else:
             chats = [[{"role": "user", "content": text}] for text in texts]
             outputs = llm.chat(chats, params, use_tqdm=False)
-        seconds = perf_counter() - start
+        seconds = self.clock() - start
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         metrics = [output.metrics for output in outputs if output.metrics is not None]
-        return seconds, tokens, sum(m.num_accepted_tokens for m in metrics)
+        return Answer(seconds, tokens, sum(m.num_accepted_tokens for m in metrics))
 
     def draw_tokens(self, text: str) -> list[int]:
         """Return the same random tokens for the same text."""
         chance = random.Random(text)
         return [chance.randrange(self.vocabulary) for _ in range(200)]
 
-    def compare(self, name: str, rounds: int, run: Callable[[LLM], Answer]) -> None:
-        """Print the ratio of a load, which both engines run in turn with empty caches."""
-        ratios, accepted, tokens = [], 0, 0
+    def compare(self, name: str, load: Load, rounds: int, count: int) -> None:
+        """Print the results of a load, which both engines run in turn with empty caches."""
+        answers: list[list[Answer]] = [[] for _ in self.engines]
         for _ in range(rounds):
-            seconds = []
-            for llm in self.engines:
+            for llm, results in zip(self.engines, answers, strict=True):
                 llm.reset_prefix_cache()
-                took, count, drafted = run(llm)
-                seconds.append(took)
-            accepted, tokens = accepted + drafted, tokens + count
-            ratios.append(seconds[0] / seconds[1])
-        per_step = tokens / (tokens - accepted)
-        print(f"{name:28}{median(ratios):5.2f}x  {per_step:4.1f} tokens a step", flush=True)
+                if load.before:
+                    self.answer(llm, load.before, count)
+                results.append(self.answer(llm, load.chats, count))
+        print(f"{name}\n  headstart {median_ratio(*answers):5.2f}x  {format_speed(answers[1])}")
 
-    def again(self, first: list[str], second: list[str], count: int) -> Callable[[LLM], Answer]:
-        """Return a load that answers `first`, which is not timed, and then `second`."""
 
-        def run(llm: LLM) -> Answer:
-            if first:
-                self.answer(llm, first, count)
-            return self.answer(llm, second, count)
+def median_ratio(without: list[Answer], drafted: list[Answer]) -> float:
+    """Return the median of the ratios of seconds."""
+    pairs = zip(without, drafted, strict=True)
+    return median(a.seconds / b.seconds for a, b in pairs)
 
-        return run
+
+def format_speed(answers: list[Answer]) -> str:
+    """Return the median of tokens per second, and the tokens per step."""
+    speed = median(answer.tokens / answer.seconds for answer in answers)
+    tokens = sum(answer.tokens for answer in answers)
+    per_step = tokens / (tokens - sum(answer.accepted for answer in answers))
+    return f"{speed:6.1f} tokens a second  {per_step:4.1f} a step"
+
+
+def run_llama(program: str, model: str, threads: int, load: Load, rounds: int, count: int) -> None:
+    """Print the results of a load with llama.cpp's server, which is restarted for each run."""
+    answers: dict[str, list[Answer]] = {kind: [] for kind in KINDS}
+    for _ in range(rounds):
+        for kind, results in answers.items():
+            with run_server(program, model, kind, threads, len(load.chats)) as server:
+                if load.before:
+                    server.answer(load.before, count)
+                results.append(server.answer(load.chats, count))
+    for kind, results in answers.items():
+        ratio = median_ratio(answers["none"], results)
+        print(f"  llama.cpp {ratio:5.2f}x  {format_speed(results)}  {kind}", flush=True)
 
 
 def main() -> None:
@@ -102,20 +125,24 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--llama-server", help="llama.cpp's program, to compare with")
     options = parser.parse_args()
     pair, count = Pair(options.model, options.threads), options.tokens
     mixed = [f"Write about {topic}." for topic in TOPICS] + [COPY, EDIT, FRESH, STORY] * 2
     loads = {
-        "the same prompt again": pair.again([FRESH], [FRESH], count),
-        "after an edit at its end": pair.again([FRESH], [FRESH + " It is blue."], count),
-        "document, one word changed": pair.again([], [COPY], count),
-        "code, one name changed": pair.again([], [EDIT], count),
-        "fresh text": pair.again([], [FRESH], count),
-        "16 requests of all kinds": pair.again([], mixed, count),
+        "the same prompt again": Load([FRESH], [FRESH]),
+        "after an edit at its end": Load([FRESH], [FRESH + " It is blue."]),
+        "document, one word changed": Load([], [COPY]),
+        "code, one name changed": Load([], [EDIT]),
+        "fresh text": Load([], [FRESH]),
+        "16 requests of all kinds": Load([], mixed),
     }
     print(f"headstart {headstart.__version__}, {options.model}, {options.threads} threads")
-    for name, run in loads.items():
-        pair.compare(name, options.rounds, run)
+    for name, load in loads.items():
+        pair.compare(name, load, options.rounds, count)
+        if options.llama_server:
+            others = options.llama_server, options.model, options.threads
+            run_llama(*others, load, options.rounds, count)
 
 
 if __name__ == "__main__":

@@ -130,12 +130,13 @@ class RequestDelta(NamedTuple):
     """New tokens of a request; only the first part has a `head`.
 
     Parts may overlap. A part can be ignored if tokens before it are missing: the last part has all
-    tokens except those of the first part.
+    tokens except those of the first part. drafts: the request's drafted and accepted tokens so far.
     """
 
     head: PromptResult | None
     answers: tuple[OutputDelta, ...]
     finished: bool
+    drafts: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, output: RequestOutput, counts: Counter[int], *, is_first: bool) -> RequestDelta:
@@ -160,7 +161,8 @@ class RequestDelta(NamedTuple):
             for answer in output.outputs
         )
         counts.update({answer.number: len(answer.token_ids) for answer in answers})
-        return cls(head, answers, output.finished)
+        drafts = output.metrics.num_drafted_tokens, output.metrics.num_accepted_tokens
+        return cls(head, answers, output.finished, drafts)
 
     @classmethod
     def joined(cls, parts: Sequence[RequestDelta]) -> RequestDelta:
@@ -176,7 +178,7 @@ class RequestDelta(NamedTuple):
             answers[new.number] = joined._replace(
                 logprobs=logprobs, finish_reason=new.finish_reason
             )
-        return cls(None, tuple(answers.values()), parts[-1].finished)
+        return cls(None, tuple(answers.values()), parts[-1].finished, parts[-1].drafts)
 
     def add_to(self, group: RequestGroup, sent: float) -> None:
         """Add the tokens to the request, which was sent at `sent` (`time.perf_counter`).
@@ -192,6 +194,10 @@ class RequestDelta(NamedTuple):
             for request in group.requests:
                 request.num_cached_tokens = self.head.num_cached_tokens
                 request.missed = self.head.missed
+        first = group.requests[0]
+        first.num_drafted, first.num_accepted = max(
+            self.drafts, (first.num_drafted, first.num_accepted)
+        )
         for answer in self.answers:
             request = group.requests[answer.number]
             count = len(request.sampling.output_token_ids)

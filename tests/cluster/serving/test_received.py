@@ -20,7 +20,7 @@ PROMPT = "Anna is 31. Ben is 45. How old is Ben?"
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM("headstart-tiny", num_blocks=64, dtype="float32")
+    made = LLM("headstart-tiny", num_blocks=64, dtype="float32", speculation=0)
     yield made
     made.close()
 
@@ -94,6 +94,19 @@ def test_what_comes_before_the_first_tokens_is_left_out(
     group = llm.frontend.prepare(PROMPT, PARAMS)
     between[0].add_to(group, 0.0)
     assert [one.token_ids for one in group.output().outputs] == [[], []]
+
+
+def test_the_last_part_has_the_counts_of_drafts(llm: LLM, deltas: list[RequestOutput]) -> None:
+    for number, delta in enumerate(deltas):
+        delta.metrics = replace(
+            delta.metrics, num_drafted_tokens=3 * number, num_accepted_tokens=number
+        )
+    first, between, last = parts_of(deltas)
+    group = llm.frontend.prepare(PROMPT, PARAMS)
+    for part in (first, between[1], between[0], last):
+        part.add_to(group, 0.0)
+    metrics, number = group.output().metrics, len(deltas) - 1
+    assert (metrics.num_drafted_tokens, metrics.num_accepted_tokens) == (3 * number, number)
 
 
 def test_what_is_known_of_the_prompt_comes_with_the_first_part(

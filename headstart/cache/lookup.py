@@ -6,7 +6,6 @@ children of the last node for the block that shares the longest head with the ne
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import islice
 from typing import NamedTuple
 
 from headstart.cache.block import (
@@ -32,7 +31,6 @@ from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason
 
 MAX_ADAPTERS = 4  # adapters that are searched to explain a miss
-MAX_CHILDREN = 64  # of a node that are searched for another branch
 MAX_DEPTH = 16  # after a hit of more blocks, other adapters are not searched
 
 
@@ -170,27 +168,34 @@ def find_branch(sequence: TokenSequence, count: int) -> list[int]:
     if node is None or not depth:
         return []
     own = sequence.keys[depth] if depth < sequence.num_indexed else None
-    latest = islice(reversed(node.children()), MAX_CHILDREN)
-    others = (child for child in latest if child.key != own)
     salt = sequence.namespace.salt
-    child = next((child for child in others if cut_salt(child.key)[0] in (None, salt)), None)
-    return _read_path(child, count, salt)
+    return _read_path(_latest_child(node, salt, own), count, salt)
 
 
 def _read_path(node: PrefixNode | None, count: int, salt: str | None) -> list[int]:
     """Return up to `count` tokens after a node, following the branches that were created last.
 
-    The path ends at blocks of another salt. The K/V of the tokens may be evicted.
+    Blocks of other salts are skipped. The K/V of the tokens may be evicted.
     """
     tokens: list[int] = []
     while node is not None and len(tokens) < count:
         tokens += read_tokens(node.key)
-        child = node.child
-        if isinstance(child, Branches):
-            child = next(reversed(child.nodes.values()))
-        is_own = child is not None and cut_salt(child.key)[0] in (None, salt)
-        node = child if is_own else None
+        node = _latest_child(node, salt)
     return tokens[:count]
+
+
+def _latest_child(
+    parent: PrefixNode, salt: str | None, excluded: BlockKey | None = None
+) -> PrefixNode | None:
+    """Return the child that was created last and is public or of this salt.
+
+    All children of a public node are searched: with a limit, the result would depend on how many
+    children belong to other salts.
+    """
+    for child in reversed(parent.children()):
+        if child.key != excluded and cut_salt(child.key)[0] in (None, salt):
+            return child
+    return None
 
 
 def explain_end(

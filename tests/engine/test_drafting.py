@@ -203,12 +203,14 @@ def test_blocks_of_accepted_tokens_reach_the_disk(folder: Path, tmp_path: Path) 
 
 
 def make_manager(**options: Any) -> KVCacheManager:
-    return KVCacheManager(CacheConfig(num_blocks=64, block_size=4, **options), BlockHasher(4))
+    sizes: dict[str, Any] = {"num_blocks": 64, "block_size": 4}
+    return KVCacheManager(CacheConfig(**{**sizes, **options}), BlockHasher(4))
 
 
 def finish(manager: KVCacheManager, tokens: list[int], **options: Any) -> None:
     sequence = TokenSequence(f"r{len(tokens)}{options}", tokens, **options)
-    manager.allocate_slots(sequence, len(tokens), manager.get_computed_blocks(sequence))
+    computed = manager.get_computed_blocks(sequence)
+    manager.allocate_slots(sequence, len(tokens) - computed.num_tokens, computed)
     manager.commit_step()
     manager.free(sequence)
 
@@ -254,6 +256,29 @@ def test_the_branch_of_another_request_is_read_where_the_hit_ended() -> None:
         assert manager.branch(sequence, 100) == expected
         manager.free(sequence)
         manager.check()
+
+
+def test_a_branch_behind_a_public_prefix_does_not_depend_on_other_tenants() -> None:
+    prefix, own = list(range(16)), [*range(16), *range(50, 70)]
+    branches = []
+    for count in (0, 1, 140):  # requests of the other tenant, some with the same tokens
+        manager = make_manager(num_blocks=2048)
+        manager.hasher.publish(prefix)
+        public: dict[str, Any] = {"public": manager.hasher.public}
+        finish(manager, own, salt="a", **public)
+        for number in range(count):
+            first = 50 if number % 2 else 100 + number
+            finish(manager, [*prefix, *range(first, first + 20)], salt="b", **public)
+            finish(manager, [*prefix[:12], *range(first, first + 20)], salt="b", **public)
+        for length in (8, 16):
+            edited = [*prefix[:length], *range(200, 220)]
+            sequence = TokenSequence("edited", edited, salt="a", **public)
+            computed = manager.get_computed_blocks(sequence)
+            manager.allocate_slots(sequence, len(edited) - computed.num_tokens, computed)
+            manager.commit_step()
+            branches.append(manager.branch(sequence, 100))
+            manager.free(sequence)
+    assert branches == [own[8:], own[16:]] * 3
 
 
 def test_tokens_of_another_request_are_drafted() -> None:

@@ -36,9 +36,10 @@ def load_module(name: str) -> ModuleType:
         with _silent_packages():
             module = import_module(name)
         if was_enabled:
-            # Clear frames that the import left in reference cycles, as torch.fx does. Frozen frames
-            # would keep all objects of their callers alive, such as the first engine of a process.
-            # Collecting all garbage instead would take several times as long.
+            # Imports, such as torch.fx's, leave stack frames in reference cycles. If these were
+            # frozen, all objects of their callers would stay alive, such as the first engine of a
+            # process. So clear these frames. Collecting all garbage would take several times as
+            # long.
             for entry in gc.get_objects(generation=0):  # older objects were collected before
                 if type(entry) is FrameType and not entry.f_code.co_flags & _MAY_CONTINUE:
                     with suppress(RuntimeError):  # the frame is still running
@@ -52,7 +53,7 @@ def load_module(name: str) -> ModuleType:
 
 @contextmanager
 def _silent_packages() -> Iterator[None]:
-    """Silence warnings of optional packages in a context, unless their logger has a level."""
+    """Silence warnings of optional packages in a context, unless the user set a level."""
     loggers = [logging.getLogger(name) for name in _WARNS_ON_IMPORT]
     silenced = [logger for logger in loggers if logger.level == logging.NOTSET]
     for logger in silenced:

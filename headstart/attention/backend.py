@@ -152,7 +152,7 @@ class AttentionBackend(Protocol):
         """Forget the plan; safe to call without one."""
 
     def nonfinite_rows(self) -> list[int]:
-        """Return the ascending rows whose K or V were not finite when written, in any layer.
+        """Return the rows whose K or V were not finite when written, in any layer, ascending.
 
         It includes rows of padding and of the scratch slot. The result is valid from a layer's
         `attend` until the next `begin_step`; `end_step` does not clear it.

@@ -20,7 +20,7 @@ from headstart.attention.backend import Span
 
 
 class SharingCost(NamedTuple):
-    """A backend's cost of sharing, in tokens: as many as a decoding row reads in the same time.
+    """A backend's cost of sharing, in tokens that a decoding row reads in the same time.
 
     A group of n members that share t tokens saves (n - 1) * t reads. It costs `group` once, for
     the additional segment, and `member` per member, for storing and merging a partial result.
@@ -47,8 +47,8 @@ class PrefixGroup:
 class SharedPlan:
     """The shared-prefix groups of a step, outer groups before the groups inside them.
 
-    Decoding span i reads its first `own_first[i]` tokens in groups. It attends alone to the others,
-    which include its last token.
+    Decoding span i reads its first `own_first[i]` tokens in groups. It attends to its other tokens,
+    which include the last one, without a group.
     """
 
     groups: tuple[PrefixGroup, ...]

@@ -136,7 +136,7 @@ class AdaptiveLru(EmptyFirstLru):
     def __init__(
         self, blocks: Sequence[KVCacheBlock], marks: Marks, most: int | None = None
     ) -> None:
-        """Put `blocks` on the queue, which will have at most `most` blocks; by default, no more."""
+        """Put `blocks` on the queue. `most`: greatest length of the queue; by default as now."""
         super().__init__(blocks)
         self._num_blocks = len(blocks) if most is None else most
         # Oldest first. Not a dict: finding its first entry would pass over all deleted entries.

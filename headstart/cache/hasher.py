@@ -16,7 +16,7 @@ from headstart.cache.identity import (
 from headstart.mypyc_hints import mypyc_attr
 
 _RUN = 64  # blocks of a prompt whose hashes are cached together
-_MOST_RUNS = 2048  # in `_young`, and as many in `_old`; 2.3 KB each
+_MOST_RUNS = 2048  # runs in `_young`, and the same number in `_old`; a run takes 2.3 KB
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

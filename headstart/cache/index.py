@@ -198,7 +198,7 @@ class PrefixIndex(PrefixTree):
         self.unwritten: set[KVCacheBlock] = set()
         self._unlisted: list[PrefixNode] = []  # unwritten siblings, in no `order` yet
         self._ghosts: deque[PrefixNode] = deque()
-        self._tops: deque[PrefixNode] = deque()  # older ghosts whose parent was cached, or a root
+        self._tops: deque[PrefixNode] = deque()  # older ghosts whose parent was cached or a root
         self._ancestors: set[PrefixNode] = set()  # former ghosts that have a descendant
 
     def clear(self) -> None:
@@ -339,7 +339,7 @@ class PrefixIndex(PrefixTree):
     def _prune(self, node: PrefixNode) -> None:
         """Remove a node without block or child, and then ancestors that have become such nodes."""
         while (parent := self.cut_off(node)) is not None:
-            if parent.parent is not None:  # a root stays for its children alone
+            if parent.parent is not None:  # a root stays only while it has children
                 if parent not in self._ancestors:
                     return
                 self._ancestors.remove(parent)

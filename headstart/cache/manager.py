@@ -2,11 +2,12 @@
 
 A step of the engine, as the manager sees it:
 
-get_computed_blocks look up the cached prefix of a new sequence; changes nothing allocate_slots hold
-the hits, take new blocks, index those that the step fills append_slots give a running sequence
-slots for its next tokens commit_step note that the step's K/V are written fail_step instead of
-commit_step: cache nothing of the step, end its sequences free release the blocks; their content
-stays until it is evicted
+    get_computed_blocks   look up the cached prefix of a new sequence; changes nothing
+    allocate_slots        hold the hits, take new blocks, index those that the step fills
+    append_slots          give a running sequence slots for its next tokens
+    commit_step           note that the step's K/V are written
+    fail_step             instead of commit_step: cache nothing of the step, end its sequences
+    free                  release the blocks; their content stays until it is evicted
 
 A full block is indexed before the step that fills it runs, so other sequences of that step can hit
 it. A partial block is indexed when its request ends.
@@ -309,7 +310,7 @@ class KVCacheManager:
             self._check_source(computed)
             if computed.version != self._version:
                 raise CacheError(f"the lookup of {name!r} is older than an eviction: look again")
-        if num_new_tokens or not sequence.is_loaded:  # whose blocks may all be cached
+        if num_new_tokens or not sequence.is_loaded:  # all blocks of a load may be cached
             check_count(sequence, num_new_tokens, computed.num_tokens if computed else 0)
         if self._caching:
             sequence.cut(self.block_size)  # for the index; it may raise, so before any change

@@ -142,7 +142,7 @@ class TokenSequence:
         self.num_indexed = 0  # blocks at the head of `blocks` whose identity is in the index
         self.node: PrefixNode | None = None  # the identity of the last indexed block
         self.num_reused = 0  # blocks at the head of `blocks` that it hit when it was admitted
-        self.switched: set[int] = set()  # indices where a cached block replaced its own
+        self.switched: set[int] = set()  # indices of blocks that cached ones replaced
         self.in_progress: tuple[PrefixNode | Namespace, BlockKey] | None = None
         self.step = -1  # the last step that gave it slots
         self.window: SequenceWindow | None = None  # of layers with a sliding window

@@ -114,7 +114,7 @@ class GroupedOption(click.Option):
         self.envvar = _PREFIX + self.flag.removeprefix("--").replace("-", "_").upper()
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Return the name for an error: the flag and its environment variable."""
+        """Return the name of an option in errors: the flag and its environment variable."""
         return f"'{self.flag}' ({self.envvar})"
 
 
@@ -155,7 +155,7 @@ class GroupedCommand(click.Command):
 
 
 class Options(NamedTuple):
-    """Options for the engine, and those for sampling.
+    """Options of the engine, and options of sampling.
 
     given: sampling values from the command line. sampling: the same, completed with defaults.
     """
@@ -202,7 +202,7 @@ def take_options(options: dict[str, Any], kind: type[OptionsOfKind]) -> OptionsO
 
 
 def sort_options(options: Mapping[str, Any], defaults: Mapping[str, Any] = RUN_SAMPLING) -> Options:
-    """Separate the engine's options from those for sampling, and check them.
+    """Separate the engine's options from the options of sampling, and check both.
 
     Raises ConfigError or RequestError.
     """
@@ -489,7 +489,7 @@ def _is_given(name: str, values: Mapping[str, Any]) -> bool:
 
 
 def _as_ours(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by our names for the server and its engine; others keep vLLM's names."""
+    """Return options by headstart's names if it has them; other options keep vLLM's names."""
     options = {name: value for name, value in values.items() if name not in ("config", *_OUR_NAMES)}
     vllm_options = {name: values[name] for name in _OUR_NAMES if _is_given(name, values)}
     if vllm_options.pop("disable_uvicorn_access_log", False):

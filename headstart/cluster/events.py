@@ -22,7 +22,7 @@ HASH_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """The net change of one replica's cache since the batch before, or the whole cache.
+    """The net change of one replica's cache since the previous batch, or the whole cache.
 
     epoch: identifies a start of the engine. number: counts the batches of an epoch from 0. cleared:
     first forget all blocks in this tier. snapshot: the whole state after batch `number` instead of

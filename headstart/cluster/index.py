@@ -326,7 +326,7 @@ class ReplicaIndex:
     # Prefixes that are being computed
 
     def expect(self, replica: int, keys: Iterable[PrefixKey]) -> Sequence[PrefixKey]:
-        """Record that a replica will compute these blocks; return those that are new.
+        """Record that a replica will compute these blocks; return the new ones among them.
 
         The caller passes these to `unexpect` when they are computed or abandoned.
         """

@@ -233,11 +233,12 @@ class LocalDriver:
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
         self._process = 0  # the process that started the thread
-        # Not `Thread.is_alive`: Ctrl-C in it marks a running thread as ended, in Python 3.11.
+        # # Not `Thread.is_alive`: in Python 3.11, Ctrl-C in that method marks a running thread as
+        # ended.
         self._has_exited = False
         self._exited: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an item when it exits
         self._waits = WaitGraph()
-        self._ended: EngineError | None = None  # set once no more orders are accepted
+        self._ended: EngineError | None = None  # set when no more orders are accepted
 
     @staticmethod
     def require_request(request: object) -> None:
@@ -292,7 +293,7 @@ class LocalDriver:
             result, has_exited = asyncio.wrap_future(answer), False
             try:
                 while not (await asyncio.wait([result], timeout=_PATIENCE))[0]:
-                    if has_exited:  # already before the last wait, so no answer can come
+                    if has_exited:  # it had exited before the last wait, so no answer can come
                         raise self.ended()
                     has_exited = not self.is_alive
                 return result.result()
@@ -354,7 +355,7 @@ class LocalDriver:
         if self._thread is not None and self._process == os.getpid():
             self._thread.join()
         with self._starting:
-            self._engine.close(str(self._ended))  # in case the thread failed before it could
+            self._engine.close(str(self._ended))  # if the thread failed before it did
 
     def _is_inflight(self, group: AnyRequest) -> bool:
         """Return True if this request, not another with its id, is in progress."""
@@ -432,7 +433,7 @@ class LocalDriver:
                 self._end_one(inflight, engine_error("the engine broke", error))
 
     def _step(self) -> None:
-        results = self._waits.run(self._engine.step)  # without the delivery
+        results = self._waits.run(self._engine.step)  # results are delivered outside of it
         for group, error in results:
             self._deliver(group, error)
 
@@ -463,7 +464,7 @@ class LocalDriver:
             with suppress(Exception):  # the receiver is closed
                 inflight.receive(RequestError(f"request id {name!r} is in use"))
             return
-        self._inflight[name] = inflight  # first, so that it gets the error if `submit` breaks
+        self._inflight[name] = inflight  # before `submit`, so that the request gets its error
         try:
             self._engine.submit(inflight.group)
         except HeadstartError as error:

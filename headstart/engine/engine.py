@@ -84,7 +84,8 @@ class EngineCore:
             deterministic=config.deterministic,
         )
         self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
-        # Inputs first: a request that waits for its inputs must not delay others by another limit.
+        # # Limits of inputs come first: a request that waits for its inputs must not reach a limit
+        # by which it would delay other requests.
         inputs = [hooks, self.tiers.loads if self.tiers is not None else None]
         limits: list[Limit | None] = [*inputs, self.adapters, self.images, self._turns]
         self.drafting: Drafting | None = None
@@ -257,7 +258,7 @@ class EngineCore:
             self.tiers.committed(batch, is_last=not self._groups)
 
     def _require_progress(self, results: list[StepResult]) -> None:
-        """Raise EngineError if nothing can run, and no request ended or waits for inputs."""
+        """Raise EngineError if requests wait, but not for inputs, and none can run or ended."""
         waits = self._scheduler.waits_for_inputs or (self.tiers and self.tiers.is_loading)
         if not results and self._groups and not waits:
             raise EngineError("requests wait, and none can run: the scheduler is stuck")
@@ -363,9 +364,9 @@ class EngineCore:
     def _verify(
         self, part: ScheduledTokens, token: SampledToken, logits: StepLogits, row: int, now: float
     ) -> None:
-        """Append the tokens of a draft as far as the sampler chooses them, and one more.
+        """Append the tokens of a draft that the sampler chooses, and its next choice.
 
-        token: the last token of the request; `row` are the logits that gave it.
+        token: the last token of the request, chosen from the logits in row `row`.
         """
         request, num_accepted = part.request, 0
         for expected in part.draft:

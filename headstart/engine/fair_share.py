@@ -24,7 +24,8 @@ A request that arrives during a step waits for the end of the step. So while sev
 active, only 1 / `STEP_SHARE` of a step's tokens may be prompt tokens. An owner is active while it
 has requests, and for `ACTIVE_SECONDS` after its last request arrived.
 
-Owners are those of `headstart.cache.Shares`. Without owners every turn is 0 and nothing is limited.
+The owners are defined by `headstart.cache.Shares`. Without owners every turn is 0 and nothing is
+limited.
 """
 
 from dataclasses import dataclass, field

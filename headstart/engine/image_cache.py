@@ -43,7 +43,7 @@ from headstart.errors import EngineError, RequestError, engine_error
 from headstart.models.decoder import ProcessedImage, VisionModel
 from headstart.tiers import Job, ObjectStore, Worker
 
-_MOST = 16  # lookups whose results are not taken yet; further images are loaded within a step
+_MOST = 16  # lookups with results to take; beyond this, images are loaded within a step
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -420,7 +420,7 @@ class EncoderBudget:
                 self.cache.leave((request, index), image)
             elif image.start < stop:
                 held.append((index, image))
-        # Hold cached images first, so that they are not evicted for the others.
+        # # Hold cached images first, so that they are not evicted for images that are not cached.
         for index, image in sorted(held, key=lambda pair: pair[1].key not in self.cache):
             self.cache.hold((request, index), image, is_stored=request.group.params.is_stored)
 

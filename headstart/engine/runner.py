@@ -119,7 +119,7 @@ class Runner:
             parts.append(_Rows(request.sequence, start, end, end, wanted, group.extras, draft))
             if needs_prompt or (samples and not request.sampling.is_masked_argmax):
                 greedy_only = False
-            if draft and request.sampling.processors:  # whose masks follow from each token
+            if draft and request.sampling.processors:  # its masks depend on each token
                 greedy_only = False
             masks += (request.sampling.masks,) * wanted
         counts = [rows.wanted for rows in parts]

@@ -19,7 +19,7 @@ requests of the same priority are in the order of their turns (`fair_share.py`).
 A limit (`step.py`) may allow fewer tokens of a request in a step, or none. A running request then
 waits in its place. If limits stop all running requests, the request admitted last is preempted. A
 waiting request that a limit stops is bypassed, as above. A waiting request that lacks blocks is
-bypassed only if limits stop all running requests, which may wait for a request behind it.
+bypassed only if limits stop all running requests, since these may wait for a later request.
 
 While several owners are active, a step has fewer prompt tokens, so that a new request waits only
 for a short step. Decoding requests always have their token.
@@ -181,7 +181,7 @@ class Scheduler:
                 stop = reached
             draft: tuple[int, ...] = ()
             if decodes and self._drafting is not None:
-                spare = budget - (len(self.running) - index)  # others must get their token, too
+                spare = budget - (len(self.running) - index)  # others decode too
                 draft = self._drafting.propose(request, spare, len(self.running))
                 if draft and not append_slots(sequence, 1, len(draft)):
                     draft = ()

@@ -17,7 +17,7 @@ from headstart.errors import EngineError
 class ScheduledTokens(NamedTuple):
     """Tokens `start` to `stop - 1` of a request, computed in this step.
 
-    samples: True if these include the request's last token, whose logits give the next token.
+    samples: True if these tokens include the request's last one, whose logits give the next token.
     draft: tokens that may follow, computed as well.
     """
 

@@ -348,9 +348,9 @@ class ModelFacts(NamedTuple):
     """The facts of a loaded model that requests depend on, and the size of its pool.
 
     vocab_size: the width of the logits. hasher: for block hashes. shares: the owners of blocks.
-    num_states, state_bytes: number and total bytes of slots for states of recurrent layers; 0 for
-    a model without such layers. num_window_blocks, window: blocks of layers with a sliding window,
-    and its tokens; 0 if these layers have the blocks of the others.
+    num_states, state_bytes: number and total bytes of slots for states of recurrent layers; 0 for a
+    model without such layers. num_window_blocks, window: number of window blocks, and the width of
+    the window in tokens; 0 without window blocks.
     """
 
     vocab_size: int
@@ -450,7 +450,7 @@ class Frontend:
         return group
 
     def _read_prediction(self, params: SamplingParams) -> Sequence[int]:
-        """Return the tokens of the predicted answer, without those that no answer could reach.
+        """Return the tokens of the predicted answer, up to the greatest length of an answer.
 
         Raises RequestError.
         """

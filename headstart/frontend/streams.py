@@ -339,7 +339,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
     async def asend(self, value: None) -> Output:
         """Return the next output; `value` is ignored. Raises the exceptions of `prepare`.
 
-        Raises RequestError if the event loop differs from that of the first output.
+        Raises RequestError in another event loop than that of the first output.
         """
         if self._ended:
             self._stop()

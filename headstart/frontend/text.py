@@ -59,7 +59,8 @@ def encode_text(
 ) -> list[int]:
     """Return the token ids of a text. Raises RequestError if the tokenizer refuses it.
 
-    max_model_len: refuse a long text of as many tokens before they become Python integers.
+    max_model_len: refuse a long text of this many tokens or more, before its ids become Python
+    integers.
 
     A long text is encoded without the mask and the offsets that transformers computes: for a
     million tokens these block all threads for 0.1 s.
@@ -97,8 +98,8 @@ def _decode(
 class Spelling:
     """Conversion of pieces of prompts to ids and back; `tokenizer` is None for a model without one.
 
-    max_model_len: refuse texts of as many tokens if that saves work. Subclasses may have texts and
-    ids with a special meaning, such as an image.
+    max_model_len: refuse a text of this many tokens or more if that saves work. Subclasses may have
+    texts and ids with a special meaning, such as an image.
     """
 
     def __init__(
@@ -191,9 +192,9 @@ def _is_lossless(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def check_text_fits(folder: Path, text: str, limit: int) -> None:
-    """Raise RequestError if a text leaves no token of the context for an answer; or ModelError.
+    """Raise RequestError if a text leaves no space in the context for a token of an answer.
 
-    Checks before the model in `folder` is loaded. limit: tokens of the context.
+    Called before the model in `folder` is loaded. limit: tokens of the context. Raises ModelError.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:

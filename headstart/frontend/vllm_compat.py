@@ -464,7 +464,7 @@ class SchedulerView:
 
 @dataclass(frozen=True)
 class SpeculativeView:
-    """Drafts: the most tokens of one. `method` is that of vLLM whose drafts are most alike."""
+    """Drafts: the greatest length of a draft, and vLLM's `method` with the most similar drafts."""
 
     num_speculative_tokens: int
     method: str = "suffix"

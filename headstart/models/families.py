@@ -188,7 +188,7 @@ def _gemma4(config: Any) -> dict[str, Any]:
 
 
 def _layers_that_share(config: Any) -> list[LayerShape]:
-    """Give global layers heads of another width, and let the last layers read K and V of others."""
+    """Set other head widths in global layers; let the last layers read K and V of earlier ones."""
     if getattr(config, "enable_moe_block", False):
         raise UnsupportedLayerError(f"it has {config.num_experts} experts")
     width = getattr(config, "hidden_size_per_layer_input", None)

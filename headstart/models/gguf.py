@@ -85,7 +85,7 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
 
 
 def _at_most(metadata: Metadata, name: str, most: int) -> int:
-    """Return a count from 1 to `most`; raises `ValueError` for others, which may fill memory."""
+    """Return a count from 1 to `most`; raises `ValueError` for any other, which may fill memory."""
     count = metadata.count(name)
     if not 0 < count <= most:
         raise ValueError(f"its {name} is {count:,}; allowed: 1 to {most:,}")
@@ -214,7 +214,7 @@ def _read_gemma4_keys(
     if metadata.count("rope.dimension_count_swa", head_dim) != head_dim:
         raise UnsupportedLayerError("a part of a head is rotated in layers with a window")
     part = 1.0
-    if ROPE_FACTORS in tensors:  # 1 for pairs that turn, and nearly infinite for the others
+    if ROPE_FACTORS in tensors:  # 1 for pairs that rotate, else nearly infinite
         factors = tensors[ROPE_FACTORS].data.reshape(-1)
         part = int((factors == 1.0).sum()) / len(factors)
         if not (factors[int(part * len(factors)) :] > _STILL).all():

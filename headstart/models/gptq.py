@@ -1,9 +1,10 @@
 """Quantization of a checkpoint of floats to 4 bits, layer after layer.
 
-Each layer is read in float32 and runs over a calibration text. It is scaled by units, and rounded
-by GPTQ in four stages. The inputs of each stage come from the rounded layers and stages before it.
-Memory holds the floats of one layer at a time, and the rows of the text. Layers are headstart's
-own, with attention over whole windows of the text instead of paged memory.
+Each layer is read in float32 and runs over a calibration text. Its weights are scaled by units (see
+below), and rounded by GPTQ in four stages. The inputs of each stage are outputs of the layers and
+stages before it, which are rounded already. Memory holds the floats of one layer at a time, and the
+rows of the text. Layers are headstart's own, with attention over whole windows of the text instead
+of paged memory.
 
 Units reduce the rounding error, and the product takes no longer. Input i of a linear layer is
 divided by a unit u[i], and its column of the weight is multiplied by u[i], which changes no output.
@@ -85,8 +86,8 @@ _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 _SHARD = 4_000_000_000  # bytes
 _FIELDS = 8  # values in a word
 _LAYERS = "model.layers."
-_BY_INPUT = 0.4  # exponent of an input's mean size in its unit
-_BY_COLUMN = 0.75  # exponent of the size of its column of the weight
+_BY_INPUT = 0.4  # a unit is proportional to the input's mean size to this power
+_BY_COLUMN = 0.75  # and to the size of the input's column of the weight to minus this power
 _LARGEST_UNIT = 16.0
 _NONE = 1e-20  # avoids a division by zero
 _TINY = 1e-6  # smallest size, relative to the largest, for inputs that the text does not use
@@ -150,7 +151,7 @@ def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 def _divide_norm(
     weight: Tensor, kind: NormKind, units: Tensor, stored_dtype: torch.dtype
 ) -> Tensor:
-    """Divide a norm's weight in place; return units adjusted so that it is exact when stored."""
+    """Divide a norm's weight in place; return the exact units after rounding it for storage."""
     offset = 1.0 if kind == "gemma" else 0.0  # Gemma multiplies by 1 + weight
     divided = ((weight + offset) / units - offset).to(stored_dtype).float()
     exact = (weight + offset) / (divided + offset)

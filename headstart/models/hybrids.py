@@ -1,4 +1,4 @@
-"""Families with recurrent layers, as data, and Granite, whose multipliers Granite 4 H has."""
+"""Families with recurrent layers, as data, and Granite, since Granite 4 H has its multipliers."""
 
 import math
 from typing import Any

@@ -137,7 +137,8 @@ class ResidentAdapter:
         }
 
 
-# A run of this many rows gets separate products, which then cost less than the ranks in vain.
+# # A run of this many rows gets separate products, which cost less than multiplying by the ranks of
+# other adapters.
 _LONG_RUN = 32
 
 

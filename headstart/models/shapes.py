@@ -201,7 +201,7 @@ LLAMA: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-"""The defaults of Llama's config.json, on which those of all families are based."""
+"""The defaults of Llama's config.json, on which the defaults of all families are based."""
 
 
 def _is_count(value: object) -> bool:

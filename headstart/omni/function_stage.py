@@ -244,7 +244,7 @@ class FramesStage(_FunctionStage):
         return events
 
     def _frames(self, state: _State, codes: Tensor, stop: int) -> Tensor:
-        """Return the frames of codes `done` to `stop - 1`; caches those of a whole block."""
+        """Return the frames of codes `done` to `stop - 1`; caches the frames of a whole block."""
         is_whole = stop - state.done == self._plan.block
         index = len(state.keys)
         if is_whole and self._cache is not None:

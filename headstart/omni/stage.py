@@ -298,7 +298,7 @@ class Stage:
         raise NotImplementedError
 
     def limit_to(self, outputs: Set[str]) -> None:
-        """Limit the outputs to those that other stages take; called before any request."""
+        """Limit the outputs to the outputs that other stages take; called before any request."""
 
     def check(self, request: OmniRequest) -> None:
         """Raise RequestError if the stage cannot serve the request; changes nothing."""
@@ -324,7 +324,7 @@ class Stage:
         raise NotImplementedError
 
     def peek(self, request_id: str) -> object:
-        """Return a running request's result so far besides rows, None if there is none."""
+        """Return a running request's result so far, without rows; None if there is none."""
         return None
 
     def reset_cache(self) -> None:

@@ -6,7 +6,7 @@ receives the replica's cache events; then the router learns of first tokens and 
 Routing, the network and snapshots take no time. Requests arrive at the times of the trace, however
 far behind the replicas are (an open loop).
 
-With prefill replicas, the router chooses among these alone. When a prefill replica has computed a
+With prefill replicas, the router chooses only among these. When a prefill replica has computed a
 prompt and its first token, it sends the K/V to the least loaded of the other replicas, which
 decodes. Each prefill replica sends one prompt at a time. It frees the prompt's blocks, which stay
 cached there.
@@ -36,7 +36,8 @@ Progress = Callable[[int, int], None]
 class Fleet:
     """The replicas, each with KV memory for `kv_tokens` tokens. Raises ConfigError.
 
-    prefill_replicas: replicas that only compute prompts for the others; 0: each does both.
+    prefill_replicas: number of replicas that only compute prompts, for the other replicas; with 0,
+    each replica computes prompts and decodes.
     """
 
     replicas: int

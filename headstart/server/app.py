@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _LONG = 1 << 15  # bytes; longer bodies are read in a thread
 _MAX_VALUES = 1 << 20  # in a body; reading this many blocks all threads for up to 0.1 s
-_MAX_OBJECTS = 20_000  # in a body, and as many lists; some APIs handle each in the event loop
+_MAX_OBJECTS = 20_000  # in a body, and of lists; some APIs handle each in the event loop
 
 
 class _Endpoint(NamedTuple):

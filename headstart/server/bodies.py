@@ -162,7 +162,7 @@ def _taking_null(kind: type[Body]) -> frozenset[str]:
 
 
 class ClientTool(Body):
-    """A tool that the client runs. The error for an unknown type is about the type alone.
+    """A tool that the client runs. The error for an unknown type mentions only the type.
 
     types: the accepted ones.
     """

@@ -87,7 +87,7 @@ def read_roles(
 
 
 def _read_role(place: int, message: Any, template: str) -> Any:
-    """Return the message for the template; None if it consisted of the billing line alone."""
+    """Return the message for the template; None if it consisted only of the billing line."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
         return message  # the engine refuses it

@@ -125,7 +125,7 @@ def as_api_error(error: BaseException) -> ApiError:
     try:
         if (refusal := _word_error(error)) is not None:
             return refusal
-    except Exception as fault:  # its traceback includes that of `error`
+    except Exception as fault:  # its traceback includes the traceback of `error`
         error = fault
     _LOG.error("a request failed: %s", error, exc_info=error)
     if isinstance(error, EngineError):

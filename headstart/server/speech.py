@@ -100,7 +100,7 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
     except RequestError:  # also a ValueError
         raise
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
-        reason = getattr(error, "error_string", str(error))  # libsndfile's text alone
+        reason = getattr(error, "error_string", str(error))  # only libsndfile's text
         raise RequestError(
             f"a sound cannot be read: {shorten(reason)}; allowed: WAV, FLAC, OGG, MP3"
         ) from error
@@ -255,7 +255,7 @@ _REFUSED = (
 """Fields of a chat that have no effect on a speaking model."""
 _UNSET: tuple[Any, ...] = (None, False, [], {}, "none")
 _LONG = 2**16
-"""Samples of speech from which on encoding blocks the event loop for milliseconds."""
+"""Encoding this many samples of speech or more blocks the event loop for milliseconds."""
 
 
 class SpeechService(BaseService["AsyncOutputStream[OmniOutput]", "OmniOutput"]):

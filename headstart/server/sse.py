@@ -31,7 +31,7 @@ class Usage:
     prompts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Tokens and cached tokens of each prompt, by request id."""
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Drafted tokens that were accepted, and those that were not, by request id."""
+    """Numbers of accepted and of rejected drafted tokens, by request id."""
 
     @property
     def prompt(self) -> int:

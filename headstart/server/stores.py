@@ -18,7 +18,7 @@ from headstart.server.errors import ApiError
 Value = TypeVar("Value")
 MAX_VALUES = 4096
 MAX_BYTES = 256 * 2**20
-_FEW = 8  # up to so many ids are searched in a response's bytes before it is parsed
+_FEW = 8  # up to this number, ids are searched in a response's bytes before it is parsed
 
 
 class _Entry(NamedTuple, Generic[Value]):

@@ -29,7 +29,7 @@ _PART = 4096  # ids
 class TokenizeRequest(PromptFields):
     """A text, or a conversation as a chat would render it.
 
-    add_special_tokens is only for texts: a chat template adds its own.
+    add_special_tokens is only for texts: a chat template adds special tokens itself.
     """
 
     prompt: str | None = None

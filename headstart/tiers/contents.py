@@ -276,7 +276,7 @@ class StoredPrefix:
         return self.segment[0].name
 
     def all_blocks(self) -> Iterator[IndexedBlock]:
-        """Yield its blocks, and those of all prefixes that continue it."""
+        """Yield its blocks, and the blocks of all prefixes that continue it."""
         todo = [self]
         while todo:
             prefix = todo.pop()

@@ -257,7 +257,7 @@ class DiskStore:
                     index.touch(names, slot_bytes(self.model.block_bytes))
 
     def remove(self, names: Sequence[BlockHash]) -> int:
-        """Forget blocks; return the number of those that existed."""
+        """Forget blocks; return how many of them existed."""
         removed = 0
         with self._guard(), self._writing, self._changing() as index:
             for name in names:

@@ -88,7 +88,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 class ReadBuffers:
-    """Buffers of one size, each reused once no view of it is left. For any thread.
+    """Buffers of one size. A buffer is reused when no view of it is left. Thread-safe.
 
     The system clears each page of new memory at its first use, which takes longer than reading a
     file from the page cache. most: unused buffers that are retained. For less than a quarter of a

@@ -26,14 +26,14 @@ _LEAST_RATE = 1.0  # bytes per second, for a store that returned nothing in time
 
 _BATCH_BLOCKS = 64  # in a save
 _BATCH_BYTES = 16 << 20
-_REST = 15  # duration of a rest, in durations of the save before it
+_REST = 15  # a pause lasts this many times as long as the save before it
 _DRAIN_BYTES = 32 << 20  # saved bytes after which `drained` is called
 _MOST_STORED = 1 << 14  # names that wait for `take_saved`
 STATES_AT_ONCE = 64  # names of states in a query
 
 
 class StateName(NamedTuple):
-    """The name of a stored state after so many tokens, which needs `num_blocks` of its job."""
+    """The name of a stored state, its position in tokens, and the blocks that it needs."""
 
     name: BlockHash
     position: int
@@ -42,7 +42,7 @@ class StateName(NamedTuple):
 
 @dataclass(eq=False)
 class StateSearch:
-    """The state that a job loads before its blocks, which are useless without it.
+    """The state that a job loads before its blocks. Without it the blocks are of no use.
 
     candidates: returns the states to look for, for the number of blocks found, deepest first. span:
     the tokens that are computed without a state. num_stored: the number of blocks found. found: the
@@ -143,7 +143,7 @@ class Loader:
         choose: Callable[[int], int],
         state: StateSearch | None = None,
     ) -> LoadJob:
-        """Look these blocks up, and load as many as `choose` returns.
+        """Look these blocks up, and load the number of blocks that `choose` returns.
 
         With a state, `choose` takes the number of blocks that it saves from being computed.
         """
@@ -503,7 +503,7 @@ class Saver:
         return stored
 
     def _note_end(self, job: Job) -> None:
-        """Release a batch, and queue a rest after it if rests are on."""
+        """Release a batch, and queue a pause after it if pauses are on."""
         if not isinstance(job, _Batch):
             return
         self.queued_bytes -= job.nbytes

@@ -3,7 +3,7 @@
 A `Worker` is one thread with a queue of jobs. Lookups, loads, saves and images have one worker
 each. A read of a file has no timeout, so a call that takes longer than its deadline is given up:
 
-    worker abandons its thread, and starts a new one that begins the job again
+    worker    abandons its thread, and starts a new one that begins the job again
     store     is not called before the abandoned thread has returned, nor during a pause
     job       retains the blocks that have arrived, and continues with the other stores
 

@@ -37,7 +37,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args([*flags, *arguments[stop:]], namespace)
 
     def _spell(self, argument: str) -> str:
-        """Return a flag as it was added, if it differs from that in dashes alone."""
+        """Return an argument with its flag as it was added, in dashes or underscores."""
         flags = {flag.replace("_", "-"): flag for flag in self._option_string_actions}
         name, equals, value = argument.partition("=")
         flag, dot, keys = name.partition(".")

@@ -44,7 +44,7 @@ def packed_bytes(outputs: int, inputs: int) -> int:
 
 
 class PackedWeight(WeightFormat):
-    """A weight `[outputs, inputs]` in panels, and its bias bfloat16 `[outputs]` or None.
+    """A weight `[outputs, inputs]` in panels, and its bias: bfloat16 `[outputs]`, or None.
 
     Raises `ModelError` without the kernels.
     """
@@ -101,7 +101,7 @@ def supports_bf16_weights(
 
 
 class Bf16Weight(WeightFormat):
-    """A bfloat16 weight `[outputs, inputs]` for float32 rows, and its bias float32 or None."""
+    """A bfloat16 weight `[outputs, inputs]` for float32 rows, and its bias: float32, or None."""
 
     name = "Bf16Linear"
     table_name = "Bf16Embedding"

@@ -64,8 +64,8 @@ def every_token(size: int) -> np.ndarray:
 def mask_logits(logits: Tensor, allowed: np.ndarray) -> None:
     """Set logits float32 `[rows, vocab]` to minus infinity, in place, where a mask has no bit.
 
-    `allowed` uint8 `[rows, bytes]` has a mask for each row, as `every_token`. Rows with few banned
-    or few allowed tokens are fast.
+    `allowed` uint8 `[rows, bytes]` has a mask for each row, in the form of `every_token`. Rows with
+    few banned or few allowed tokens are fast.
     """
     size = logits.shape[1]
     if logits.device.type != "cpu":
@@ -100,9 +100,10 @@ class GreedyHead:
 
     It uses half as much memory as `weight`, which must stay alive as long as this object.
 
-    If the bounds are too wide, because rows or weights have a few much larger elements, it computes
-    all logits. If most rows of a step need this, the next step skips the bounds. If it happens
-    again, the pause becomes 3, 7, up to 255 steps. Another step resets it.
+    If the bounds are too wide, because rows or weights have a few much larger elements, all logits
+    are computed. If most rows of a step need this, the next step skips the bounds. If it happens
+    again, the next 3, 7, ... up to 255 steps skip them. A step that does not need it resets this
+    number to 1.
     """
 
     def __init__(self, weight: PackedWeight) -> None:

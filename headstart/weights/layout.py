@@ -249,7 +249,7 @@ def _read_description(
 
 
 def _check_named_parts(parts: Mapping[str, Entry], named: object, text: str) -> None:
-    """Raise an error unless the tensors are those that the header names, with supported types."""
+    """Raise an error unless the header names exactly these tensors, with supported types."""
     names = {f"{_PREFIX}{name}" for name in named} if isinstance(named, list) else set()
     types = {_WORDS: {"I8"}, _SCALES: _SCALE_TYPES, _ZEROS: {"I8"}}
     if unread := sorted(names - types.keys()):

@@ -22,7 +22,7 @@ from headstart.native.pages import (
 )
 
 _ALIGNMENT = 4096
-_FEWEST = 32 << 20  # bytes of weights from which on a thread is started
+_FEWEST = 32 << 20  # a thread is started for at least so many bytes of weights
 _APART = 1 << 21  # tensors with a smaller distance may share a huge page
 
 

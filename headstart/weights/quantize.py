@@ -22,7 +22,7 @@ FORMATS: dict[WeightKind, Callable[[Tensor], StoredValues]] = {
 # Layers that int4 stores in more bits: a third of the weights, which would cause more than half of
 # its error. With grouped-query attention, keys and values are only a few percent of the weights.
 _KEYS = frozenset({"k_proj", "v_proj"})
-_FUSED = frozenset({"qkv_proj", "gate_up_proj"})  # layers that contain one of the others
+_FUSED = frozenset({"qkv_proj", "gate_up_proj"})  # contain one of the layers above
 _MORE_BITS = _KEYS | {"o_proj", "up_proj"} | _FUSED
 _STEPS = frozenset({"in_proj_a", "in_proj_b"})  # small, and states are sensitive to their outputs
 
@@ -30,7 +30,7 @@ _STEPS = frozenset({"in_proj_a", "in_proj_b"})  # small, and states are sensitiv
 def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> WeightKind:
     """Return the kind of one linear layer, when a float model is quantized to `kind`.
 
-    name: the module's name, with or without those of its parents.
+    name: the module's name, with or without the names of its parents.
     """
     layer_name = name.rpartition(".")[2]
     if layer_name in _STEPS:

@@ -88,7 +88,7 @@ class ReplicaCluster:
         self._name = f"headstart-{__version__}-{digest}"
         self._is_own_app = False
         self._is_over = threading.Event()
-        self._is_lost = False  # True after Ray died, and the replicas with it
+        self._is_lost = False  # True if Ray died; the replicas died with it
         self._dispatcher: Dispatcher | None = None
         self._is_own_ray = self._connect(engine)
         try:

@@ -1,7 +1,7 @@
 """Dispatcher: the replicas that run, their metrics, and the router over them.
 
-    Ray Serve's thread set_replicas, choose which replicas run, and which gets a request the
-    server's thread expect, first_token, finish, apply
+    Ray Serve's thread    set_replicas, choose      which replicas run, and which gets a request
+    the server's thread   expect, first_token, finish, apply
 
 One lock protects everything, as the router is not thread-safe. Ray Serve names replicas, the router
 numbers them; the number of a removed replica is used again.

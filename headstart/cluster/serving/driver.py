@@ -448,7 +448,7 @@ class ReplicaDriver:
             return read_error(error)
 
     async def _stream(self, running: _Running, request: AnswerRequest) -> None:
-        """Make an attempt. The first and last tokens arrive here, the others with the reports.
+        """Make an attempt. Its first and last tokens arrive here, other tokens with the reports.
 
         Raises the errors of Ray and of the replica.
         """

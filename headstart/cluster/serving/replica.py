@@ -69,7 +69,7 @@ class CachePublisher:
         # The follower chooses the replica's number; the epoch identifies this start.
         self._events = EventPublisher(replica=0, epoch=time.time_ns())
         self._store_events = EventPublisher(replica=0, epoch=time.time_ns(), tier=DISK)
-        self._stored: dict[BlockHash, None] = {}  # the last one seen is the last entry
+        self._stored: dict[BlockHash, None] = {}  # in the order in which they were seen
         self._followers: dict[str, asyncio.Queue[Report | None]] = {}
         self._progress: dict[str, dict[RequestKey, list[RequestDelta]]] = {}  # by follower
         self._sending: asyncio.Task[None] | None = None

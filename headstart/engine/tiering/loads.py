@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 _BATCH = 32  # blocks that are copied and offered at once
-_LEAST_TOKENS = 32  # in a step whose speed is measured
+_LEAST_TOKENS = 32  # least tokens of a step whose speed is measured
 _WEIGHT = 0.3  # of the last step in the moving average
 _LONGEST_TEXT = 80  # characters stored with a block
 
@@ -224,11 +224,11 @@ class Load:
     """The load of one prefix.
 
     key: identifies the prefix to load. first: index in the prompt of the first block that the job
-    loads. start: the tokens that need no computing without it. known: the tokens whose K/V the pool
-    has. next: index of the block that is written to the pool next. written: the tiers of the blocks
-    written before it. state_tier: the tier of the state that was written to the pool. sequence:
-    holds the blocks; None before anything has arrived. requests: the requests that wait for it.
-    lacks_space: the free blocks do not suffice for its request.
+    loads. start: number of tokens that would hit without the load. known: number of tokens whose
+    K/V the pool has. next: index of the block that is written to the pool next. written: the tiers
+    of the blocks written before it. state_tier: the tier of the state that was written to the pool.
+    sequence: holds the blocks; None before anything has arrived. requests: the requests that wait
+    for it. lacks_space: the free blocks do not suffice for its request.
     """
 
     def __init__(self, request: Request, key: BlockHash, computed: ComputedBlocks, job: LoadJob):
@@ -508,7 +508,7 @@ class Loads:
         return not load.lacks_space
 
     def _take_slots(self, load: Load, blocks: list[LoadedBlock]) -> list[LoadedBlock]:
-        """Take slots for arrived blocks; return those that the pool lacks, none without space.
+        """Take slots for arrived blocks; return the blocks that the pool lacks, none without space.
 
         A load with a state holds all blocks before it. The pool may have some or all of them.
         """

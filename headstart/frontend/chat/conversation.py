@@ -1,9 +1,9 @@
 """Chats: from messages to the token ids of a prompt that begins with the tokens of earlier turns.
 
-The next turn contains the reply as text. If that is tokenized again, it often has other ids than
-the model sampled ("the" may have been "t" + "he"), and nothing after them hits. So ids are stored
-with the text that they decode to. A prompt that begins with a stored text gets its ids, and only
-the rest is tokenized.
+The next turn contains the reply as text. If the text is tokenized again, it often has other ids
+than the model sampled ("the" may have been "t" + "he"), and nothing after these ids hits. So ids
+are stored with the text that they decode to. A prompt that begins with a stored text gets the
+stored ids, and only the rest of the prompt is tokenized.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TextIndex:
     def add(self, text: str, token_ids: array[int], count: int, namespace: Namespace) -> None:
         """Store the first `count` ids as the ids of `text`; replace earlier ids.
 
-        Ids that take more than `max_bytes` alone are not stored.
+        If the ids of one text take more than `max_bytes`, they are not stored.
         """
         if _size(token_ids) + ENTRY_BYTES > self._max_bytes:
             return
@@ -277,7 +277,7 @@ class ConversationMemory:
         return anew
 
     def remember(self, turn: RememberedTurn, namespace: Namespace = SHARED) -> None:
-        """Store a turn's ids for the next turn, as far as they decode to its texts.
+        """Store the ids of a turn that decode to its texts, for the next turn.
 
         Tokens at the end that the reply does not show are left out: an end-of-turn token, which
         the template adds again, text after a stop string, and an incomplete character. Templates

@@ -32,7 +32,7 @@ from headstart.engine.image_cache import EncoderKey
 from headstart.frontend.images.prompt import LoadedImage
 
 CAPACITY = 1 << 28  # bytes: hundreds of screenshots, or 12 photographs of 4K
-MAX_IMAGES = 4096  # of all tenants; comparing so many thumbnails takes about a millisecond
+MAX_IMAGES = 4096  # images of all tenants; comparing this many thumbnails takes about a millisecond
 ENTRY_BYTES = 2048  # Python objects of an entry (1.7 to 2.0 kB) without pixels and thumbnail
 MAX_COMPARED = 3  # earlier images to compare, with the nearest thumbnails
 THUMBNAIL = 16  # pixels on each side
@@ -230,7 +230,7 @@ def _likely_ways(first: Picture, second: Picture) -> Iterator[_Way]:
     """Yield the ways from one picture to the other that almost reproduce the window."""
     scalings = [*_scalings(first, second), *_scalings(second, first)]
     yield from _ranked(scalings, [None], NEAR)
-    if len(scalings) > TRIED_SCALINGS:  # compare after a codec, whose errors are in the copy too
+    if len(scalings) > TRIED_SCALINGS:  # compare after a codec, since the copy has its errors too
         scalings.sort(key=lambda scaling: min(map(scaling.left, ROUGH_CODECS)))
     yield from _ranked(scalings[:TRIED_SCALINGS], JPEG_CODECS, NEAR)[:TRIED_JPEGS]
     # WebP distributes its bits over the whole picture, so a window is only a hint.
@@ -270,7 +270,7 @@ def _liveliest(image: Picture) -> Box:
 
 def _scaled_window(image: Picture, size: tuple[int, int], box: Box, name: str) -> Picture:
     """Return a window of the picture scaled to `size`; the pixels around it have an effect too."""
-    if name == "NEAREST":  # a window alone would give other pixels
+    if name == "NEAREST":  # scaling only the window would give other pixels
         return _resized(image, size, name).crop(box)
     left, top = max(0, box[0] - BORDER), max(0, box[1] - BORDER)
     right, bottom = min(size[0], box[2] + BORDER), min(size[1], box[3] + BORDER)

@@ -54,7 +54,7 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
         powers = torch.arange(0, width, 2, dtype=torch.float32) / width
         frequencies = Frequencies(1.0 / parameters["rope_theta"] ** powers)
     elif rope == "proportional":
-        # The first pairs of all turn as if all did; the others do not turn.
+        # # The first pairs rotate as if all pairs did; the other pairs do not rotate.
         count = int(part * head_dim // 2)
         powers = torch.arange(0, 2 * count, 2, dtype=torch.float32) / head_dim
         rotated = 1.0 / parameters["rope_theta"] ** powers / parameters.get("factor", 1.0)
@@ -163,7 +163,7 @@ class LayerStep:
     kept: Tensor | None = None
 
     def keep(self, rows: Tensor) -> "LayerStep":
-        """Return the step of layers that compute only these rows, and read K and V of others."""
+        """Return the step of layers that compute only these rows and read other layers' K and V."""
         angles = {
             kind: (cos.index_select(0, rows), sin.index_select(0, rows))
             for kind, (cos, sin) in self.angles.items()
@@ -265,7 +265,7 @@ class Attention(FamilyModule):
         if self._is_source:
             step.shared[self.layer_idx] = key, value
         if step.kept is not None:
-            # Attention takes a query of every row; those of the others are not used.
+            # # Attention takes a query for every row; the queries of other rows are not used.
             every = query.new_zeros((len(key), *query.shape[1:]))
             query, output_rows = every.index_copy(0, step.kept, query), step.kept
         attended = step.backend.attend(self.layer_idx, query, key, value, self.options)
@@ -277,7 +277,7 @@ class Attention(FamilyModule):
         return out
 
     def _project(self, x: Tensor) -> Sequence[Tensor]:
-        """Return queries, and keys and values unless the layer reads those of another."""
+        """Return queries, and keys and values unless the layer reads another layer's."""
         if self._fused:
             parts: Sequence[Tensor] = self.qkv_proj(x).split(self._widths, dim=-1)
             return parts

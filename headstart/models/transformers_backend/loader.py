@@ -63,7 +63,7 @@ def check_decoder(folder: Path, config: PreTrainedConfig, ignored: Collection[st
     if not shapes:
         return
     _check_layers(folder, text, [n for n in shapes if not any(re.search(p, n) for p in ignored)])
-    if getattr(config, "quantization_config", None) is None:  # whose tensors have other shapes
+    if getattr(config, "quantization_config", None) is None:  # its tensors have other shapes
         _check_experts(folder, shapes)
         _check_sizes(folder, text, shapes)
     num_positions = getattr(text, "max_position_embeddings", None) or 0

@@ -110,7 +110,7 @@ class _CacheBehind(DynamicCache):
 
 
 def check_far_positions(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` if the last rows differ from those behind a cache."""
+    """Raise `UnsupportedModelError` if the last rows differ from the same rows after a cache."""
     last = context_length(model.config)
     first = max(0, last - _ROWS)
     without_cache = _run_at(model, first, last)

@@ -165,7 +165,7 @@ async def apply_breakpoints(
 
 
 async def _count_common(service: Service, call: ChatCall, token_ids: Sequence[int]) -> int:
-    """Count the tokens that a prefix shares with the whole; 0 if the template refuses it alone."""
+    """Count the tokens that a prefix shares with the whole; 0 if its template refuses it."""
     try:
         name = service.new_id("part")
         prepared = await prepare_chat(service, call, name, stream=False, is_kept=False)

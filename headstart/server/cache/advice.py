@@ -320,7 +320,7 @@ def _number_blocks(
     fresh: Iterator[int],
     block_size: int,
 ) -> list[int]:
-    """Return numbers for the blocks of a prompt and its answer; equal content, equal number.
+    """Return numbers for the blocks of a prompt and its answer, equal for equal content.
 
     The tokens of answers are unknown. If a later prompt continues the conversation, its next
     blocks are assumed to be the answer's.

@@ -51,7 +51,7 @@ _PARTS = {
     "gen_ai.latency.time_in_model_decode": ("first", "last"),
     "gen_ai.latency.time_in_model_inference": ("start", "last"),
 }
-"""Spans within a request, and vLLM's attributes in seconds, by their first and last moment."""
+"""The moments at which each span within a request, and each of vLLM's times, begins and ends."""
 
 
 def open_tracer(endpoint: str | None, model: str) -> Tracer | None:

@@ -169,9 +169,9 @@ class InputTokensRequest(ChatFields):
     def read_messages(
         self, earlier: Sequence[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return the `earlier` messages and this input, and each message's field in the body.
+        """Return the `earlier` messages and the messages of this input.
 
-        Raises ApiError.
+        Also return the name of the body's field that each message comes from. Raises ApiError.
         """
         if isinstance(self.input, str):
             messages = [*earlier, {"role": "user", "content": self.input}]
@@ -258,9 +258,10 @@ class ResponsesRequest(InputTokensRequest):
 def extend(
     earlier: Sequence[dict[str, Any]], items: Iterable[Item]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the `earlier` messages and the items, and each message's field in the body.
+    """Return the `earlier` messages and the items as messages.
 
-    Consecutive reasoning, text and calls of the assistant become one message.
+    Also return the name of the body's field that each message comes from. Consecutive reasoning,
+    text and calls of the assistant become one message.
     """
     messages, places = list(earlier), ["previous_response_id"] * len(earlier)
     for number, item in enumerate(items):

@@ -60,6 +60,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 __all__ = [
+    "EACH_MIXER",
     "HYBRIDS",
     "RECURRENT",
     "TINY",
@@ -370,6 +371,9 @@ RECURRENT = (
     "falcon_mamba",
 )
 """Models with recurrent layers in transformers' modules."""
+
+EACH_MIXER = ("mamba", "falcon_h1", "zamba2", "olmo_hybrid", "kimi_linear", "lfm2_moe")
+"""Each kind of recurrent layer in transformers, and a model whose layers share weights."""
 
 _NORMED = (
     *HYBRIDS,

@@ -6,6 +6,7 @@ grammars, stops, log-probabilities, several answers, preemption and prompts that
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +84,27 @@ def answers(llm: LLM, seed: int, count: int) -> list[Any]:
     return entries
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[Any]:
+    """The answers of an engine without drafts; they depend on none of its options below."""
+    with closing(load(folder, 0)) as llm:
+        return answers(llm, 1, 15)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"deterministic": True}, {"num_blocks": 40}, {"enable_prefix_caching": False}],
     ids=["", "deterministic", "few blocks", "no cache"],
 )
-def test_answers_are_those_without_drafts(folder: Path, options: dict[str, Any]) -> None:
-    plain, drafting = load(folder, 0, **options), load(folder, 8, **options)
-    assert answers(drafting, 1, 25) == answers(plain, 1, 25)
+def test_answers_are_those_without_drafts(
+    folder: Path, plain: list[Any], options: dict[str, Any]
+) -> None:
+    drafting = load(folder, 8, **options)
+    assert answers(drafting, 1, 15) == plain
     core = drafting.engine
-    assert core.drafting is not None and core.drafting.num_accepted > 50
+    assert core.drafting is not None and core.drafting.num_accepted > 30
     assert core.drafting.num_drafted > core.drafting.num_accepted
     assert core.manager.num_free_blocks == core.config.num_blocks
-    plain.close()
     drafting.close()
 
 

@@ -201,7 +201,7 @@ def test_states_that_do_not_fit_the_memory_are_refused() -> None:
         Harness(num_blocks=None, num_states=100, kv_cache_memory=2_000)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_requests(seed: int) -> None:
     draw = random.Random(seed)
     harness = Harness(

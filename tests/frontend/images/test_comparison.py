@@ -59,10 +59,15 @@ def test_copies_are_found(draw: object, name: str) -> None:
     assert taken(copy, picture), "the copy may come first"
 
 
-@pytest.mark.parametrize("size", [(200, 150), (1280, 800)])
-@pytest.mark.parametrize("ink", ["black", "#ccc", "#e8e8e8"])
-@pytest.mark.parametrize("text", ["Dose: 90 mg", "Dose: 1.0 mg", "Dose: -10 mg", "Dose: 01 mg"])
-def test_a_digit_of_12_pixels(text: str, ink: str, size: tuple[int, int]) -> None:
+DIGITS = ["Dose: 90 mg", "Dose: 1.0 mg", "Dose: -10 mg", "Dose: 01 mg"]
+INKS = ["black", "#ccc", "#e8e8e8"]
+WINDOWS = [(200, 150, text, ink) for text in DIGITS for ink in INKS]
+WINDOWS += [(1280, 800, *both) for both in zip(DIGITS, INKS, strict=False)]
+
+
+@pytest.mark.parametrize(("width", "height", "text", "ink"), WINDOWS)
+def test_a_digit_of_12_pixels(width: int, height: int, text: str, ink: str) -> None:
+    size = (width, height)
     shown, other = screen("Dose: 10 mg", size, ink), screen(text, size, ink)
     assert not taken(shown, other)
     assert not taken(shown, saved(other, format="jpeg", quality=75))
@@ -98,9 +103,18 @@ def plain_and_copy(codec: str, quality: int) -> tuple[Image.Image, Image.Image]:
     return plain, copy
 
 
-@pytest.mark.parametrize("codec", [("jpeg", 75), ("jpeg", 85), ("webp", 80)])
-@pytest.mark.parametrize("colour", [(0, 0, -1), (0, -1, 0), (-1, 0, 0), (-1, -1, -1), (0, 1, -1)])
-@pytest.mark.parametrize(("side", "levels"), [(1, 12), (1, 55), (2, 20), (2, 55), (3, 20)])
+CODECS = [("jpeg", 75), ("jpeg", 85), ("webp", 80)]
+COLOURS = [(0, 0, -1), (0, -1, 0), (-1, 0, 0), (-1, -1, -1), (0, 1, -1)]
+POINTS = [(1, 12), (1, 55), (2, 20), (2, 55), (3, 20)]
+# Each codec with each colour and with each point.
+CASES = [
+    (*point, colour, CODECS[(i + j) % 3])
+    for i, point in enumerate(POINTS)
+    for j, colour in enumerate(COLOURS)
+]
+
+
+@pytest.mark.parametrize(("side", "levels", "colour", "codec"), CASES)
 def test_a_point_that_a_codec_weakens_or_erases(
     side: int, levels: int, colour: tuple[int, int, int], codec: tuple[str, int]
 ) -> None:

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, settings
 
 # On two noisy cores a slow example says nothing about the code.
 settings.register_profile(
-    "house", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50
+    "house", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30
 )
 # `--hypothesis-profile deep`: where a test names no number of its own, for minutes and hours.
 settings.register_profile("deep", settings.get_profile("house"), max_examples=1000)

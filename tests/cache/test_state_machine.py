@@ -362,7 +362,7 @@ class OneBitCacheMachine(CacheMachine):
     digest = staticmethod(digest_of_one_bit)
 
 
-BUDGET = settings(max_examples=400, stateful_step_count=50)
+BUDGET = settings(max_examples=250, stateful_step_count=50)
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = BUDGET

@@ -192,7 +192,7 @@ KEYS = st.sampled_from(["prompt", "prompt_token_ids", "multi_modal_data", "multi
 MAPPINGS = st.dictionaries(KEYS, JSON | st.fixed_dictionaries({"image": JSON}), min_size=1)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(prompt=JSON | MAPPINGS | st.lists(st.integers(0, 60)), name=JSON, salt=st.none() | JSON)
 def test_any_prompt_is_taken_or_refused(llm: LLM, prompt: Any, name: Any, salt: Any) -> None:
     try:
@@ -225,7 +225,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(messages=MESSAGES | JSON)
 def test_any_conversation_is_taken_or_refused(llm: LLM, messages: Any) -> None:
     try:

@@ -53,7 +53,7 @@ def shared_blocks(left: TokenSequence, right: TokenSequence) -> int:
     return len({*names(left)} & {*names(right)})
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(
     prefixes=st.lists(TOKENS, max_size=3),
     before=st.lists(st.tuples(TOKENS, st.sampled_from("abc")), max_size=4),

@@ -201,36 +201,7 @@ def test_random_requests(seed: int) -> None:
         speculation=draw.choice([0, 0, 3]),
     )
     assert harness.memory.num_window_blocks
-    texts = [[draw.randrange(50) for _ in range(80)] for _ in range(2)]
-    lengths: dict[str, int] = {}
-    for _ in range(60):
-        for _ in range(draw.randrange(4)):
-            text = draw.choice(texts)
-            done = [g for g in harness.groups if g.finished and len(g.prompt_token_ids) < 60]
-            if done and draw.random() < 0.4:  # the next turn of a conversation
-                turn = draw.choice(done)
-                prompt = turn.prompt_token_ids + harness.answer(turn)
-            else:
-                prompt = text[: draw.randrange(1, 80)]
-            prompt = [*prompt, *(draw.randrange(50) for _ in range(draw.randrange(3)))]
-            count = draw.randrange(1, 20)
-            group = harness.submit(prompt, count, salt=draw.choice([None, None, "s"]))
-            lengths[group.request_id] = count
-        for _ in range(draw.randrange(6)):
-            if harness.core.has_unfinished:
-                harness.core.step()
-        if draw.random() < 0.1 and harness.groups:
-            harness.core.abort(draw.choice(harness.groups).request_id)
-        if draw.random() < 0.03:
-            harness.core.reset_prefix_cache(reset_running_requests=True)
-    harness.finish()
-    for group in harness.groups:
-        expected = expected_answer(group.prompt_token_ids, lengths[group.request_id])
-        answer = harness.answer(group)
-        reason = group.requests[0].finish_reason
-        assert answer == expected[: len(answer)]
-        assert reason == "abort" or len(answer) == len(expected), reason
-    assert not harness.core.manager.sequences
+    harness.run_random(draw, length=80, most_tokens=20)
 
 
 GEMMA_3_1B = tuple(LayerLayout(1, 256, 256, None if layer % 6 == 5 else 512) for layer in range(26))

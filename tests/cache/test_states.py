@@ -104,17 +104,41 @@ def make_engine(num_blocks: int = 64, num_states: int = 8, **options: object) ->
     return RecurrentEngine(KVCacheManager(config, BlockHasher(config.block_size)))
 
 
-def run(engine: RecurrentEngine, name: str, tokens: list[int], **options: object) -> int:
-    """Compute a prompt in one step, and end it; return how many of its tokens were hit."""
+def run(
+    engine: TinyEngine, name: str, tokens: list[int], chunk: int = 1 << 20, **options: object
+) -> int:
+    """Compute a prompt in chunks, and end it; return how many of its tokens were hit."""
     sequence = TokenSequence(name, tokens)
     for key, value in options.items():
         setattr(sequence, key, value)
     hit = engine.manager.get_computed_blocks(sequence).num_tokens
-    engine.admit(sequence)
+    engine.admit(sequence, min(chunk, len(tokens) - hit))
     engine.commit()
-    engine.manager.free(sequence)
+    finish(engine, sequence, chunk)
     engine.verify([TokenSequence("probe", tokens), TokenSequence("longer", [*tokens, 1, 2, 3])])
     return hit
+
+
+def finish(engine: TinyEngine, sequence: TokenSequence, chunk: int) -> None:
+    """Compute the rest of a running sequence in chunks, and end it."""
+    while left := len(sequence.token_ids) - sequence.num_computed_tokens:
+        engine.append(sequence, count=min(left, chunk))
+        engine.commit()
+    engine.manager.free(sequence)
+
+
+def check_conversation(engine: TinyEngine, prompt: range, reply: range) -> None:
+    """Generate a reply; the next turn resumes at its end."""
+    sequence = TokenSequence("a", prompt)
+    engine.admit(sequence)
+    engine.commit()
+    for token in reply:
+        engine.append(sequence, token)
+        engine.commit()
+    engine.manager.free(sequence)
+    turn = TokenSequence("b", [*sequence.token_ids, 7, 8, 9])
+    assert engine.manager.get_computed_blocks(turn).num_tokens == len(sequence.token_ids)
+    engine.verify([turn])
 
 
 def test_the_same_prompt_again_computes_its_last_token_alone() -> None:
@@ -125,17 +149,7 @@ def test_the_same_prompt_again_computes_its_last_token_alone() -> None:
 
 
 def test_a_conversation_resumes_at_the_end_of_the_reply() -> None:
-    engine = make_engine()
-    sequence = TokenSequence("a", range(30))
-    engine.admit(sequence)
-    engine.commit()
-    for token in range(100, 110):
-        engine.append(sequence, token)
-        engine.commit()
-    engine.manager.free(sequence)
-    turn = TokenSequence("b", [*sequence.token_ids, 7, 8, 9])
-    assert engine.manager.get_computed_blocks(turn).num_tokens == len(sequence.token_ids)
-    engine.verify([turn])
+    check_conversation(make_engine(), range(30), range(100, 110))
 
 
 def test_a_fork_is_computed_once_and_then_hit_to_the_token() -> None:

@@ -3,6 +3,8 @@
 The oracle is an engine whose window blocks hold the whole prefix of each row that was written.
 """
 
+from functools import partial
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,7 +19,8 @@ from headstart.cache import (
     TokenSequence,
 )
 from headstart.errors import ConfigError
-from tests.cache.test_states import PICK, StateMachine
+from tests.cache.test_states import PICK, StateMachine, check_conversation, finish
+from tests.cache.test_states import run as run_in_chunks
 from tests.cache.tiny_engine import GARBAGE, TinyEngine
 
 
@@ -89,22 +92,7 @@ def make_engine(
     return WindowEngine(KVCacheManager(config, BlockHasher(config.block_size)))
 
 
-def run(
-    engine: WindowEngine, name: str, tokens: list[int], chunk: int = 16, **options: object
-) -> int:
-    """Compute a prompt in chunks, and end it; return how many of its tokens were hit."""
-    sequence = TokenSequence(name, tokens)
-    for key, value in options.items():
-        setattr(sequence, key, value)
-    hit = engine.manager.get_computed_blocks(sequence).num_tokens
-    engine.admit(sequence, min(chunk, len(tokens) - hit))
-    engine.commit()
-    while left := len(tokens) - sequence.num_computed_tokens:
-        engine.append(sequence, count=min(left, chunk))
-        engine.commit()
-    engine.manager.free(sequence)
-    engine.verify([TokenSequence("probe", tokens), TokenSequence("longer", [*tokens, 1, 2, 3])])
-    return hit
+run = partial(run_in_chunks, chunk=16)
 
 
 def test_the_same_prompt_again_computes_its_last_token_alone() -> None:
@@ -128,17 +116,7 @@ def test_a_running_sequence_holds_no_more_than_its_window_and_its_step() -> None
 
 
 def test_a_conversation_resumes_at_the_end_of_the_reply() -> None:
-    engine = make_engine()
-    sequence = TokenSequence("a", range(40))
-    engine.admit(sequence)
-    engine.commit()
-    for token in range(100, 140):
-        engine.append(sequence, token)
-        engine.commit()
-    engine.manager.free(sequence)
-    turn = TokenSequence("b", [*sequence.token_ids, 7, 8, 9])
-    assert engine.manager.get_computed_blocks(turn).num_tokens == len(sequence.token_ids)
-    engine.verify([turn])
+    check_conversation(make_engine(), range(40), range(100, 140))
 
 
 def test_a_fork_is_computed_once_and_then_hit_to_the_token() -> None:
@@ -154,10 +132,7 @@ def test_a_fork_is_computed_once_and_then_hit_to_the_token() -> None:
     engine.admit(second, 16)
     assert free - engine.manager.num_free_blocks == 37  # blocks of 150 tokens, all held
     engine.commit()
-    while left := len(second.token_ids) - second.num_computed_tokens:
-        engine.append(second, count=min(left, 16))
-        engine.commit()
-    engine.manager.free(second)
+    finish(engine, second, 16)
     assert engine.num_computed == 250 + 153 - position
     assert run(engine, "c", [*shared, 3000, 3001]) == 150
 

@@ -266,17 +266,9 @@ class TokenSequence:
         """Return the slots as `slots` does, but for the layers with a sliding window."""
         window = self.window
         assert window is not None
-        slots: list[int] = []
-        while start < stop:
-            index, offset = divmod(start, block_size)
-            count = min(stop - start, block_size - offset)
-            if index in window.shared:
-                slots += [scratch] * count
-            else:
-                first = window.ids[index] * block_size + offset
-                slots += range(first, first + count)
-            start += count
-        return slots
+        places = [divmod(position, block_size) for position in range(start, stop)]
+        shared, ids = window.shared, window.ids
+        return [scratch if i in shared else ids[i] * block_size + row for i, row in places]
 
 
 def check_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> None:

@@ -15,8 +15,9 @@ from headstart.imports import load_module
 from headstart.version import __version__, __version_tuple__
 
 # torch's threads spin while they wait for one another. If another process takes the core of the
-# thread they wait for, a step takes 2 to 10 times as long. So they give up the core after a
-# thousand iterations; on an idle machine that costs nothing. OpenMP reads this with torch's import.
+# thread that they wait for, a step takes 2 to 10 times as long. So a waiting thread gives up its
+# core after a thousand iterations, which costs nothing on an idle machine. OpenMP reads the
+# variable when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:

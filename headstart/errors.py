@@ -56,7 +56,7 @@ class DamagedModelError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture cannot run over paged K/V; the text says why."""
+    """The architecture cannot run over paged K/V; the error's text has the reason."""
 
 
 class AdapterError(HeadstartError):
@@ -72,7 +72,7 @@ class DamagedAdapterError(AdapterError):
 
 
 class UnsupportedAdapterError(AdapterError):
-    """The adapter has parts that cannot be added to this model; the text says why."""
+    """The adapter has parts that cannot be added to this model; the error's text has the reason."""
 
 
 class OutOfMemoryError(HeadstartError, MemoryError):

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from headstart.attention.backend import AttentionBackend, AttentionOptions
 from headstart.errors import EngineError, UnsupportedModelError
 
-# # If a name contains "sdpa", "flash" or "flex", transformers uses its own attention.
+# If a name contains "sdpa", "flash" or "flex", transformers uses its own attention.
 _names = map("headstart_paged_{}".format, itertools.count())
 
 

@@ -1,7 +1,7 @@
 """The interface of layers that need more than the K/V of a prefix to resume after it.
 
 Layers with full attention need the K/V of all blocks of a prefix. Layers with a sliding window need
-the last blocks, in a pool of their own (`headstart.cache.windows`). Recurrent layers need a state
+only the last blocks, in a separate pool (`headstart.cache.windows`). Recurrent layers need a state
 (`headstart.cache.states`). A model has one such group besides full attention, or none.
 """
 
@@ -16,8 +16,8 @@ from headstart.cache.stats import MissReason
 class LayerGroup:
     """State of layers without full attention. The manager calls it after changes of blocks.
 
-    miss_reason: the reason of a miss where K/V are cached and the group cannot resume.
-    num_dropped: evictions of the group's content since the start.
+    miss_reason: the reason of a miss if K/V are cached but the group cannot resume. num_dropped:
+    evictions of the group's content since the start.
     """
 
     miss_reason = MissReason.STATE
@@ -86,7 +86,7 @@ class LayerGroup:
         """Note that the sequence's partial block `index`, which is written, is indexed."""
 
     def save_fork(self, computed: ComputedBlocks, step: int) -> bool:
-        """Have the step save what resuming at `computed.known_tokens` needs; False if it cannot."""
+        """Let the step save a state at `computed.known_tokens`; False if this is impossible."""
         return False
 
     def accept(self, sequence: TokenSequence, num_blocks: int) -> None:
@@ -97,17 +97,17 @@ class LayerGroup:
         raise NotImplementedError
 
     def fail(self) -> None:
-        """Forget what the step was to write. Its sequences end afterwards."""
+        """Forget the states and rows of the failed step. Its sequences end afterwards."""
 
     def discard(self, sequence: TokenSequence) -> None:
-        """Forget what the sequence has written. It ends afterwards."""
+        """Forget the states and rows that the sequence has written. It ends afterwards."""
 
     def end(self, sequence: TokenSequence, *, is_cached: bool) -> None:
         """End a sequence that still has its blocks. is_cached: its last state may be cached."""
         raise NotImplementedError
 
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Drop what belongs to blocks that lose their identity.
+        """Drop the states or window blocks of blocks that lose their identity.
 
         A block whose identity passed to a copy has no node any more.
         """

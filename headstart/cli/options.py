@@ -5,8 +5,9 @@ A field `max_num_seqs: int = 64` becomes `--max-num-seqs INTEGER`, a bool field 
 defined once. `--help` shows the flags in groups, the most common first.
 
 `headstart serve` also accepts the flags of `vllm serve`. Their values are read as in vLLM (`4k`,
-JSON, `--no-…`, dots, underscores). click reads our flags and the environment. Typed flags have
-precedence over the flags of a file, and these over the environment, under any of their names.
+JSON, `--no-…`, dots, underscores). click reads our flags and the environment. Flags on the command
+line take precedence over the flags of a file, and the file over the environment, whichever of its
+names an option is given by.
 """
 
 from __future__ import annotations
@@ -56,11 +57,12 @@ from headstart.server.options import ServerOptions
 from headstart.utils.argparse_utils import FlexibleArgumentParser
 from headstart.validation import OneOf, describe, shorten
 
-# Longer and reproducible replies for the command line; the library has vLLM's defaults.
+# # The command line's replies are longer and reproducible; the library has vLLM's defaults.
 RUN_SAMPLING: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.0}
 # The values for a chat, unless the model's generation_config.json has its own.
 CHAT_SAMPLING: Mapping[str, Any] = {"max_tokens": 1024, "temperature": 0.7, "top_p": 0.95}
-# Sampling fields of generation_config.json. If it has one of them, none of our defaults is used.
+# # Sampling fields of generation_config.json. If the file has one of them, our defaults are not
+# used.
 _MODEL_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SAMPLING_FLAGS = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),

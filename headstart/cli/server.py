@@ -63,7 +63,7 @@ def run_server(
         if _speaks(model):
             address.speaks, address.shows_pool = True, False
             _check_speech(options, replicas, adapters, engine)
-            config = read_config(engine)  # dtype and device; its stages have the other options
+            config = read_config(engine)  # dtype and device; its stages have the others
             of_model = {name: config.pop(name) for name in ("dtype", "device") if name in config}
             with waiting(announce(model, engine)):
                 make = load_module("headstart.omni.omni").AsyncOmni
@@ -246,7 +246,7 @@ def _describe_memory(llm: AsyncLLM) -> str:
     """Describe the memory that the caches of an engine may take."""
     facts, tiers = llm.frontend.facts, llm.tiers
     parts = []
-    if llm.kv_cache_bytes:  # otherwise all layers are recurrent
+    if llm.kv_cache_bytes:  # without K/V, all layers are recurrent
         tokens = llm.num_blocks * llm.block_size
         pool = f"K/V pool {show_bytes(llm.kv_cache_bytes)} for {tokens:,} tokens"
         if facts.num_window_blocks:

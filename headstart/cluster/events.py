@@ -25,9 +25,9 @@ class EventBatch:
     """The net change of one replica's cache since the previous batch, or the whole cache.
 
     epoch: identifies a start of the engine. number: counts the batches of an epoch from 0. cleared:
-    first forget all blocks in this tier. snapshot: the whole state after batch `number` instead of
-    a change; `cleared` is then set. stored, removed: concatenated names of prefixes, 32 bytes each;
-    no name is in both.
+    True if all earlier blocks in this tier must be forgotten first. snapshot: True if the batch has
+    the whole state after batch `number` instead of a change; `cleared` is then True. stored,
+    removed: concatenated names of prefixes, 32 bytes each; no name is in both.
     """
 
     replica: int

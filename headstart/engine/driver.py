@@ -233,7 +233,7 @@ class LocalDriver:
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
         self._process = 0  # the process that started the thread
-        # # Not `Thread.is_alive`: in Python 3.11, Ctrl-C in that method marks a running thread as
+        # Not `Thread.is_alive`: in Python 3.11, Ctrl-C in that method marks a running thread as
         # ended.
         self._has_exited = False
         self._exited: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an item when it exits

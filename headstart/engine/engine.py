@@ -84,7 +84,7 @@ class EngineCore:
             deterministic=config.deterministic,
         )
         self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
-        # # Limits of inputs come first: a request that waits for its inputs must not reach a limit
+        # Limits of inputs come first: a request that waits for its inputs must not reach a limit
         # by which it would delay other requests.
         inputs = [hooks, self.tiers.loads if self.tiers is not None else None]
         limits: list[Limit | None] = [*inputs, self.adapters, self.images, self._turns]

@@ -420,7 +420,7 @@ class EncoderBudget:
                 self.cache.leave((request, index), image)
             elif image.start < stop:
                 held.append((index, image))
-        # # Hold cached images first, so that they are not evicted for images that are not cached.
+        # Hold cached images first, so that they are not evicted for images that are not cached.
         for index, image in sorted(held, key=lambda pair: pair[1].key not in self.cache):
             self.cache.hold((request, index), image, is_stored=request.group.params.is_stored)
 

@@ -324,7 +324,7 @@ def _write(constraint: OutputConstraint, special: Mapping[str, int]) -> str:
     if constraint.kind == "structural_tag":
         return str(library.LLMatcher.grammar_from_lark(write_tags(*constraint[1:], special)))
     if constraint.kind == "choice":
-        # Make one terminal: as rules, every text would be checked in every step.
+        # # Make one terminal: if the texts were rules, each would be checked in every step.
         texts = " | ".join(json.dumps(text) for text in json.loads(constraint.text))
         return str(library.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
     if constraint.kind == "grammar" and _LARK_START.search(constraint.text):
@@ -403,7 +403,7 @@ class GrammarMask(TokenMask):
     """The position of one answer in its grammar. Applied after all other processors.
 
     end_ids: tokens that end the answer if the grammar is satisfied but may continue. If nothing may
-    follow, the model's end tokens end it. special: the grammar may contain special tokens.
+    follow, the model's end tokens end the answer. special: the grammar may contain special tokens.
     """
 
     rank = 4
@@ -430,7 +430,7 @@ class GrammarMask(TokenMask):
                     "structured_outputs could not be followed to the answer's end: "
                     f"{_explain(processor._matcher.get_error())}"
                 )
-            place, bit = divmod(masks.end_bit, 8)  # stands for all end tokens of the answer
+            place, bit = divmod(masks.end_bit, 8)  # represents all end tokens of the answer
             may_end = mask[place] >> bit & 1
             np.bitwise_and(mask, processor._spellable, out=mask)
             processor.complete = not mask.any()

@@ -71,7 +71,7 @@ def _prepare_qwen35(content: dict[str, Any]) -> None:
     angles = dict(content.get("rope_scaling") or content.get("rope_parameters") or {})
     angles.setdefault("partial_rotary_factor", content.get("partial_rotary_factor", 0.25))
     for name in ("mrope_section", "mrope_interleaved"):
-        angles.pop(name, None)  # in text, the three positions of a token are equal
+        angles.pop(name, None)  # in a text, the three positions of a token are equal
     content["rope_parameters"] = angles
     for name in ("rope_scaling", *_QWEN35_UNUSED):
         content.pop(name, None)

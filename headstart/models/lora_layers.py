@@ -137,7 +137,7 @@ class ResidentAdapter:
         }
 
 
-# # A run of this many rows gets separate products, which cost less than multiplying by the ranks of
+# A run of this many rows gets separate products, which cost less than multiplying by the ranks of
 # other adapters.
 _LONG_RUN = 32
 

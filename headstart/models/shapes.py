@@ -58,9 +58,9 @@ class LayerShape(NamedTuple):
 
     window: a row sees itself and the `window - 1` tokens before it; None for all. angles: the kind
     of the layer's rotary positions; None for a layer without. mixer: the recurrent mixer of a layer
-    without attention. kv_heads, head_dim, intermediate_size: None for the decoder's. source: the
-    earlier layer whose K and V the layer reads; None for a layer that has its own. keys_are_values:
-    the projection of keys gives the values, too.
+    without attention. kv_heads, head_dim, intermediate_size: None if they are those of the decoder.
+    source: the earlier layer whose K and V this layer reads; None for a layer with its own K and V.
+    keys_are_values: the projection of keys also gives the values.
     """
 
     window: int | None = None
@@ -122,20 +122,20 @@ class DecoderShape:
     """The scale of embeddings is rounded to their dtype first."""
     residual_scale: float | None = None
     layer_scalars: bool = False
-    """The rows are multiplied by a number of the checkpoint after each layer."""
+    """After each layer the rows are multiplied by a number from the checkpoint."""
     layer_inputs: LayerInputs | None = None
     logit_divisor: float | None = None
     logit_softcap: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
-    """The family's names of parts, by Llama's names or, for parts that Llama lacks, ours."""
+    """The family's names of parts, by Llama's names, or headstart's if Llama lacks the part."""
     ignored: tuple[str, ...] = ()
     """Prefixes of a checkpoint's tensors that do not belong to the decoder."""
 
     def number(self, index: int) -> int:
-        """Return the number of earlier layers of this one's kind: with attention, or recurrent.
+        """Return the number of earlier layers of the same kind: with attention, or recurrent.
 
-        A layer that reads the K and V of an earlier one has the number of that layer, and is not
-        counted.
+        A layer that reads the K and V of an earlier layer is not counted, and has the number of the
+        earlier layer.
         """
         layer = self.layers[index]
         if layer.source is not None:

@@ -21,10 +21,10 @@ from headstart.tiers.worker import GuardedStore, Job, StoreChain, Worker, wait_f
 
 _TRIAL = 1.0  # seconds that the first load may take longer than computing
 _LEAST_WAIT = 0.25  # seconds that later loads may take even if computing is faster
-_WEIGHT = 0.3  # of the last measurement in the average rate
+_WEIGHT = 0.3  # weight of the last measurement in the average rate
 _LEAST_RATE = 1.0  # bytes per second, for a store that returned nothing in time
 
-_BATCH_BLOCKS = 64  # in a save
+_BATCH_BLOCKS = 64  # most blocks in a save
 _BATCH_BYTES = 16 << 20
 _REST = 15  # a pause lasts this many times as long as the save before it
 _DRAIN_BYTES = 32 << 20  # saved bytes after which `drained` is called
@@ -44,10 +44,11 @@ class StateName(NamedTuple):
 class StateSearch:
     """The state that a job loads before its blocks. Without it the blocks are of no use.
 
-    candidates: returns the states to look for, for the number of blocks found, deepest first. span:
-    the tokens that are computed without a state. num_stored: the number of blocks found. found: the
-    deepest state found, if any. has_arrived: it is loaded. block: the state, until it is taken.
-    rest: the states that were not looked up yet.
+    candidates: takes the number of blocks that the stores have, and returns the states to look for,
+    deepest first. span: number of tokens that are computed without a state. num_stored: number of
+    blocks that the stores have. found: the deepest state that the stores have, if any. has_arrived:
+    True if the state is loaded. block: the state, until it is taken. rest: the states that were not
+    looked up yet.
     """
 
     candidates: Callable[[int], Iterator[StateName]]
@@ -90,7 +91,7 @@ class LoadJob(Job):
 
     @property
     def saved_blocks(self) -> int:
-        """The blocks that need no computing once all has arrived."""
+        """Number of blocks that need no computing after everything has arrived."""
         state = self.state
         if state is None:
             return self.count
@@ -244,7 +245,7 @@ class Loader:
         return True
 
     def _choose(self, job: LoadJob, num_stored: int) -> None:
-        """Set how many blocks to load, and the state before them."""
+        """Set the number of blocks to load, and the state that is loaded before them."""
         state = job.state
         if state is None:
             job.count = job.choose(num_stored)
@@ -287,7 +288,7 @@ class Loader:
         return False
 
     def _load_state(self, job: LoadJob, state: StateSearch) -> bool:
-        """Load a job's state unless it has arrived; one that is damaged is passed for the next."""
+        """Load a job's state unless it has arrived. If it is damaged, load the next deepest one."""
         assert self._states is not None
         while state.found is not None and not state.has_arrived:
             chunks = self._states.load([state.found.name], job)
@@ -533,7 +534,7 @@ OBJECT_BLOCK = 1 << 16
 _LENGTH = struct.Struct("<Q")
 
 OBJECTS = ModelRecord("objects, 1", "image embeddings and replies", 1, OBJECT_BLOCK)
-"""The record of all objects of all models: an object's key covers all that it depends on."""
+"""The record of the objects of all models: an object's key covers everything that it depends on."""
 
 
 class ObjectStore:

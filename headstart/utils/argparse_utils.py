@@ -13,10 +13,10 @@ __all__ = ["FlexibleArgumentParser"]
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser that takes `--max_model_len` and `--max-model-len` alike.
+    """A parser that accepts both `--max_model_len` and `--max-model-len`.
 
-    A key of a flag whose value is JSON may be given alone, a list's items with a plus, and `-O3`
-    is `--optimization-level 3`.
+    If a flag's value is JSON, single keys may be set (`--flag.key 3`), and items added to a list
+    with a plus (`--flag.list+ 3`). `-O3` is `--optimization-level 3`.
 
     >>> parser = FlexibleArgumentParser()
     >>> _ = parser.add_argument("--max-model-len", type=int)

@@ -192,7 +192,7 @@ class Metadata:
 
 
 class TiledHeads(NamedTuple):
-    """Heads of values in llama.cpp's order: the first of each key head, then the second of each."""
+    """Value heads in llama.cpp's order: the first one of each key head, then the second ones."""
 
     key_heads: int
     heads: int
@@ -253,7 +253,7 @@ class GGUFCheckpoint(Checkpoint):
                 self._tensors[name] = tensor
         rotated, query = metadata.get("rope.dimension_count"), self.shapes.get(_QUERY)
         if self._architecture in ("qwen35", "gemma4"):
-            rotated = None  # of a head that is partly rotated, or of another layer
+            rotated = None  # the head is partly rotated, or it is of another layer
         if rotated is not None and query is not None and rotated * heads != query[0]:
             raise UnsupportedLayerError(f"{rotated} elements of each head are rotated, and not all")
 
@@ -325,7 +325,7 @@ class GGUFCheckpoint(Checkpoint):
         return read_weight(self._rows(name), type_name, self._gguf, groups)
 
     def log(self, tied: bool) -> None:
-        """Log what the file's formats become, in one line; as a warning if weights are rounded."""
+        """Log the formats of the converted tensors; as a warning if weights are rounded."""
         counts = Counter((self._type(n), self._becomes(n, tied)) for n in self._tensors)
         texts = [
             f"{count} {type_name} {becomes}"

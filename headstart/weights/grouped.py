@@ -4,8 +4,9 @@
 
 where 128 is first subtracted from an 8-bit value.
 
-Weights that are rounded here have steps and starts of 8 bits, in units of the output's largest, so
-4.5 or 5.5 bits per weight. Steps and starts from files are float16: 5, 6 or 9 bits per weight.
+Weights that are rounded here have 4.5 or 5.5 bits each: their steps and starts have 8 bits, in
+units of the output's largest step or start. Steps and starts from files are float16, so these
+weights have 5, 6 or 9 bits each.
 
 `scales` has a factor for each output, `columns` for each input. They make outputs and inputs
 equally large before rounding, so that a small input does not get the step of its large neighbors,
@@ -131,7 +132,7 @@ def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedValues:
     rows = max(1, _ROUNDED // max(1, inputs))
     scales = weight.new_empty(outputs, dtype=torch.float32)
     squares = weight.new_zeros(inputs, dtype=torch.float32)
-    for first in range(0, outputs, rows):  # the largest of each output
+    for first in range(0, outputs, rows):  # the largest element of each output
         part = weight[first : first + rows].detach().float()
         scale = part.abs().amax(dim=1).clamp_min_(_TINY)
         scales[first : first + rows] = scale
@@ -185,7 +186,7 @@ def pack_groups(
     columns: Tensor | None = None,
     inputs: int | None = None,
 ) -> GroupedValues:
-    """Return a weight with these values. inputs: their number without the padding of a group."""
+    """Return a weight with these values. inputs: number of inputs without a group's padding."""
     outputs, groups = grid.steps.shape
     fill = (0, 0, 0, -outputs % _PANEL)
     dtype = torch.uint8 if form.in_bytes else torch.float16

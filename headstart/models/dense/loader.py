@@ -33,7 +33,7 @@ from headstart.weights.prequantized import PrequantizedCheckpoint
 from headstart.weights.reader import Outline, WeightReader
 from headstart.weights.scheme import Scheme, UnsupportedLayerError, read_scheme
 
-# # Keys that may be null: the value then follows from other keys, or there is no window or cap.
+# Keys that may be null: the value then follows from other keys, or there is no window or cap.
 _MAY_BE_NULL = frozenset(
     {
         *("num_key_value_heads", "head_dim", "sliding_window", "layer_types"),
@@ -42,7 +42,7 @@ _MAY_BE_NULL = frozenset(
 )
 
 
-# # Further keys than a family's defaults: they have no effect, or are read by name.
+# Further keys than a family's defaults: they have no effect, or are read by name.
 _HARMLESS = frozenset(
     {
         *("architectures", "transformers_version", "dtype", "torch_dtype", "rope_parameters"),

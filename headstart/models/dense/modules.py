@@ -54,7 +54,7 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
         powers = torch.arange(0, width, 2, dtype=torch.float32) / width
         frequencies = Frequencies(1.0 / parameters["rope_theta"] ** powers)
     elif rope == "proportional":
-        # # The first pairs rotate as if all pairs did; the other pairs do not rotate.
+        # The first pairs rotate as if all pairs did; the other pairs do not rotate.
         count = int(part * head_dim // 2)
         powers = torch.arange(0, 2 * count, 2, dtype=torch.float32) / head_dim
         rotated = 1.0 / parameters["rope_theta"] ** powers / parameters.get("factor", 1.0)
@@ -136,7 +136,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
-"""Functions of a tensor that nothing else reads; they may write to it."""
+"""Functions that may write to their argument, since no other code reads the tensor."""
 
 # Elements of an MLP's widest product that are computed at a time: 16 MiB of float32. Tensors above
 # 32 MiB are returned to the system, and new pages cost 5% of a long prefill in 8 bits.
@@ -148,10 +148,10 @@ _BLOCK = 128  # rows of the largest KV block, which deterministic mode computes 
 class LayerStep:
     """The attention of a step, and the angles of its rows by kind of layer.
 
-    hooked: linear layers may have hooks, which want all rows at once. states: of recurrent layers.
-    inputs: `[rows, layers, width]` of `DecoderShape.layer_inputs`. shared: K and V of the step's
-    rows, by number of the layer that other layers read them of. kept: the rows that layers still
-    compute, of the step's rows.
+    hooked: linear layers may have hooks, which need all rows at once. states: the states of
+    recurrent layers. inputs: `[rows, layers, width]` of `DecoderShape.layer_inputs`. shared: K and
+    V of the step's rows, by the number of the layer from which other layers read them. kept: the
+    numbers of the rows that later layers compute.
     """
 
     backend: AttentionBackend
@@ -265,7 +265,7 @@ class Attention(FamilyModule):
         if self._is_source:
             step.shared[self.layer_idx] = key, value
         if step.kept is not None:
-            # # Attention takes a query for every row; the queries of other rows are not used.
+            # Attention takes a query for every row; the queries of other rows are not used.
             every = query.new_zeros((len(key), *query.shape[1:]))
             query, output_rows = every.index_copy(0, step.kept, query), step.kept
         attended = step.backend.attend(self.layer_idx, query, key, value, self.options)
@@ -287,7 +287,7 @@ class Attention(FamilyModule):
         return [query, key, key if self._keys_are_values else self.v_proj(x)]
 
     def _arrange(self, rows: Tensor, norm: str, step: LayerStep) -> Tensor:
-        """Return queries or keys by head, after their norm, turned by their positions."""
+        """Return queries or keys by head, normalized and rotated by their positions."""
         if self._head_norms == "row":
             rows = getattr(self, norm)(rows)
         rows = rows.reshape(len(rows), -1, self.head_dim)

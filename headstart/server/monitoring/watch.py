@@ -230,7 +230,7 @@ class Watch:
         blocks = llm.num_blocks
         self._pool = PoolSize(blocks, llm.block_size, llm.kv_cache_bytes // blocks)
         self._lock = threading.Lock()
-        # # Each request, its last output or the reason of its end, and the time of its end by
+        # Each request, its last output or the reason of its end, and the time of its end by
         # `monotonic` and `time`.
         self._ended: deque[tuple[RequestGroup, RequestOutput | str, float, float]] = deque()
         self._is_due = False

@@ -49,6 +49,8 @@ _FUNCTIONS = {
 }
 # The fewest keys for which waking another thread and merging its result pays.
 SPLIT_KEYS = 512
+# Spans of at most this many rows, such as drafts, are computed row by row.
+_SHORT_SPAN = 17
 
 
 class NativeAttention:
@@ -489,12 +491,13 @@ class NativeStep:
             first = next(firsts, 0) if span.num_rows == 1 else 0
             borders = self._borders(span, first)
             is_partial = first > 0 or len(borders) > 2
-            for low, high in itertools.pairwise(borders):
+            rows = itertools.pairwise(_row_borders(plan, span))
+            for (row, stop), (low, high) in itertools.product(rows, itertools.pairwise(borders)):
                 segments.append(
                     Segment(
-                        first_row=span.first_row,
-                        num_rows=span.num_rows,
-                        first_position=span.context - span.num_rows,
+                        first_row=span.first_row + row,
+                        num_rows=stop - row,
+                        first_position=span.context - span.num_rows + row,
                         table=index * self._tables.shape[1],
                         first_key=low,
                         last_key=high,
@@ -511,6 +514,19 @@ class NativeStep:
             return [first, span.context]
         length = (span.context - first) // splits
         return [first + length * split for split in range(splits)] + [span.context]
+
+
+def _row_borders(plan: StepPlan, span: Span) -> list[int]:
+    """Return the rows of a span at which its segments begin, and their number.
+
+    The bf16 kernel rounds the rows of a long segment differently from a decoding row. So the last
+    row of a prompt and the rows of a draft, whose logits choose tokens, have separate segments.
+    Then the choice is the same after a prefix hit and with drafts as without them.
+    """
+    count = span.num_rows
+    if plan.contiguous_gather:
+        return [0, count]
+    return [*range(count + 1)] if count <= _SHORT_SPAN else [0, count - 1, count]
 
 
 def _decoding_contexts(plan: StepPlan) -> IntArray | None:

@@ -56,7 +56,7 @@ class Pair:
         is_shape = model in SHAPES
         path = model_folder(model) if is_shape else Path(model)
         options: dict[str, Any] = {"num_threads": threads, "num_blocks": 4096}
-        self.engines = [LLM(str(path), speculation=count, **options) for count in (0, 16)]
+        self.engines = [LLM(str(path), speculation=count, **options) for count in ("off", "auto")]
         self.clock = process_time if threads == 1 else perf_counter
         self.vocabulary = SHAPES[model].vocab_size if is_shape else 0
 

@@ -167,6 +167,19 @@ class OneOf:
         return ", ".join(map(str, self.values))
 
 
+class Either(NamedTuple):
+    """The values of two sets."""
+
+    words: OneOf
+    numbers: Number
+
+    def __contains__(self, value: object) -> bool:
+        return value in self.words or value in self.numbers
+
+    def __str__(self) -> str:
+        return f"{self.words}, or {self.numbers}"
+
+
 class _Instance(NamedTuple):
     """All values of a type."""
 

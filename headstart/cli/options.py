@@ -55,7 +55,7 @@ from headstart.models.files import BUILT_IN, read_json
 from headstart.replay import SpeedModel
 from headstart.server.options import ServerOptions
 from headstart.utils.argparse_utils import FlexibleArgumentParser
-from headstart.validation import OneOf, describe, shorten
+from headstart.validation import Either, OneOf, describe, shorten
 
 # # The command line's replies are longer and reproducible; the library has vLLM's defaults.
 RUN_SAMPLING: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.0}
@@ -79,7 +79,8 @@ _GROUPS: Mapping[str, Sequence[str]] = {
     SAMPLING: SAMPLING_FLAGS,
     "Memory and speed": (
         *("kv_cache_fraction", "kv_cache_memory", "num_threads", "enable_prefix_caching"),
-        *("kv_cache_dtype", "deterministic", "cache_dir", "cache_dir_bytes", "cache_words"),
+        *("kv_cache_dtype", "deterministic", "speculation"),
+        *("cache_dir", "cache_dir_bytes", "cache_words"),
     ),
     "Images and adapters": (
         *("max_images", "max_image_pixels", "encoder_cache_rows"),
@@ -297,6 +298,9 @@ def _flag(field: Field[Any], hint: object, default: Any) -> Callable[[Command], 
             value for value in values if value.startswith(typed)
         ]
     is_list = field.name == "stop" or get_origin(hint) is tuple
+    if isinstance(allowed, Either):
+        settings["metavar"] = f"[{'|'.join(allowed.words.values)}|INTEGER]"
+        kind = _Value()
     kind = _Count() if kind is int else kind
     return click.option(f"--{name}", default=None, type=kind, multiple=is_list, **settings)
 
@@ -311,6 +315,15 @@ class _Count(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no suc
         if type(number) is not int:
             self.fail(f"{shorten(repr(value))}; allowed: a whole number, such as 4096, 4k or 4K")
         return number
+
+
+class _Value(click.ParamType):  # type: ignore[type-arg]
+    """A whole number or a word; the option's dataclass checks it."""
+
+    name = "value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return read_value(value) if isinstance(value, str) else value
 
 
 def _click_type(hint: object) -> Any:

@@ -9,8 +9,9 @@ from typing import Any
 from headstart.cache.config import CacheOptions
 from headstart.engine.params import SEEDS
 from headstart.errors import ConfigError
-from headstart.validation import Number, OneOf, check_fields, option
+from headstart.validation import Either, Number, OneOf, check_fields, option
 
+MAX_DRAFT = 16  # tokens
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _COUNTS = Number(int, 1)
@@ -65,8 +66,10 @@ class EngineConfig(CacheOptions):
     max_bypassed: int = option(
         8, "how often a waiting request may be bypassed by better hits", Number(int, 0)
     )
-    speculation: int = option(
-        0, "most tokens drafted for a request in a step, up to 16; 0: none", Number(int, 0, 16)
+    speculation: int | str = option(
+        "auto",
+        "drafts: auto (as many tokens as pay), off, or the most tokens of a request in a step",
+        Either(OneOf(("auto", "off")), Number(int, 0, MAX_DRAFT)),
     )
     share_attention: bool = option(True, "attend once to what running requests have in common")
     deterministic: bool = option(False, "bitwise equal logits, cache on or off, alone or not")
@@ -97,6 +100,13 @@ class EngineConfig(CacheOptions):
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
+
+    @property
+    def max_draft(self) -> int:
+        """The most tokens drafted for a request in a step; 0 if `speculation` is off."""
+        if isinstance(self.speculation, int):
+            return self.speculation
+        return MAX_DRAFT if self.speculation == "auto" else 0
 
     @property
     def disk_folder(self) -> Path | None:

@@ -89,8 +89,10 @@ class EngineCore:
         inputs = [hooks, self.tiers.loads if self.tiers is not None else None]
         limits: list[Limit | None] = [*inputs, self.adapters, self.images, self._turns]
         self.drafting: Drafting | None = None
-        if config.speculation and hooks is None and states is None:
-            self.drafting = Drafting(self.manager, config.speculation, self.max_model_len)
+        if config.max_draft and hooks is None and states is None:
+            self.drafting = Drafting(self.manager, config.max_draft, self.max_model_len)
+        elif config.max_draft and config.speculation != "auto":
+            _LOG.warning("speculation has no effect: recurrent layers and pipelines draft nothing")
         self._scheduler = Scheduler(
             self.manager,
             max_tokens=config.max_num_batched_tokens,
@@ -235,6 +237,7 @@ class EngineCore:
         """
         if self.adapters.has_unnamed:
             self.adapters.forget_unnamed(self._groups.values())
+        start = time.perf_counter()
         batch = self._schedule()
         if not batch.scheduled and self.tiers is not None and self.tiers.wait():
             batch = self._schedule()
@@ -256,6 +259,8 @@ class EngineCore:
         self._deliver(results, batch, tokens, logits)
         if self.tiers is not None:
             self.tiers.committed(batch, is_last=not self._groups)
+        if self.drafting is not None:
+            self.drafting.measure(batch, time.perf_counter() - start)
 
     def _require_progress(self, results: list[StepResult]) -> None:
         """Raise EngineError if requests wait, but not for inputs, and none can run or ended."""

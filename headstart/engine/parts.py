@@ -396,8 +396,6 @@ def _log_unused(config: EngineConfig, memory: PagedKVMemory, states: StateMemory
         log.warning("num_states has no effect: the model has no recurrent layers")
     if config.num_window_blocks is not None and not memory.num_window_blocks:
         log.warning("num_window_blocks has no effect: all layers share one pool of blocks")
-    if config.speculation and states is not None:
-        log.warning("speculation has no effect: models with recurrent layers draft nothing")
 
 
 def make_engine_parts(

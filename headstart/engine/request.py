@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headstart.cache import Mark, MissExplanation, MultiModalItem, Namespace, TokenSequence
 from headstart.engine.adapter_names import Adapter, LoRARequest
-from headstart.engine.drafts.drafters import DraftLength, StoredReply
+from headstart.engine.drafts.drafters import Source, StoredReply
 from headstart.engine.drafts.prediction import PredictionDrafter
 from headstart.engine.outputs import (
     CompletionOutput,
@@ -158,7 +158,7 @@ class Request:
     turn: float = 0.0
     first_token_time: float | None = None
     last_token_time: float | None = None
-    drafts: DraftLength | None = None
+    drafts: list[Source] = field(default_factory=list)
     prediction: PredictionDrafter | None = None
     num_drafted: int = 0
     num_accepted: int = 0

@@ -159,6 +159,8 @@ class Scheduler:
         budget = self._max_tokens
         prompt_budget = self._max_prompt_tokens()
         append_slots, limited = self._manager.append_slots, self._limited
+        if self._drafting is not None and self.running:
+            self._drafting.begin_step(len(self.running))
         scheduled: list[ScheduledTokens] = []
         index = 0
         while index < len(self.running) and budget:
@@ -182,7 +184,7 @@ class Scheduler:
             draft: tuple[int, ...] = ()
             if decodes and self._drafting is not None:
                 spare = budget - (len(self.running) - index)  # others decode too
-                draft = self._drafting.propose(request, spare, len(self.running))
+                draft = tuple(self._drafting.propose(request, spare))
                 if draft and not append_slots(sequence, 1, len(draft)):
                     draft = ()
             # A preemption does not revoke what the limits allowed: the preempted request would go

@@ -152,7 +152,7 @@ class Facade:
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 256,
         max_bypassed: int = 8,
-        speculation: int = 0,
+        speculation: int | str = "auto",
         speculative_config: Mapping[str, Any] | None = None,
         scheduling_policy: str = "fcfs",
         block_size: int = 16,

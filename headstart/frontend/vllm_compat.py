@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, Self, TypedDict
 
-from headstart.engine.config import EngineConfig
-from headstart.engine.drafts.drafters import MAX_DRAFT
+from headstart.engine.config import MAX_DRAFT, EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, RequestError
 from headstart.imports import load_module
@@ -155,7 +154,7 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
     drafts = options.get("speculative_config")
     if drafts is not None:
         count = _read_speculation(drafts)
-        if config.get("speculation") not in (None, 0, count):
+        if config.get("speculation") not in (None, "auto", count):
             raise ConfigError(
                 f"speculation is {describe(config['speculation'])} and speculative_config is "
                 f"{describe(drafts)}; allowed: one of the two"
@@ -184,7 +183,6 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_speculation(drafts: object) -> int:
-    """Return the tokens of the longest draft for vLLM's `speculative_config`."""
     """Return the most tokens of a draft. vLLM's drafters without a model are the same here."""
     form = '{"method": "ngram", "num_speculative_tokens": 8}'
     if not isinstance(drafts, Mapping) or drafts.get("method") not in ("ngram", "suffix"):

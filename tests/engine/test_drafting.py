@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
-from headstart.engine.drafts.drafters import DraftLength, RepetitionDrafter
+from headstart.engine.drafts.drafters import RepetitionDrafter, Source
+from headstart.engine.drafts.drafting import RowCost
 from headstart.engine.drafts.prediction import PredictionDrafter
 from headstart.engine.metrics import Counter, Vector
 from headstart.errors import RequestError
@@ -29,9 +30,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_smallest(tmp_path_factory.mktemp("model"))
 
 
+class FreeRows(RowCost):
+    """Costs with which the longest draft always pays, whatever the machine does meanwhile."""
+
+    def seconds(self, rows: int) -> float:
+        return 1.0
+
+
 def load(folder: str | Path, speculation: int, **options: Any) -> LLM:
     sizes: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "dtype": "float32"}
-    return LLM(folder, speculation=speculation, debug=True, num_threads=1, **{**sizes, **options})
+    llm = LLM(folder, speculation=speculation, debug=True, num_threads=1, **{**sizes, **options})
+    if llm.engine.drafting is not None:
+        llm.engine.drafting.row_cost = FreeRows()
+    return llm
 
 
 def random_params(chance: random.Random) -> SamplingParams:
@@ -370,16 +381,63 @@ def test_repetitions_are_found_however_the_tokens_arrive(tokens: list[int], coun
         sequence.append(token)
 
 
-def test_drafts_that_fail_become_rare() -> None:
-    length = DraftLength()
-    steps = 0
-    for _ in range(1000):
-        if count := length.next():
-            steps += 1
-            length.verified(count, 0)
-    assert steps < 30
-    while not (count := length.next()):
-        pass
-    for _ in range(6):
-        length.verified(length.next() or count, length.tokens)
-    assert length.next() == 16
+def test_the_acceptance_of_drafts_is_measured_without_verifying_them() -> None:
+    sequence = TokenSequence("a", [1, 2, 3, 4, 1, 2, 3])
+    source = Source(RepetitionDrafter(), 0.6)
+    assert list(source.propose(sequence, 2)) == [4, 1]
+    assert source.acceptance == 0.6
+    for token in (4, 1, 2, 3, 4):
+        sequence.append(token)
+        source.propose(sequence, 2)
+    assert source.acceptance > 0.85
+    for token in (5, 1, 2, 3, 6, 1, 2, 3, 7, 1, 2, 3):
+        sequence.append(token)
+        source.propose(sequence, 2)
+    assert source.acceptance < 0.6
+
+
+def test_rows_cost_what_steps_took() -> None:
+    cost = RowCost()
+    assert cost.seconds(2) == pytest.approx(1.25 * cost.seconds(1))  # a guess
+    cost.note(1, 0.1)
+    assert [cost.seconds(rows) for rows in (1, 2, 4)] == pytest.approx([0.1, 0.125, 0.15625])
+    for seconds in (9.0, 0.3, 0.16, 9.0):
+        cost.note(4, seconds)
+    assert [cost.seconds(rows) for rows in (3, 4, 8)] == pytest.approx([0.1425, 0.16, 0.2])
+    cost.note(8, 9.0)  # two steps of four rows take less
+    assert cost.seconds(8) == pytest.approx(0.32)
+    for _ in range(600):
+        cost.note(1, 0.1)
+    assert cost.seconds(8) == pytest.approx(0.1 * 1.25**3)  # it is tried again
+
+
+@pytest.mark.parametrize(("cost_of_row", "is_drafted"), [(0.0, True), (0.5, True), (1.0, False)])
+def test_drafts_are_as_long_as_pays(folder: Path, cost_of_row: float, is_drafted: bool) -> None:
+    class Linear(RowCost):
+        def seconds(self, rows: int) -> float:
+            return 1 + cost_of_row * (rows - 1)
+
+    llm = LLM(folder, num_threads=1, num_blocks=64)
+    assert llm.engine.drafting is not None
+    llm.engine.drafting.row_cost = Linear()
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logit_bias={5: 100.0})
+    [output] = llm.generate([[5, 6, 7] * 6], params, use_tqdm=False)
+    llm.close()
+    assert output.metrics is not None
+    assert (output.metrics.num_drafted_tokens > 0) == is_drafted
+
+
+def test_greedy_answers_have_the_bits_of_single_rows_by_default() -> None:
+    """With the compiled kernels, neither drafts nor a hit of the whole prompt change a bit."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=2)
+    answers = []
+    for speculation in ("off", 16):
+        llm = LLM(demo_model_path(), speculation=speculation, num_threads=1, num_blocks=64)
+        if llm.engine.drafting is not None:
+            llm.engine.drafting.row_cost = FreeRows()
+        for _ in range(2):
+            [output] = llm.generate(["The numbers are 1 2 3" * 4], params, use_tqdm=False)
+            answers.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+        llm.close()
+    assert output.metrics is not None and output.metrics.num_accepted_tokens > 20
+    assert all(answer == answers[0] for answer in answers)

@@ -1,15 +1,32 @@
-"""Drafts from a request's own tokens, and the length of its drafts."""
+"""Sources of a request's drafts, and the measured acceptance of their tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from headstart.cache import TokenSequence
+from headstart.cache import KVCacheManager, TokenSequence
 from headstart.tiers import Job
 
-MAX_DRAFT = 16  # tokens
-_FIRST = 4  # tokens of a request's first draft
-_MAX_PAUSE = 64  # steps
 _BORDER = -1  # between the tokens of two requests
+_MEMORY = 0.8  # weight of a token's acceptance relative to that of the next token
+
+
+class Drafter(Protocol):
+    """A source of tokens that may follow a request's tokens. Its state is of this request."""
+
+    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
+        """Return up to `count` tokens that may follow the sequence's tokens; empty for none."""
+
+
+class TreeDrafter:
+    """Drafts of what followed the same tokens in an earlier request of the tenant."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
+        """Return up to `count` tokens of the tree of cached prefixes; empty for none."""
+        return self._manager.draft(sequence, count)
 
 
 class RepetitionDrafter:
@@ -49,39 +66,45 @@ class StoredReply(Job):
     """
 
     identity: bytes
+    num_prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
 
-    def propose(self, output: list[int], count: int) -> list[int]:
-        """Return the next `count` tokens if the reply begins with `output`."""
-        length = len(output)
-        return self.tokens[length : length + count] if self.tokens[:length] == output else []
+    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
+        """Return the next `count` tokens while the answer is the same as the reply."""
+        start, stop = self.num_prompt_tokens, len(sequence.token_ids)
+        if self.tokens[: stop - start] != sequence.token_ids[start:]:
+            return []
+        return self.tokens[stop - start : stop - start + count]
 
 
-class DraftLength:
-    """The length of a request's next draft, by how many tokens of earlier ones were accepted.
+class Source:
+    """A drafter of one request, with the probability that its next token is right.
 
-    repetition: the drafter over the request's tokens, and `earlier` ones of another request.
+    The probability is measured by comparing what the drafter proposed with the tokens that the
+    request got, whether or not a step verified them. So drafts that stopped, because they failed,
+    start again once they would have been right.
+
+    acceptance: this probability, with a prior that counts as one token.
     """
 
-    def __init__(self, earlier: Sequence[int] = ()) -> None:
-        self.tokens = _FIRST
-        self.repetition = RepetitionDrafter(earlier)
-        self._pause = 0
-        self._failures = 0
+    def __init__(self, drafter: Drafter, prior: float) -> None:
+        self.acceptance = prior
+        self._drafter = drafter
+        self._prior = prior
+        self._right = self._all = 0.0
+        self._proposed: Sequence[int] = ()
+        self._position = 0
 
-    def next(self) -> int:
-        """Return the tokens of the next draft; 0 in a pause."""
-        if self._pause:
-            self._pause -= 1
-            return 0
-        return self.tokens
-
-    def verified(self, drafted: int, accepted: int) -> None:
-        """Note how many tokens of a draft were accepted."""
-        if accepted == drafted:
-            self.tokens = min(2 * self.tokens, MAX_DRAFT)
-        else:
-            self.tokens = max(1, (self.tokens + accepted) // 2)
-        self._failures = 0 if accepted else self._failures + 1
-        if self._failures:
-            self._pause = min(2**self._failures, _MAX_PAUSE)
+    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
+        """Return up to `count` tokens that may follow, and compare the last ones with what did."""
+        for expected, token in zip(
+            self._proposed, sequence.token_ids[self._position :], strict=False
+        ):
+            self._right = _MEMORY * self._right + (expected == token)
+            self._all = _MEMORY * self._all + 1
+            if expected != token:
+                break
+        self.acceptance = (self._right + self._prior) / (self._all + 1)
+        self._position = len(sequence.token_ids)
+        self._proposed = self._drafter.propose(sequence, count)
+        return self._proposed

@@ -8,18 +8,73 @@ Drafts come from the first of these sources that has any: the answer that the cl
 tree of cached prefixes, which has what followed the same tokens in an earlier request of the
 tenant; the reply that the tiers have from an earlier process; the request's own tokens, which may
 have what followed the latest three before; and the latest request that branched off from the same
-prefix, such as the answer before an edit. A request's drafts become longer while they are accepted,
-and rarer while they are not.
+prefix, such as the answer before an edit.
+
+A draft of k tokens, each right with probability p, gives 1 + p + p^2 + ... + p^k tokens on average
+(Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023). Each is a
+row, and rows make the step longer for all of its requests. So a request's draft has the length with
+which the step gives most tokens per second, by the measured acceptance of the request's drafts and
+the measured seconds of a step by its rows. If no length gives more than none, nothing is drafted.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 from headstart.cache import KVCacheManager
-from headstart.engine.drafts.drafters import DraftLength
+from headstart.engine.drafts.drafters import RepetitionDrafter, Source, TreeDrafter
 from headstart.engine.request import Request
+from headstart.engine.step import Batch
 
 _EARLIER = 2048  # tokens of another request that drafts are taken from
-_ROWS = 16  # of all decoding requests together; a step with more costs notably more
+_LENGTHS = (1, 3, 7, 15)  # with its own token, a request has as many rows as a size of `RowCost`
+_LIKELIEST = 0.97  # the highest acceptance that is expected of any draft
+_OF_ANSWERS, _OF_REPETITIONS = 0.9, 0.6  # acceptances that are expected of a new request's drafts
+
+
+class RowCost:
+    """Seconds of a decoding step by its number of rows, measured while the engine runs.
+
+    The sizes 1, 2, 4, 8, ... have an estimate each; between two sizes it is interpolated, and a
+    step is measured for the next larger size. An estimate is the shortest of the last eight steps,
+    since other work on the machine only makes a step longer. It is at least that of the next
+    smaller size and at most twice as much, which two steps would take. A size without steps is
+    expected to take a quarter more than the next smaller one, as usual while a step's time is that
+    of reading the weights. So drafts are tried, and the measured steps then decide. From time to
+    time larger sizes than the current one are forgotten and tried again, since the contexts, or the
+    load of the machine, may have changed.
+    """
+
+    _PRIOR = 1.25  # of a size to the next smaller one
+    _NUM_SIZES = 20
+    _NUM_STEPS = 512  # until larger sizes are forgotten
+
+    def __init__(self) -> None:
+        self._estimates = [self._PRIOR**size for size in range(self._NUM_SIZES)]
+        self._recent: dict[int, deque[float]] = {}
+        self._num_steps = 0
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Note the seconds of a step that only decodes."""
+        current = (rows - 1).bit_length()
+        self._recent.setdefault(current, deque(maxlen=8)).append(seconds)
+        self._num_steps += 1
+        if self._num_steps % self._NUM_STEPS == 0:
+            self._recent = {size: r for size, r in self._recent.items() if size <= current}
+        smallest = min(self._recent)
+        estimate = min(self._recent[smallest]) / self._PRIOR ** (smallest + 1)
+        for size in range(self._NUM_SIZES):
+            low, high, estimate = estimate, 2 * estimate, self._PRIOR * estimate
+            if size in self._recent and size > smallest:
+                estimate = max(low, min(high, *self._recent[size]))
+            self._estimates[size] = estimate
+
+    def seconds(self, rows: int) -> float:
+        """Return the expected seconds of a decoding step with this many rows."""
+        size = (rows - 1).bit_length()
+        estimate, share = self._estimates[size], (1 << size) - rows
+        if not share:
+            return estimate
+        return estimate - (estimate - self._estimates[size - 1]) * share / (1 << size - 1)
 
 
 class Drafting:
@@ -32,38 +87,63 @@ class Drafting:
     def __init__(self, manager: KVCacheManager, max_tokens: int, max_model_len: int) -> None:
         self.num_drafts = self.num_drafted = self.num_accepted = 0
         self.accepted_by_position = [0] * max_tokens
+        self.row_cost = RowCost()
         self._manager = manager
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
+        self._num_rows = 0  # of the next step, with the drafts so far
+        self._num_tokens = 0.0  # that the next step is expected to give
+        self._pays = False
 
-    def propose(self, request: Request, budget: int, num_running: int) -> tuple[int, ...]:
+    def begin_step(self, num_running: int) -> None:
+        """Begin the drafts of a step. num_running: requests that get a token."""
+        self._num_rows, self._num_tokens = num_running, num_running
+        self._pays = self._choose_length(_LIKELIEST, self._max_tokens) > 0
+
+    def propose(self, request: Request, budget: int) -> Sequence[int]:
         """Return a decoding request's draft. budget: tokens that the step may still compute."""
+        if not self._pays:
+            return ()
         sequence, params = request.sequence, request.group.params
-        output, reply = request.sampling.output_token_ids, request.group.reply
-        if request.drafts is None:
-            earlier = self._manager.branch(sequence, _EARLIER)
-            request.drafts = DraftLength(earlier or (reply.tokens if reply is not None else ()))
-        limit = self._max_model_len - len(sequence.token_ids)
+        limit = min(budget, self._max_tokens, self._max_model_len - len(sequence.token_ids))
         if params.max_tokens is not None:  # the last token needs no K/V
-            limit = min(limit, params.max_tokens - len(output) - 1)
-        limit = min(limit, budget, self._max_tokens, _ROWS // num_running - 1)
+            limit = min(limit, params.max_tokens - len(request.sampling.output_token_ids) - 1)
         if limit <= 0:
             return ()
-        count = min(limit, request.drafts.next())
-        if not count:
-            return ()
-        tokens: Sequence[int] = ()
-        if request.prediction is not None:
-            tokens = request.prediction.propose(sequence, count)
-        tokens = tokens or self._manager.draft(sequence, count)
-        if not tokens and reply is not None:
-            tokens = reply.propose(output, count)
-        return tuple(tokens or request.drafts.repetition.propose(sequence, count))
+        for source in request.drafts or self._add_sources(request):
+            tokens = source.propose(sequence, limit)
+            if tokens:
+                count = self._choose_length(source.acceptance, len(tokens))
+                self._num_rows += count
+                self._num_tokens += expect_accepted(source.acceptance, count)
+                return tuple(tokens[:count])
+        return ()
+
+    def _add_sources(self, request: Request) -> list[Source]:
+        prediction, reply = request.prediction, request.group.reply
+        earlier = self._manager.branch(request.sequence, _EARLIER)
+        if not earlier and reply is not None:
+            earlier = reply.tokens
+        answers = (prediction, TreeDrafter(self._manager), reply)
+        request.drafts = [Source(a, _OF_ANSWERS) for a in answers if a is not None]
+        request.drafts.append(Source(RepetitionDrafter(earlier), _OF_REPETITIONS))
+        return request.drafts
+
+    def _choose_length(self, acceptance: float, limit: int) -> int:
+        """Return the length of a draft with which the step gives most tokens per second."""
+        best, most = 0, self._num_tokens / self.row_cost.seconds(self._num_rows)
+        for length in _LENGTHS:
+            count = min(length, limit)
+            tokens = self._num_tokens + expect_accepted(acceptance, count)
+            rate = tokens / self.row_cost.seconds(self._num_rows + count)
+            if rate > most:
+                best, most = count, rate
+            if count == limit:
+                break
+        return best
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
-        """Note how many tokens of a request's draft were accepted."""
-        assert request.drafts is not None
-        request.drafts.verified(drafted, accepted)
+        """Count a verified draft and its accepted tokens."""
         request.num_drafted += drafted
         request.num_accepted += accepted
         self.num_drafts += 1
@@ -71,3 +151,17 @@ class Drafting:
         self.num_accepted += accepted
         for position in range(accepted):
             self.accepted_by_position[position] += 1
+
+    def measure(self, batch: Batch, seconds: float) -> None:
+        """Note the seconds of a step, if it only decodes."""
+        if all(part.stop - part.start == 1 for part in batch.scheduled):
+            self.row_cost.note(batch.num_tokens, seconds)
+
+
+def expect_accepted(acceptance: float, count: int) -> float:
+    """Return how many of `count` drafted tokens are accepted on average.
+
+    >>> expect_accepted(0.5, 3)
+    0.875
+    """
+    return acceptance * (1 - acceptance**count) / (1 - acceptance)

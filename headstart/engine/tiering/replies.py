@@ -40,7 +40,9 @@ class Replies:
         if longest is not None and longest < _LEAST:
             return
         identity = _identify(request.sequence, self._model, self._block_size)
-        group.reply = StoredReply(self._load, identity=identity)
+        group.reply = StoredReply(
+            self._load, identity=identity, num_prompt_tokens=len(group.prompt_token_ids)
+        )
         if request.reads_cache:
             self._worker.submit(group.reply)
 

@@ -46,7 +46,8 @@ def engines(folder: Path) -> Iterator[Any]:
     made: list[LLM] = []
 
     def make(**options: Any) -> LLM:
-        options = {"num_blocks": 64, "block_size": 8, "deterministic": True} | options
+        sizes = {"num_blocks": 64, "block_size": 8, "deterministic": True, "speculation": "off"}
+        options = sizes | options
         made.append(LLM(folder, debug=True, **options))
         return made[-1]
 

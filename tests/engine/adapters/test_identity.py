@@ -30,7 +30,9 @@ class Watched:
     """
 
     def __init__(self, model: Path, folders: list[Path]) -> None:
-        self.llm = LLM(model, num_blocks=14, block_size=BLOCK, max_loras=2, debug=True)
+        self.llm = LLM(
+            model, speculation="off", num_blocks=14, block_size=BLOCK, max_loras=2, debug=True
+        )
         self.folders = folders
         self.at: dict[str, int] = {}  # folder number by name
         self.owner: dict[str, int | None] = {}  # folder number by request id

@@ -70,7 +70,7 @@ def test_deterministic_logits_are_bitwise_equal(
     recordings = []
     for options in ({}, {"enable_prefix_caching": False}, {"num_blocks": 8}, {"max_loras": 1}):
         made = {"num_blocks": 64, "block_size": 8, "deterministic": True, "dtype": dtype} | options
-        llm = LLM(files.model, debug=True, **made)
+        llm = LLM(files.model, debug=True, speculation="off", **made)
         for name, path in files.adapters.items():
             llm.load_adapter(name, path)
         recordings.append(record(llm))

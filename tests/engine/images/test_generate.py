@@ -184,7 +184,7 @@ def test_logits_are_bitwise_equal_in_deterministic_mode(oracle: Oracle, engines:
         {"enable_prefix_caching": False},
         {"max_num_batched_tokens": 24, "encoder_cache_rows": 60},
     ):
-        llm = engines(deterministic=True, dtype="bfloat16", **options)
+        llm = engines(deterministic=True, dtype="bfloat16", speculation="off", **options)
         recordings.append(record(llm))
         for entry in prompts:
             llm.generate(entry, GREEDY)

@@ -22,7 +22,7 @@ from headstart.engine.drafts.prediction import PredictionDrafter
 from headstart.engine.metrics import Counter, Vector
 from headstart.errors import RequestError
 from headstart.models.demo import demo_model_path
-from tests.engine.tiny_llm import save_smallest
+from tests.engine.tiny_llm import draft_always, save_smallest
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +30,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_smallest(tmp_path_factory.mktemp("model"))
 
 
-class FreeRows(RowCost):
-    """Costs with which the longest draft always pays, whatever the machine does meanwhile."""
-
-    def seconds(self, rows: int) -> float:
-        return 1.0
-
-
 def load(folder: str | Path, speculation: int, **options: Any) -> LLM:
     sizes: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "dtype": "float32"}
     llm = LLM(folder, speculation=speculation, debug=True, num_threads=1, **{**sizes, **options})
-    if llm.engine.drafting is not None:
-        llm.engine.drafting.row_cost = FreeRows()
-    return llm
+    return draft_always(llm)
 
 
 def random_params(chance: random.Random) -> SamplingParams:
@@ -433,8 +424,7 @@ def test_greedy_answers_have_the_bits_of_single_rows_by_default() -> None:
     answers = []
     for speculation in ("off", 16):
         llm = LLM(demo_model_path(), speculation=speculation, num_threads=1, num_blocks=64)
-        if llm.engine.drafting is not None:
-            llm.engine.drafting.row_cost = FreeRows()
+        draft_always(llm)
         for _ in range(2):
             [output] = llm.generate(["The numbers are 1 2 3" * 4], params, use_tqdm=False)
             answers.append((output.outputs[0].token_ids, output.outputs[0].logprobs))

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from headstart import LLM, LLMEngine, RequestOutput, SamplingParams
 from headstart.sampling_params import BeamSearchParams
+from tests.engine.tiny_llm import draft_always
 from tests.tiny_models import VOCABULARY, save_tiny, tiny_config, tiny_model, write_once
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -103,7 +104,7 @@ def test_answers_after_hits(name: str, deterministic: bool, load: Callable[..., 
 
 @two_models
 def test_drafts_do_not_change_answers(name: str, load: Callable[..., LLM]) -> None:
-    reference, llm = make_reference(name), load(name, speculation=4)
+    reference, llm = make_reference(name), draft_always(load(name, speculation=4))
     for _ in range(2):  # the second time all tokens are drafted
         outputs = llm.generate([TEXT[:n] for n in (9, 60, 77, 150)], PARAMS, use_tqdm=False)
         check(reference, outputs)

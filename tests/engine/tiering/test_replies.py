@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headstart import LLM, SamplingParams
-from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.engine.tiny_llm import draft_always, make_llm, save_smallest
 
 PROMPT = list(range(3, 67))  # whole blocks
 TOKENS = 40  # without a reply to draft from, the greedy answer repeats nothing
@@ -22,7 +22,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def opened(model: Path, folder: Path, **options: Any) -> Iterator[LLM]:
-    llm = make_llm(model, debug=True, speculation=16, cache_dir=str(folder), **options)
+    llm = draft_always(
+        make_llm(model, debug=True, speculation=16, cache_dir=str(folder), **options)
+    )
     try:
         yield llm
     finally:

@@ -516,5 +516,5 @@ def view_config(engine: EngineCore, tokenizer: object) -> VllmView:
             config.enable_prefix_caching,
         ),
         SchedulerView(config.max_num_batched_tokens, config.max_num_seqs),
-        speculative_config=SpeculativeView(config.speculation) if engine.drafting else None,
+        speculative_config=SpeculativeView(config.max_draft) if engine.drafting else None,
     )

@@ -63,7 +63,7 @@ def test_what_the_view_does(llm: LLM) -> None:
 def test_the_configuration_is_a_plain_value(llm: LLM) -> None:
     config = llm.llm_engine.vllm_config
     assert copy.copy(config) == pickle.loads(pickle.dumps(config)) == config
-    assert (config.speculative_config, llm.llm_engine.kv_transfer_config) == (None, None)
+    assert config.speculative_config is not None and llm.llm_engine.kv_transfer_config is None
     assert (config.model_config.quantization, llm.model_config.runner_type) == (None, "generate")
     with pytest.raises(AttributeError):
         llm.model_config.max_model_len = 7  # type: ignore[misc]

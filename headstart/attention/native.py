@@ -473,7 +473,7 @@ class NativeStep:
                 Segment(
                     first_row=len(self._rows),
                     num_rows=len(rows),
-                    first_position=group.last,  # so that all rows see all keys
+                    first_position=group.last,  # rows see all keys before this position
                     table=members[0] * self._tables.shape[1],
                     first_key=group.first,
                     last_key=group.last,

@@ -173,7 +173,7 @@ class TorchAttention:
             mixed, total = _mix_part(*self._decode_scores(layer_idx, query, group, options))
             shape = (len(group.rows), *out.shape[1:])
             merge(group.rows, mixed.view(shape), total.view(*shape[:2], 1))
-        if options.sinks is not None:  # as in `_mix`
+        if options.sinks is not None:  # scale by the sink's share, see `_mix`
             result = result * torch.sigmoid(totals - options.sinks.float().view(1, -1, 1))
         rows = torch.cat([group.rows for group in tables.decode])
         out.index_copy_(0, rows, result.index_select(0, rows).to(out.dtype))

@@ -172,7 +172,7 @@ class RetainedBlocks:
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
         self._by_minute: dict[int, FreeBlockQueue] = {}
-        self._minutes: list[int] = []  # of `_by_minute`, in order
+        self._minutes: list[int] = []  # the keys of `_by_minute`, in order
         self.count = 0
 
     def __iter__(self) -> Iterator[KVCacheBlock]:

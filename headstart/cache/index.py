@@ -69,7 +69,7 @@ class PrefixTree:
                 self._roots[namespace.salt] = {namespace.adapter: root}
             elif isinstance(roots, OrderedDict):
                 roots[namespace.adapter] = root
-            else:  # not a dict: its reversed iteration would pass over deleted entries
+            else:  # iterating a dict in reverse would pass over deleted entries
                 both = [*roots.items(), (namespace.adapter, root)]
                 self._roots[namespace.salt] = OrderedDict(both)
         return root

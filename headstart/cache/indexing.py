@@ -17,7 +17,7 @@ def index_blocks(pool: BlockPool, sequence: TokenSequence, full: int, *, dedupli
         node = pool.index.child(node, keys[i])
         _index_block(pool, sequence, i, node, deduplicate=deduplicate)
         i += 1
-    if i + 1 == full:  # as when a sequence decodes
+    if i + 1 == full:  # the usual case in decoding
         node = pool.store_child(node, keys[i], sequence.blocks[i])
     elif i < full:
         node = pool.store_chain(node, keys[i:full], sequence.blocks[i:full])

@@ -220,7 +220,7 @@ class KVCacheManager:
         """
         if not self._has_hasher:
             raise CacheError("block_hashes needs a BlockHasher; pass one to the manager")
-        keys = sequence.cut(self.block_size)  # which may change the root
+        keys = sequence.cut(self.block_size)  # cutting may change the root
         return self.hasher.of_keys(sequence.root, keys)
 
     def picture(self) -> list[BlockPicture]:
@@ -290,7 +290,7 @@ class KVCacheManager:
         if group is not None:
             group.start(sequence, computed, end)
             sequence.num_computed_tokens = hit_tokens
-        if num_new_tokens:  # or it takes no part in the step
+        if num_new_tokens:  # otherwise the sequence is not in this step
             self._extend_to(sequence, end)
         self._announce(sequence)
         copies = () if partial is None else _copy_head(sequence, len(hits), partial, window)

@@ -137,15 +137,15 @@ class TokenSequence:
         self.holder: object = None  # identifies the manager that gave it blocks
         self.block_ids: list[int] = []  # the ids of `blocks`
         self.capacity = 0  # slots in `blocks`, in tokens
-        self.block_size = 0  # of the keys; 0 before the first `cut`
-        self.keys: list[BlockKey] = []  # of the full blocks, made when they are needed
+        self.block_size = 0  # block size of the keys; 0 before the first `cut`
+        self.keys: list[BlockKey] = []  # keys of the full blocks, made when needed
         self.num_indexed = 0  # blocks at the head of `blocks` whose identity is in the index
         self.node: PrefixNode | None = None  # the identity of the last indexed block
         self.num_reused = 0  # blocks at the head of `blocks` that it hit when it was admitted
         self.switched: set[int] = set()  # indices of blocks that cached ones replaced
         self.in_progress: tuple[PrefixNode | Namespace, BlockKey] | None = None
         self.step = -1  # the last step that gave it slots
-        self.window: SequenceWindow | None = None  # of layers with a sliding window
+        self.window: SequenceWindow | None = None  # for layers with a sliding window
 
     def append(self, token_id: SupportsIndex) -> None:
         """Add a generated token. Raises CacheError when it is no token id."""
@@ -209,7 +209,7 @@ class TokenSequence:
         return self._own(self._cut(index * block_size, stop, block_size)[0], index)
 
     def _cut(self, start: int, stop: int, block_size: int) -> list[BlockKey]:
-        if stop * TOKEN_BYTES > len(self._prompt):  # it includes generated tokens
+        if stop * TOKEN_BYTES > len(self._prompt):  # the block includes generated tokens
             data = encode_tokens(self.token_ids[start:stop])
         else:
             data = self._prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES]

@@ -243,7 +243,7 @@ class StatePool(LayerGroup):
         checkpoint.slot = self._take(gain)
         if checkpoint.slot < 0:
             self._drop(checkpoint)
-            self._clock += LAST * gain  # or no new checkpoint might ever be worth more
+            self._clock += LAST * gain  # otherwise new ones might never be worth more
             return False
         state.saves.append(checkpoint)
         return True

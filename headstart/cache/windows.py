@@ -162,7 +162,7 @@ class WindowPool(LayerGroup):
         """Give a sequence the window blocks of its blocks up to token `end - 1`."""
         start, stop = len(window.ids), -(-end // self.block_size)
         window.ids += [self._attached.get(block, -1) for block in sequence.blocks[start:stop]]
-        window.ids += [-1] * (stop - len(window.ids))  # of blocks that follow
+        window.ids += [-1] * (stop - len(window.ids))  # blocks without a window block yet
         missing = []
         for index in range(start, stop):  # cached ones first, so that they are not evicted
             if window.ids[index] < 0:

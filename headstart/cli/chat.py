@@ -269,7 +269,7 @@ def talk(chat: Chat) -> None:
                 chat.say(message.removeprefix("/"))
         except (RequestError, OSError, ValueError, RuntimeError) as error:  # last three: odd paths
             show_error(error)
-        except KeyboardInterrupt:  # before the reply began
+        except KeyboardInterrupt:  # Ctrl-C before the reply began
             note("[interrupted: the conversation is unchanged]")
         except QuitChat:
             return

@@ -19,7 +19,7 @@ from rich.theme import Theme
 
 from headstart.cli.reply import RawWriter, printable
 
-_PARSER = MarkdownIt().disable("inline")  # only blocks are needed
+_PARSER = MarkdownIt().disable("inline")  # only the blocks of a text are needed
 _SPARE_ROWS = 2
 # Terminals do not report their background, so these are readable on black and on white.
 _BOLD, _BLUE, _GREEN, _PURPLE = "bold", "color(31)", "color(65)", "color(133)"

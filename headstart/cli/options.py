@@ -90,7 +90,7 @@ _GROUPS: Mapping[str, Sequence[str]] = {
     INTERNALS: (),
     OTHER: (),
 }
-_PREFIX = "HEADSTART_"  # of variables in the environment
+_PREFIX = "HEADSTART_"  # prefix of environment variables
 # Variables that are not flags of a GroupedCommand.
 _OF_NO_FLAG = {
     "HEADSTART_COMPILED_CACHE",
@@ -486,7 +486,7 @@ def _read_config(
             value, texts = [value], [texts]
         if None in value:
             raise ConfigError(f"{prefix} an item of {name} has no value")
-        is_json = match[2] is not None  # such as default-chat-template-kwargs.enable_thinking
+        is_json = match[2] is not None  # a dotted key, e.g. x.enable_thinking
         arguments = [
             json.dumps(item, default=str) if is_json or isinstance(item, dict | list) else text
             for item, text in zip(value, texts, strict=True)

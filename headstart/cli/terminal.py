@@ -349,7 +349,7 @@ def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]
     try:
         cached = CachedShare(files) if size else None
         first = cached.read() if cached else 1.0
-    except (OSError, ValueError):  # no mincore, or an empty file
+    except (OSError, ValueError):  # the system has no mincore, or the file is empty
         cached, first = None, 1.0
     began, share_then = 0.0, first  # when reading began, and the share that was cached then
 

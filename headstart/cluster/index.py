@@ -176,7 +176,7 @@ class ReplicaIndex:
         self.num_replicas = num_replicas
         self._shares_store = shares_store
         self._bit_of = [1 << replica for replica in range(num_replicas)]
-        self._singles = list(self._bit_of)  # one int object per bit, shared by all table entries
+        self._singles = list(self._bit_of)  # table entries share one int object per bit
         self._owners = list(range(num_replicas))  # replicas by the position of their bits
         self._live = (1 << num_replicas) - 1
         self._retired = self._used = 0

@@ -47,8 +47,8 @@ class AdapterStore(AdapterNames):
         self._config = config
         self._layers = LoraLayers(model)
         self._resident: OrderedDict[str, ResidentAdapter] = OrderedDict()
-        self._failed: Mapping[str, AdapterError] = {}  # of the last read, by digest
-        self._refused: dict[str, AdapterError] = {}  # by the group's id
+        self._failed: Mapping[str, AdapterError] = {}  # errors of the last reading, by digest
+        self._refused: dict[str, AdapterError] = {}  # errors by request id
         self._reader = TenantQueue("headstart-adapters", 1)
         self._reading: tuple[Adapter, Future[ResidentAdapter]] | None = None
         self._running: dict[Request, str] = {}  # running requests with an adapter, and its digest

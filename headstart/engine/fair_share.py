@@ -86,7 +86,7 @@ class FairShare:
         self._shared_step = min(self._step, max(SHORTEST_STEP, self._step // STEP_SHARE))
         self._computed = 0  # tokens, for all owners
         self._now = 0.0
-        self._last_arrival = 0.0  # of any owner's requests
+        self._last_arrival = 0.0  # the latest of all owners
         self._owners: dict[str, _Owner] = {}
         self._guesses: dict[Request, float] = {}  # estimated tokens of answers, already charged
         self._pending: dict[Request, int] = {}  # tokens that running requests still need space for
@@ -146,7 +146,7 @@ class FairShare:
                 request.turn += shift
             owner.order = [(*r.rank, number, r) for *_, number, r in owner.order]
             heapify(owner.order)
-            owner.lacks_space = not self._has_space(owner, first)  # it may have space by now
+            owner.lacks_space = not self._has_space(owner, first)  # there may be space now
         return True
 
     def _charge(self, name: str, tokens: float) -> None:
@@ -167,7 +167,7 @@ class FairShare:
             _, charged, _ = self._admissions.pop(request, (0, 0, 0))
             guess = self._guesses.pop(request, 0.0)
             name = self._name(request)
-            if request.missed is None and name:  # it never ran
+            if request.missed is None and name:  # the request never ran
                 self._charge(name, -len(request.group.prompt_token_ids) - guess - charged)
         return request in owner.unread
 

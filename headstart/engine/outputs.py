@@ -214,7 +214,7 @@ class ShownOutputs:
         rows = output.prompt_logprobs
         lacks_rows = rows is not None and len(rows) < len(output.prompt_token_ids)
         if lacks_rows and self._is_first and not output.finished:
-            return None  # only the first output may have them, so it waits for all of them
+            return None  # the first output has all prompt log-probabilities, so wait for them
         new = [part for part in map(self._new_part, output.outputs) if part is not None]
         if not new and not output.finished:
             return None

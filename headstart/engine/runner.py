@@ -110,7 +110,7 @@ class Runner:
         self._nonfinite.clear()
         self._memory.copy_rows(batch.copies)
         parts: list[_Rows] = []
-        masks: list[tuple[TokenMask, ...]] = []  # of each row with logits
+        masks: list[tuple[TokenMask, ...]] = []  # masks of each row with logits
         greedy_only = not self._deterministic
         for request, start, stop, samples, draft in batch.scheduled:
             group, needs_prompt = request.group, request.needs_prompt_logits

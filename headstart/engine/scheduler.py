@@ -91,7 +91,7 @@ class Scheduler:
             self._leave_limits(request)
             self.running.remove(request)
         elif request in self.waiting:
-            self._leave_limits(request)  # this ends its load, which may hold blocks
+            self._leave_limits(request)  # leaving ends its load, which may hold blocks
             self.waiting.remove(request)
         self._limited.pop(request, None)
 

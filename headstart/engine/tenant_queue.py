@@ -86,7 +86,7 @@ class TenantQueue(ThreadPoolExecutor):
         """Close the queue: every job, even if it runs, and every later call fails with `error`."""
         self._close(error, drop=True)
         for future in list(self._futures):
-            with suppress(InvalidStateError):  # it has just ended
+            with suppress(InvalidStateError):  # the job has just ended
                 future.set_exception(error)
 
     def _close(self, error: Exception, *, drop: bool) -> list[_Job]:

@@ -45,7 +45,7 @@ MAX_ITEMS_IN_ROW = 4_100
 """Grammar rules that may apply at one position; an optional property of an object has 4."""
 _NAMES_SPECIAL = ("grammar", "structural_tag")
 """Kinds of constraints that may contain special tokens."""
-_MAX_EXPONENT = 12  # of a power of ten
+_MAX_EXPONENT = 12  # greatest exponent of a power of ten
 _MAX_PASSES = 64  # passes over the references of a schema
 _REMEMBERED = 64  # compiled constraints to cache
 _TRIED = 32  # tokens of a trial answer, which must succeed before a constraint is accepted

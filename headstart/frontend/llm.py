@@ -343,7 +343,7 @@ class LLMEngine(SyncFacade):
     def _take(self, started: Started) -> None:
         super()._take(started)
         # Changed only in the engine's thread, except that `step` removes the first of `_pending`.
-        self._shown: dict[str, ShownOutputs] = {}  # of unfinished requests
+        self._shown: dict[str, ShownOutputs] = {}  # outputs of unfinished requests
         # Results for the next calls of `step`: outputs by request, or the error of one request.
         self._pending: deque[dict[str, RequestOutput | EngineError]] = deque()
 

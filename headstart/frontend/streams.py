@@ -175,11 +175,11 @@ class OutputStream(Generator[Output, None, None]):
     def _submit(self) -> None:
         try:
             group = self._unsubmitted.pop()
-        except IndexError:  # another thread submits it
+        except IndexError:  # another thread submits the request
             return
         every_step = self._shown.wants_every_step
         self._driver.submit(group, self._updates.receive, every_step=every_step)
-        if self._aborted:  # before the request was submitted
+        if self._aborted:  # aborted before it was submitted
             self._driver.abort(group.request_id)
         if self._is_left:  # another thread closed the stream before the request was submitted
             self._driver.cancel([group])

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import huggingface_hub as hub  # its names are imported when they are used, which takes 0.3 s
+import huggingface_hub as hub  # it imports its names when they are used, which takes 0.3 s
 from safetensors import SafetensorError, safe_open
 
 from headstart.errors import DamagedModelError, ModelError, ModelNotFoundError

@@ -40,7 +40,7 @@ _ENDS = frozenset(
         *("<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<|file_sep|>"),
     }
 )
-_STILL = 1e20  # by which angles are divided where nothing turns
+_STILL = 1e20  # divides the angles of pairs that do not rotate
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROWS = "token_embd.weight"
 
@@ -55,7 +55,7 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
     heads, width = metadata.count("attention.head_count"), metadata.count("embedding_length")
     tokens = Metadata(reader, "tokenizer.ggml")
     rows = tensors[_ROWS].shape[-1] if _ROWS in tensors else len(tokens.get("tokens"))
-    differ = architecture == "gemma4"  # its layers, in widths
+    differ = architecture == "gemma4"  # its layers differ in width
     content = {
         "model_type": _MODEL_TYPES.get(architecture, architecture),
         "vocab_size": int(rows),
@@ -73,7 +73,7 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
         "bos_token_id": tokens.get("bos_token_id"),
         "pad_token_id": tokens.get("padding_token_id"),
         "eos_token_id": _find_ends(tokens),
-        "dtype": "bfloat16",  # of the rows between layers; the file has no dtype for them
+        "dtype": "bfloat16",  # dtype of rows between layers, which the file does not have
     }
     content["rope_parameters"] = _read_angles(metadata, tensors, content)
     content |= _read_architecture_keys(architecture, metadata, content)
@@ -97,7 +97,7 @@ def _find_ends(tokens: Metadata) -> list[int] | int | None:
     texts = tokens.get("tokens")
     ids = {text: token for token, text in enumerate(texts) if text in _ENDS}
     if ids.keys() >= {"<|return|>", "<|call|>"} or ids.keys() >= {"<|flush|>", "<|calls|>"}:
-        ids.pop("<|end|>", None)  # it ends a message, not a turn
+        ids.pop("<|end|>", None)  # this token ends a message, not a turn
     if "<|tool_response>" in ids:
         ids.pop("</s>", None)
     named = [tokens.get(key) for key in _END_KEYS]

@@ -65,4 +65,4 @@ def load_model(
         _log.log(level, "%s runs in transformers' modules, not in headstart's: %s", folder, reason)
         return loaded
     finally:
-        release_threads()  # of this thread, since another thread will run the model
+        release_threads()  # this thread's, since another thread will run the model

@@ -134,7 +134,7 @@ class TalkerFeed(Feed):
         self._items: list[MultiModalItem] = []  # the identities of all whole blocks so far
         self._names: Sequence[bytes] = ()
         self._sequence: TokenSequence | None = None
-        self._tokens: Sequence[int] = ()  # of the prompt, then of the sequence
+        self._tokens: Sequence[int] = ()  # token ids of the prompt, then of the sequence
         self._count = 0  # positions whose rows have arrived
 
     def take(self, source: str, event: OutputEvent | StageStarted) -> None:

@@ -220,7 +220,7 @@ class OutputCache:
             child = self._tree.find(node, key)
             if child is None:
                 child = self._tree.child(node, key, _Node)
-                self._bytes += NODE_BYTES + len(key)  # its `nbytes`
+                self._bytes += NODE_BYTES + len(key)  # the node's own bytes
             node = child
         assert isinstance(node, _Node)
         return node

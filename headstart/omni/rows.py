@@ -217,7 +217,7 @@ class StageRows:
         return named
 
     def _find_nonfinite(self, parts: Sequence[ScheduledRows], named: Mapping[str, Tensor]) -> None:
-        tokens: set[int] = set()  # of the step
+        tokens: set[int] = set()  # tokens of the step with a value that is not finite
         for name, rows in named.items():
             if rows.is_floating_point():
                 ratio = self._detector.ratio(name)

@@ -84,7 +84,7 @@ class ReplayRequest:
 @dataclass(slots=True)
 class _Step:
     start: float
-    seconds: float  # of one repetition
+    seconds: float  # duration of one repetition
     count: int
     num_tokens: int
 

@@ -182,7 +182,7 @@ class _Simulation:
         self.publishers = [EventPublisher(replica) for replica in range(fleet.computing)]
         self.transfers = Transfers(self.replicas[fleet.computing :], fleet.computing, speed)
         self.jobs: list[ReplayRequest] = []
-        self._requests: dict[str, TraceRequest] = {}  # to be decoded on another replica
+        self._requests: dict[str, TraceRequest] = {}  # requests to decode on another replica
         self._fresh: Iterator[int] = private_units()
         self._ends: list[tuple[float, int, int]] = []  # a heap of (time, replica, version)
         self._versions = [0] * fleet.replicas

@@ -173,7 +173,7 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 content = json.loads(line)
-            except json.JSONDecodeError as error:  # it counts lines within `line`
+            except json.JSONDecodeError as error:  # the error counts lines within `line`
                 raise ConfigError(
                     f"{path} cannot be read as a trace: {error.msg}: line {number} column "
                     f"{error.colno}"

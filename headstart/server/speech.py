@@ -97,7 +97,7 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
             samples: NDArray[np.float32] = soxr.resample(
                 channels.mean(axis=1), file.samplerate, rate
             )
-    except RequestError:  # also a ValueError
+    except RequestError:  # it is also a ValueError
         raise
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
         reason = getattr(error, "error_string", str(error))  # only libsndfile's text

@@ -220,7 +220,7 @@ class _Check:
         with self._index.changing():
             for name in names:
                 if (block := self._index.block(name)) is None:
-                    continue  # it was removed meanwhile
+                    continue  # the block was removed meanwhile
                 if next(self._read([(name, block.slot)])):
                     self.counts["whole"] += 1
                     continue

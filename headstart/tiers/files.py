@@ -30,7 +30,7 @@ from headstart.tiers.store import (
 
 _LOG = logging.getLogger("headstart.tiers")
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-_ATTEMPTS = 5  # to open a file that other processes replace meanwhile
+_ATTEMPTS = 5  # attempts to open a file that other processes replace
 _ALIGN = 512
 _READ_BYTES = 2 << 20  # bytes that one call reads; few enough to be checked in the CPU's cache
 _NUM_BUFFERS = 8  # unused buffers of this size that are retained
@@ -147,7 +147,7 @@ class SlotFile:
         self._inode = os.fstat(self._fd).st_ino
 
     def __del__(self) -> None:
-        self.close()  # not earlier: another thread may be reading the file
+        self.close()  # only now, since another thread may be reading the file
 
     @property
     def is_in_place(self) -> bool:

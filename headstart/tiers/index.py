@@ -40,7 +40,7 @@ _BATCH = 500  # names in a query
 _LONGEST = 1e6  # seconds to compute a block; a longer time is damaged
 _SAMPLE = 64  # blocks in the average of the time to compute a block
 _FIRST = 8  # names in the first query of a lookup, where most new prompts miss
-_VERSION = 3  # of the tables; written last, so an incomplete file has none
+_VERSION = 3  # version of the tables; written last, so an incomplete file has none
 _MARK = _VERSION * 0x010101  # three copies, so that a flipped bit is not read as another version
 _SCHEMA = f"""
 CREATE TABLE models (
@@ -310,7 +310,7 @@ class DiskIndex:
             if is_continued:
                 continued.append((depth, name))
                 continue
-            rows.close()  # it would see the changes below
+            rows.close()  # an open query would see the changes below
             self._place_behind(continued)
             block = self.block(name)
             if block is None:

@@ -30,7 +30,7 @@ _TIMEOUT = 2.0  # seconds, for an answer and for a connection
 _FIRST = 8  # names in the first query of a lookup, where most new prompts miss
 _BATCH_BYTES = 8 << 20  # most bytes in a query
 _FIRST_BYTES = 256 << 10  # bytes in a query before the rate is known
-_QUERY_SECONDS = 1.0  # that a query should take at most
+_QUERY_SECONDS = 1.0  # greatest duration of a query
 _UNLINKED = 1000  # keys that are listed and deleted at once
 
 Answer = TypeVar("Answer")
@@ -48,7 +48,7 @@ class RemoteStore:
 
     def __init__(self, url: str, model: ModelRecord) -> None:
         self.model = model
-        self.block_seconds = 0.0  # of the last loaded block
+        self.block_seconds = 0.0  # seconds to compute the last loaded block
         self.faults = Faults(f"remote cache {_without_password(url)}")
         try:
             import redis

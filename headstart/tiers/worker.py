@@ -32,7 +32,7 @@ from headstart.tiers.store import (
 DEADLINE = 5.0  # seconds for an answer, and for each chunk of a load
 CHANGE_DEADLINE = 60.0  # seconds to save a batch, or to clear a store
 CHUNK_BYTES = 2 << 20
-_CHUNK_SECONDS = 0.02  # after which a smaller chunk is passed on
+_CHUNK_SECONDS = 0.02  # after this time a smaller chunk is passed on
 _POLL = 0.01  # seconds between two checks for late calls
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Parse arguments as any parser does; `parse_args` calls this method, too."""
         arguments = list(sys.argv[1:] if args is None else args)
-        stop = arguments.index("--") if "--" in arguments else len(arguments)  # no flags behind it
+        stop = arguments.index("--") if "--" in arguments else len(arguments)  # no flags after it
         flags = self._join_keys(map(self._spell, arguments[:stop]))
         return super().parse_known_args([*flags, *arguments[stop:]], namespace)
 

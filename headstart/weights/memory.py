@@ -84,7 +84,7 @@ def move_to_huge_pages(module: nn.Module) -> threading.Thread | None:
         for tensor in (*stored, *part.parameters(recurse=False), *part.buffers(recurse=False)):
             if tensor.device.type == "cpu":
                 sizes[tensor.data_ptr()] = tensor.nbytes
-    spans: list[tuple[int, int]] = []  # of addresses; near tensors share one
+    spans: list[tuple[int, int]] = []  # ranges of addresses; near tensors share one
     for start, size in sorted(sizes.items()):
         if spans and start - spans[-1][1] < _APART:
             spans[-1] = (spans[-1][0], max(spans[-1][1], start + size))

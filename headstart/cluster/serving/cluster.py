@@ -112,7 +112,7 @@ class ReplicaCluster:
             self.llm = ReplicatedLLM(
                 frontend, driver, dispatcher, read.sampling, read.chat_template
             )
-            if self._is_own_ray:  # its processes are not restarted when they die
+            if self._is_own_ray:  # processes of a private Ray are not restarted
                 self._watch_ray(driver)
         except BaseException:
             self._leave()
@@ -200,7 +200,7 @@ class ReplicaCluster:
         config = self._config
         cpus, gpus = self._share(engine, is_alone=self._is_own_ray)
         engine_options = dict(options)
-        if self._is_own_ray and engine.device == "cpu":  # they share one machine's memory
+        if self._is_own_ray and engine.device == "cpu":  # replicas share one machine's memory
             engine_options["kv_cache_fraction"] = engine.kv_cache_fraction / config.most
         number: dict[str, Any] = {"num_replicas": config.least}
         if config.max_replicas is not None:

@@ -364,7 +364,7 @@ class ReplicaDriver:
             except TimeoutError:
                 if self._thread.is_alive():
                     continue
-            except CancelledError:  # by `close`
+            except CancelledError:  # `close` cancelled the task
                 pass
             raise self._closed_error()
 
@@ -386,7 +386,7 @@ class ReplicaDriver:
         while self._orders:
             try:
                 order = self._orders.popleft()
-            except IndexError:  # another thread took it
+            except IndexError:  # another thread took the order
                 return
             order()
 

@@ -163,7 +163,7 @@ class Feeds:
         self._names = running
         for name, task in self._tasks.items():
             if name not in running:
-                task.cancel()  # it would prevent the replica from ending
+                task.cancel()  # an open feed prevents the replica from ending
         for name in running - self._tasks.keys():
             self._tasks[name] = task = asyncio.get_running_loop().create_task(self._follow(name))
             task.add_done_callback(partial(self._drop, name))

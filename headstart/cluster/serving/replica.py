@@ -163,14 +163,14 @@ class CachePublisher:
                 await self.publish()
                 await asyncio.sleep(_PAUSE)
                 if self._is_saving:
-                    self._is_busy.set()  # to report the blocks that are saved meanwhile
+                    self._is_busy.set()  # so that saved blocks are reported
 
     # In the engine's thread
 
     def _read(self, *events: CacheEvent) -> Report:
         manager = self._llm.manager
         assert isinstance(manager, ObservedManager)
-        if self._llm.tiers is None:  # otherwise the tiers take the events
+        if self._llm.tiers is None:  # with tiers, these take the events
             manager.take_events()
         batch = self._events.publish([*manager.take_observed(), *events])
         return Report(batch, self._llm.read_metrics())

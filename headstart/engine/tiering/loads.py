@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 _BATCH = 32  # blocks that are copied and offered at once
 _LEAST_TOKENS = 32  # least tokens of a step whose speed is measured
-_WEIGHT = 0.3  # of the last step in the moving average
+_WEIGHT = 0.3  # weight of the last step in the moving average
 _LONGEST_TEXT = 80  # characters stored with a block
 
 BlockText = Callable[[Sequence[int]], str]
@@ -113,7 +113,7 @@ class BlockPayload:
     ) -> None:
         """Write bytes to the sequence's blocks from `first` on, which have these ids."""
         size = self._memory.block_bytes
-        if self.rows is not None:  # first, before a request can hit the K/V
+        if self.rows is not None:  # rows first, before a request can hit the K/V
             self.rows.write(sequence, first, [payload[size:] for payload in payloads])
         self._memory.write_blocks(block_ids, [payload[:size] for payload in payloads])
 
@@ -395,7 +395,7 @@ class Loads:
         """
         manager, sequence = self._manager, request.sequence
         if manager.is_known(sequence):
-            return False  # it runs
+            return False  # the request runs already
         computed = manager.get_computed_blocks(sequence)
         hit = computed.num_tokens
         if self._tried.get(request, hit + 1) <= hit or not manager.can_admit(computed):
@@ -466,7 +466,7 @@ class Loads:
         load.next += len(blocks)
         load.written += [block.tier for block in blocks]
         for block in blocks:
-            is_counted = load.job.state is None  # otherwise its state is
+            is_counted = load.job.state is None  # with a state, the state is counted instead
             written[block.tier] += self._manager.block_size if is_counted else 0
         if state is not None:
             self._write_state(load, load.sequence, state)
@@ -476,7 +476,7 @@ class Loads:
         """Take slots for the last tokens before a state, and the state; None if impossible."""
         depth, rows = divmod(load.position, self._manager.block_size)
         if not load.has_state or load.sequence is None or load.next + num_blocks != depth:
-            return None  # it was canceled
+            return None  # the load was cancelled
         if rows and not self._manager.append_slots(load.sequence, rows):
             self._loader.cancel(load.job)
         return self._loader.take_state(load.job)

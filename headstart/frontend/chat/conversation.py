@@ -84,7 +84,7 @@ class TextIndex:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._lengths: Counter[int] = Counter()  # number of texts by their length in bytes
         self._users: Counter[int] = Counter()  # number of texts by the `id()` of their array
-        self.num_bytes = 0  # of the entries and arrays; a shared array counts once
+        self.num_bytes = 0  # bytes of entries and arrays; a shared array counts once
 
     def add(self, text: str, token_ids: array[int], count: int, namespace: Namespace) -> None:
         """Store the first `count` ids as the ids of `text`; replace earlier ids.

@@ -103,7 +103,7 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
     if not messages:
         raise RequestError("messages are empty; allowed: at least one message")
     read = []
-    call_id = ""  # of the last function_call; its result has no id
+    call_id = ""  # id of the last function_call, as its result has none
     for place, original in enumerate(messages):
         if not isinstance(original, Mapping):
             raise RequestError(f"message {place} is a {type(original).__name__}; allowed: a dict")

@@ -144,7 +144,7 @@ def _check_type(name: str, value: Any, default: Any) -> None:
 _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")
 _BODY = "model.language_model"
 """The decoder's name in a model with other parts."""
-_OLD_BODY = "language_model."  # before all names of the decoder, in files of Gemma 3
+_OLD_BODY = "language_model."  # prefix of all names of the decoder in files of Gemma 3
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -174,7 +174,7 @@ def load_dense(
             held = set(checkpoint.dtypes(outline.matrices))
             stored = stored or checkpoint.dtypes(outline.shapes)[0]
             if scheme is not None and stored == torch.float16 and device.type == "cpu":
-                stored = torch.bfloat16  # for rows: there are no kernels for float16
+                stored = torch.bfloat16  # dtype of rows: there are no kernels for float16
             wanted = dtype if isinstance(dtype, torch.dtype) else own_dtype(stored, held, device)
             read = WeightReader(
                 checkpoint,

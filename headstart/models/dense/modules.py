@@ -26,7 +26,7 @@ Angles = tuple[Tensor, Tensor]
 
 _FIRST_POSITIONS = 1024
 _MOST_POSITIONS = 1 << 17  # a table of 128 columns in float32 takes 128 MiB
-_FACTORS = ("short_factor", "long_factor")  # one for each pair
+_FACTORS = ("short_factor", "long_factor")  # lists of one factor for each pair
 
 
 class Frequencies(NamedTuple):

@@ -242,7 +242,7 @@ class TransformersVision(ImageProcessor):
         return rows
 
     def fingerprint(self) -> bytes:
-        with self._fingerprinting:  # or many first images would each read all weights
+        with self._fingerprinting:  # otherwise concurrent first images would each read all weights
             if self._fingerprint is None:
                 # From the weights' files: weights in memory may be packed, cast, or both.
                 weights = self._decoder.fingerprint()

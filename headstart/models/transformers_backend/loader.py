@@ -179,7 +179,7 @@ def _needed(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     """
     modules = dict(model.named_modules())
     drafts = getattr(model.config.get_text_config(), _DRAFT_LAYERS, None) or 0
-    counts: dict[str, int] = {}  # of layers in each list
+    counts: dict[str, int] = {}  # number of layers in each list
     for stack, layer in (_split_layer(name) for name, _ in model.named_parameters()):
         if layer is not None:
             counts[stack] = max(counts.get(stack, 0), layer + 1)

@@ -187,7 +187,7 @@ class Traffic:
         self._num_tokens -= len(seen.tokens)
         prompts = self._sorted[seen.namespace]
         place = bisect_left(prompts, seen.key, key=_BY_KEY)
-        if prompts[place] is seen:  # not a later prompt with the same tokens
+        if prompts[place] is seen:  # otherwise a later prompt has the same tokens
             del prompts[place]
         if not prompts:
             del self._sorted[seen.namespace]

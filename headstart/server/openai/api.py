@@ -374,7 +374,7 @@ class _TextAnswers(Chunks):
         self._body = body
         self._places = {request_id: place for place, request_id in enumerate(ids)}
         self._tokenizer = tokenizer
-        self._offsets: dict[int, int] = {}  # by choice, where its next token begins in its text
+        self._offsets: dict[int, int] = {}  # position of the next token in the text, by choice
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return all answers at once."""

@@ -119,7 +119,7 @@ class ResponseAnswer(AnswerEvents):
         store: called with a complete response and its items before it is sent, in the thread that
         reads the outputs. Raises ApiError for fields that cannot be repeated.
         """
-        self._items: list[dict[str, Any]] = []  # only the last may be open
+        self._items: list[dict[str, Any]] = []  # only the last item may be open
         self._calls = prepared.dialect.calls
         self._kinds = body.call_kinds()
         self._encodes_reasoning = "reasoning.encrypted_content" in (body.include or ())

@@ -54,7 +54,8 @@ def serving(folder: Path, model: str | Path, *, keys: bool) -> Iterator[tuple[Ru
     kept = KeyFolder(folder)
     names = {"alice": None, "bob": None, "dora": "team", "eve": "team"}
     made = {name: kept.add(name, group=group) for name, group in names.items()}
-    with running(model, api_keys=keys, keys_folder=str(folder), num_blocks=512) as server:
+    options: dict[str, Any] = {"api_keys": keys, "keys_folder": str(folder), "speculation": 8}
+    with running(model, num_blocks=512, **options) as server:
         yield server, lambda name: {"Authorization": f"Bearer {made[name]}"}
 
 
@@ -111,6 +112,31 @@ def test_chats_of_another_tenant(texts: tuple[Running, Headers]) -> None:
         return cached(server, "/v1/chat/completions", {"messages": messages}, headers(name))
 
     judge(attack(ask), server)
+
+
+def test_drafts_do_not_depend_on_another_tenants_answers(texts: tuple[Running, Headers]) -> None:
+    """The accepted and the rejected tokens are equal for the same prompts."""
+    server, headers = texts
+    rng = random.Random(4)
+    prompts = [[rng.randrange(40, 240) for _ in range(50)] for _ in range(PROMPTS)]
+
+    def ask(name: str, prompt: list[int]) -> tuple[int, int]:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+        url, body = f"{server.url}/v1/completions", body | {"ignore_eos": True}
+        answer = httpx.post(url, json=body, headers=headers(name), timeout=120)
+        details = answer.json()["usage"]["completion_tokens_details"]
+        return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+
+    alone = [ask("bob", prompt) for prompt in prompts]
+    assert server.llm.driver.call(server.llm.engine.reset_prefix_cache)
+    for prompt in prompts:
+        ask("alice", prompt)
+    after = [ask("bob", prompt) for prompt in prompts]
+    if server.service.tenants.requires_keys:
+        assert after == alone
+    else:
+        margins = [[count - missed for count, missed in counts] for counts in (after, alone)]
+        assert auc(*margins) >= CERTAIN
 
 
 def test_no_salt_of_a_body_opens_another_tenants_cache(texts: tuple[Running, Headers]) -> None:

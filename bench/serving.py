@@ -18,11 +18,18 @@ __all__ = ["Answer", "Server", "serving"]
 
 
 class Answer(NamedTuple):
-    """A streamed answer: seconds to its first event, and its cached and prompt tokens."""
+    """A streamed answer.
+
+    first_token, last_token: seconds to its first and its last event. cached, prompt, accepted: its
+    cached tokens, those of its prompt, and those of drafts that were accepted.
+    """
 
     first_token: float
+    last_token: float
+    events: int
     cached: int
     prompt: int
+    accepted: int
 
 
 class Server:
@@ -40,7 +47,7 @@ class Server:
     def ask(self, tenant: str, path: str, body: Mapping[str, Any]) -> Answer:
         """Send a tenant's request, and read the whole answer."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        first: float | None = None
+        times: list[float] = []
         usage: dict[str, Any] = {}
         start = time.perf_counter()
         with self._client.stream("POST", path, json=body, headers=self.headers(tenant)) as answer:
@@ -48,11 +55,11 @@ class Server:
                 raise RuntimeError(answer.read().decode())
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
-                    first = first or time.perf_counter() - start
+                    times.append(time.perf_counter() - start)
                     usage = json.loads(line[6:]).get("usage") or usage
-        assert first is not None
-        details = usage["prompt_tokens_details"]
-        return Answer(first, details["cached_tokens"], usage["prompt_tokens"])
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+        return Answer(times[0], times[-1], len(times), cached, usage["prompt_tokens"], accepted)
 
 
 @contextmanager

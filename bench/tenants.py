@@ -1,13 +1,15 @@
 """Information about another tenant's prompts that response times reveal.
 
-    python bench/tenants.py [--prompts 300] [--images 100]
+    python bench/tenants.py [--prompts 300] [--images 100] [--answers 100]
 
-The prompts are texts, texts after a public prefix that all tenants share, and images.
+The prompts are texts, texts after a public prefix that all tenants share, images, and texts after
+the prefix whose answers are drafted.
 
 A victim sends half of a set of prompts. A prober then sends all of them in random order, and
-guesses which ones the victim has sent: by the time to first token, and by `cached_tokens`. AUC is
+guesses which ones the victim has sent: by the time to first token, and by `cached_tokens`; for
+answers by their time, the number of events of their stream, and the accepted tokens. AUC is
 the probability that a sent prompt looks more cached than another one (or less cached, if that is
-larger): 0.5 is a random guess, 1 is certainty. With keys both AUCs must be below 0.55. Without keys
+larger): 0.5 is a random guess, 1 is certainty. With keys all AUCs must be below 0.55. Without keys
 all tenants share one cache; the AUCs must then be above 0.95, or the attack is too weak. The server
 is a separate process; requests go over a socket.
 
@@ -37,8 +39,18 @@ from examples.small_models.vision import demo_vision_path
 
 GUESSING, CERTAIN = 0.55, 0.95
 TOKENS = 256
+ANSWER = 40  # tokens of an answer that is drafted
 PREFIX = "You answer questions about tables. " * 8
 Ask = Callable[[Server, str, int], Answer]
+PROMPT_SIGNS: dict[str, Callable[[Answer], float]] = {
+    "time": lambda answer: -answer.first_token,
+    "cached_tokens": lambda answer: answer.cached,
+}
+ANSWER_SIGNS: dict[str, Callable[[Answer], float]] = {
+    "time": lambda answer: answer.first_token - answer.last_token,
+    "events": lambda answer: -answer.events,
+    "accepted_tokens": lambda answer: answer.accepted,
+}
 
 
 def auc(sent: Sequence[float], others: Sequence[float]) -> float:
@@ -71,6 +83,14 @@ def ask_behind_prefix(server: Server, tenant: str, number: int) -> Answer:
     return server.ask(tenant, "/v1/completions", {"model": "demo", "prompt": text, "max_tokens": 1})
 
 
+def ask_answer(server: Server, tenant: str, number: int) -> Answer:
+    """Send a text of random letters after the public prefix; the answer is sampled with a seed."""
+    rng = random.Random(number)
+    text = PREFIX + "".join(chr(rng.randrange(97, 123)) for _ in range(TOKENS))
+    body = {"model": "demo", "prompt": text, "max_tokens": ANSWER, "ignore_eos": True}
+    return server.ask(tenant, "/v1/completions", body | {"seed": number, "temperature": 1.0})
+
+
 def ask_image(server: Server, tenant: str, number: int) -> Answer:
     """Send an image of noise."""
     pixels = np.random.default_rng(number + 1).integers(0, 256, (224, 224, 3), np.uint8)
@@ -95,16 +115,16 @@ def attack(server: Server, ask: Ask, count: int, progress: Progress) -> dict[str
         number: ask(server, "prober", number)
         for number in progress.track(order, description="the prober asks")
     }
-    sent, others = range(count), range(count, 2 * count)
-    times = auc([-answers[n].first_token for n in sent], [-answers[n].first_token for n in others])
-    tokens = auc([answers[n].cached for n in sent], [answers[n].cached for n in others])
-    return {"time": round(times, 3), "cached_tokens": round(tokens, 3)}
+    signs = ANSWER_SIGNS if ask is ask_answer else PROMPT_SIGNS
+    values = {by: [sign(answers[n]) for n in range(2 * count)] for by, sign in signs.items()}
+    return {by: round(auc(each[:count], each[count:]), 3) for by, each in values.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=300, help="texts of each kind")
     parser.add_argument("--images", type=int, default=100, help="images of each kind")
+    parser.add_argument("--answers", type=int, default=100, help="answers of each kind")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder, "prefix.txt")
@@ -124,12 +144,18 @@ def measure(options: argparse.Namespace, prefix: str) -> None:
             *("images", str(demo_vision_path()), ask_image, options.images),
             ["--served-model-name", "tiny-eyes", "--encoder-cache-rows", "100000"],
         ),
+        (
+            *("answers", "demo", ask_answer, options.answers),
+            ["--public-prefix", prefix, "--speculation", "16"],
+        ),
     ]
     table = Table("", "tenants", "by", "AUC", "limit", "standard error of guessing")
     figures: dict[str, float] = {}
     right = True
     with Progress(console=Console(stderr=True)) as progress:
         for (name, model, ask, count, more), keys in itertools.product(kinds, (True, False)):
+            if not count:
+                continue
             tenants = ("victim", "prober") if keys else ()
             with serving(model, tenants, ["--num-blocks", "16384", *more]) as server:
                 found = attack(server, ask, count, progress)

@@ -1,17 +1,18 @@
 """The smallest engine that is one: two layers of 32 in float32 on one thread."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from headstart import LLM
+from headstart import LLM, AsyncLLM
 from headstart.engine.drafts.drafting import RowCost
 
 __all__ = ["VOCABULARY", "draft_always", "make_llm", "save_smallest"]
 
 VOCABULARY = 151
+AnyLLM = TypeVar("AnyLLM", LLM, AsyncLLM)
 
 
 def save_smallest(
@@ -66,7 +67,7 @@ class _FreeRows(RowCost):
         return 1.0
 
 
-def draft_always(llm: LLM) -> LLM:
+def draft_always(llm: AnyLLM) -> AnyLLM:
     """Let an engine draft as many tokens as it may, whatever its steps cost; return it."""
     if llm.engine.drafting is not None:
         llm.engine.drafting.row_cost = _FreeRows()

@@ -23,6 +23,7 @@ import pytest
 from PIL import Image
 
 from headstart.server.keys import KeyFolder
+from tests.engine.tiny_llm import draft_always
 from tests.server.running import Running, running
 from tests.small_demos import shallow_built_in
 
@@ -56,6 +57,7 @@ def serving(folder: Path, model: str | Path, *, keys: bool) -> Iterator[tuple[Ru
     made = {name: kept.add(name, group=group) for name, group in names.items()}
     options: dict[str, Any] = {"api_keys": keys, "keys_folder": str(folder), "speculation": 8}
     with running(model, num_blocks=512, **options) as server:
+        draft_always(server.llm)
         yield server, lambda name: {"Authorization": f"Bearer {made[name]}"}
 
 

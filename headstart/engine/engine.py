@@ -353,7 +353,7 @@ class EngineCore:
                 request.append(token, now)
                 if part.draft:
                     assert logits is not None
-                    self._verify(part, token, logits, sum(logits.counts[:number]), now)
+                    self._verify(part, token, logits, number, now)
             except Exception as cause:  # a tokenizer that cannot decode must end only this request
                 moved.pop(request.group, None)
                 error = engine_error("the answer cannot be decoded", cause)
@@ -367,14 +367,22 @@ class EngineCore:
         results += map(StepResult, moved)
 
     def _verify(
-        self, part: ScheduledTokens, token: SampledToken, logits: StepLogits, row: int, now: float
+        self,
+        part: ScheduledTokens,
+        token: SampledToken,
+        logits: StepLogits,
+        number: int,
+        now: float,
     ) -> None:
         """Append the tokens of a draft that the sampler chooses, and its next choice.
 
-        token: the last token of the request, chosen from the logits in row `row`.
+        token: the last token of the request. number: that of the part in the step. A draft with K
+        or V that are not finite is rejected: the same tokens fail in a later step if they are
+        chosen.
         """
         request, num_accepted = part.request, 0
-        for expected in part.draft:
+        row = sum(logits.counts[:number])  # its logits gave the token
+        for expected in part.draft if number not in logits.bad_drafts else ():
             if request.finish_reason is not None or token.token_id != expected:
                 break
             row += 1

@@ -8,7 +8,7 @@ pass over the block is the same as the pass of a prefill.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
@@ -68,7 +68,8 @@ class StepLogits(NamedTuple):
 
     values: None if only each row's greedy token is needed. Then `greedy` has these tokens, with -1
     for a row whose logits are not finite, and `failed` has the errors of rows without a token.
-    nonfinite: indices of the parts with K or V that are not finite.
+    nonfinite: indices of the parts with K or V that are not finite. bad_drafts: those of the parts
+    where only drafted tokens have such K or V.
     """
 
     values: Tensor | None
@@ -76,6 +77,7 @@ class StepLogits(NamedTuple):
     nonfinite: Sequence[int] = ()
     greedy: Sequence[int] = ()
     failed: Mapping[int, EngineError] = {}
+    bad_drafts: Collection[int] = ()
 
 
 class Runner:
@@ -123,15 +125,21 @@ class Runner:
                 greedy_only = False
             masks += (request.sampling.masks,) * wanted
         counts = [rows.wanted for rows in parts]
+        logits = StepLogits(None, counts)
         if self._deterministic:
-            values = torch.cat([b for rows in parts for b in self._forward_blocks(rows)])
+            blocks = [block for rows in parts for block in self._forward_blocks(rows)]
+            logits = logits._replace(values=torch.cat(blocks))
         elif greedy_only:
             allowed, failed = allowed_tokens(masks, self._model.vocab_size)
             greedy = self._forward(parts, functools.partial(self._model.choose, allowed=allowed))
-            return StepLogits(None, counts, self._nonfinite_parts(parts), greedy, failed)
+            logits = logits._replace(greedy=greedy, failed=failed)
         else:
-            values = self._forward(parts, self._model.forward)
-        return StepLogits(values, counts, self._nonfinite_parts(parts))
+            logits = logits._replace(values=self._forward(parts, self._model.forward))
+        if not self._nonfinite:
+            return logits
+        return logits._replace(
+            nonfinite=self._nonfinite_parts(parts), bad_drafts=self._bad_drafts(parts)
+        )
 
     def end_step(self) -> None:
         """Reset the state of the current pass, if any. May be called at any time."""
@@ -281,11 +289,17 @@ class Runner:
         bad = {
             block_id
             for sequence, position in self._nonfinite.items()
+            if position < len(sequence.token_ids)
             for block_id in sequence.block_table()[position // size :]
         }
         if not bad:
             return []
         return [i for i, r in enumerate(parts) if not bad.isdisjoint(r.sequence.block_table())]
+
+    def _bad_drafts(self, parts: list[_Rows]) -> list[int]:
+        """Return the parts whose first row that is not finite is that of a drafted token."""
+        positions = [self._nonfinite.get(rows.sequence, 0) for rows in parts]
+        return [i for i, r in enumerate(parts) if positions[i] >= len(r.sequence.token_ids)]
 
     def _extras(self, parts: list[_Rows]) -> EmbeddingOverlay | None:
         """Return the embeddings that prompts provide for rows of the pass."""

@@ -4,7 +4,9 @@ The oracle is the same engine without drafts. Random requests cover sampling wit
 grammars, stops, log-probabilities, several answers, preemption and prompts that repeat.
 """
 
+import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +21,7 @@ from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSeque
 from headstart.engine.drafts.drafters import RepetitionDrafter, Source
 from headstart.engine.drafts.drafting import RowCost
 from headstart.engine.drafts.prediction import PredictionDrafter
-from headstart.engine.metrics import Counter, Vector
+from headstart.engine import metrics as engine_metrics
 from headstart.errors import RequestError
 from headstart.models.demo import demo_model_path
 from tests.engine.tiny_llm import draft_always, save_smallest
@@ -51,6 +53,7 @@ def random_params(chance: random.Random) -> SamplingParams:
         presence_penalty=chance.choice([0.0, 0.0, 0.7]),
         repetition_penalty=chance.choice([1.0, 1.0, 1.2]),
         logit_bias=chance.choice([None, None, {5: 3.0}]),
+        prediction=chance.choice([None, None, [*range(3, 60)]]),
         allowed_token_ids=chance.choice([None, None, [5, 6, 7, 8, 9]]),
         n=chance.choice([1, 1, 1, 2]),
         **stops,
@@ -106,6 +109,7 @@ def test_answers_are_those_without_drafts(
     core = drafting.engine
     assert core.drafting is not None and core.drafting.num_accepted > 30
     assert core.drafting.num_drafted > core.drafting.num_accepted
+    assert (core.num_preemptions > 0) == ("num_blocks" in options)
     assert core.manager.num_free_blocks == core.config.num_blocks
     drafting.close()
 
@@ -140,6 +144,70 @@ def test_a_grammar_and_a_stop_string_hold_within_a_draft() -> None:
     assert all(text == texts[0] for text in texts)
 
 
+def test_aborts_between_drafts_change_nothing_else(folder: Path) -> None:
+    chance = random.Random(3)
+    plain, llm = load(folder, 0), load(folder, 4)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = [[*range(start, start + 12)] for start in (3, 20, 40)]
+    expected = [o.outputs[0].token_ids for o in plain.generate(prompts, params, use_tqdm=False)]
+    core, num_aborted = llm.engine, 0
+    for _ in range(12):
+        groups = [llm.frontend.prepare(prompt, params) for prompt in prompts]
+
+        def run(groups: list[Any] = groups) -> Any:
+            for group in groups:
+                core.submit(group)
+            for _ in range(chance.randrange(1, 6)):
+                core.step()
+            aborted = chance.choice(groups)
+            core.abort(aborted.request_id)
+            while core.has_unfinished:
+                core.step()
+            return aborted
+
+        aborted = llm.driver.call(run)
+        for group, tokens in zip(groups, expected, strict=True):
+            answer = group.output().outputs[0]
+            assert answer.token_ids == tokens[: len(answer.token_ids)]
+            assert group is aborted or answer.finish_reason == "length"
+        num_aborted += aborted.output().outputs[0].finish_reason == "abort"
+        assert core.manager.num_free_blocks == core.config.num_blocks
+    assert num_aborted > 6 and core.drafting is not None and core.drafting.num_accepted > 100
+    plain.close()
+    llm.close()
+
+
+def test_drafts_do_not_change_the_distribution(folder: Path) -> None:
+    """Chi-square of three sampled tokens of a small vocabulary against exact probabilities."""
+    allowed, prompt, length = [5, 6, 7], [*range(3, 12)], 3
+    llm = load(folder, 8)
+    every = SamplingParams(max_tokens=1, logprobs=-1)
+    probabilities: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        heads = [*probabilities]
+        outputs = llm.generate([[*prompt, *head] for head in heads], every, use_tqdm=False)
+        longer = {}
+        for head, output in zip(heads, outputs, strict=True):
+            assert output.outputs[0].logprobs is not None
+            [entry] = output.outputs[0].logprobs
+            weights = [math.exp(entry[token].logprob) for token in allowed]
+            for token, weight in zip(allowed, weights, strict=True):
+                longer[*head, token] = probabilities[head] * weight / sum(weights)
+        probabilities = longer
+    params = SamplingParams(
+        max_tokens=length + 2, n=16, allowed_token_ids=allowed, prediction=[5, 6, 7, 5, 6]
+    )
+    outputs = llm.generate([prompt] * 80, params, use_tqdm=False)
+    counts = Counter(tuple(a.token_ids[:length]) for o in outputs for a in o.outputs)
+    total = counts.total()
+    statistic = sum(
+        (counts[tokens] - total * p) ** 2 / (total * p) for tokens, p in probabilities.items()
+    )
+    assert statistic < 54.05  # exceeded once in 1,000 for 26 degrees of freedom
+    assert llm.engine.drafting is not None and llm.engine.drafting.num_accepted > 300
+    llm.close()
+
+
 def test_a_repeated_prompt_takes_few_steps(folder: Path) -> None:
     llm = load(folder, 16)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -153,7 +221,8 @@ def test_a_repeated_prompt_takes_few_steps(folder: Path) -> None:
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
     by_position = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"]
-    assert isinstance(accepted, Counter) and isinstance(by_position, Vector)
+    assert isinstance(accepted, engine_metrics.Counter)
+    assert isinstance(by_position, engine_metrics.Vector)
     in_requests = [o.metrics.num_accepted_tokens for o in (first, output) if o.metrics is not None]
     assert sum(by_position.values) == accepted.value == sum(in_requests)
     assert len(by_position.values) == llm.speculative_config.num_speculative_tokens == 16
@@ -338,6 +407,18 @@ def test_a_prediction_saves_steps_and_changes_nothing(folder: Path) -> None:
             metrics = outputs[-1].metrics
             if prediction is answer:
                 assert metrics.num_accepted_tokens == metrics.num_drafted_tokens > 40
+    llm.close()
+
+
+def test_a_drafted_token_that_is_not_finite_is_rejected(tmp_path: Path) -> None:
+    """It ended the request, whose answer does not have this token."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    llm = load(save_smallest(tmp_path, poison=77), 8)
+    for _ in range(2):
+        [output] = llm.generate([[3, 4, 5]], params, use_tqdm=False)
+        answer = output.outputs[0].token_ids
+        assert len(answer) == 20 and answer == (params.prediction or answer)[:5] + answer[5:]
+        params.prediction = [*answer[:5], 77, *answer[5:]]
     llm.close()
 
 

@@ -13,6 +13,7 @@ from headstart.cache import MissReason
 from headstart.engine.engine import EngineCore
 from headstart.errors import ConfigError, DamagedAdapterError, EngineError, RequestError
 from headstart.models.lora_layers import ResidentAdapter
+from tests.engine.tiny_llm import draft_always
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import save_tiny
 
@@ -94,6 +95,15 @@ def test_the_adapters_matter(world: World) -> None:
     """Else the comparisons below would say nothing."""
     for name, prompt, expected in zip(NAMES, world.prompts, world.expected, strict=True):
         assert (world.plain.greedy(prompt, TOKENS) == expected) == (name is None)
+
+
+def test_drafts_do_not_change_answers(llama: World) -> None:
+    llm = draft_always(llama.open(speculation=16))
+    for _ in range(2):  # the second time all tokens are drafted
+        assert answers(llm, llama.prompts, NAMES) == llama.expected
+    assert llm.engine.drafting is not None
+    assert llm.engine.drafting.num_accepted >= len(NAMES) * (TOKENS - 2)
+    llm.close()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 from headstart import LLM, SamplingParams
 from tests.engine.test_deterministic import record, same_bits
+from tests.engine.tiny_llm import draft_always
 from tests.tiny_vision import make_image, save_tiny_vision
 
 NEW_TOKENS = 10
@@ -161,6 +162,14 @@ def test_greedy_equals_generate(oracle: Oracle, engines: Any, option: str) -> No
     cached = check(oracle, llm, prompts)
     assert any(cached) == options.get("enable_prefix_caching", True)
     assert (llm.engine.num_preemptions > 0) == ("num_blocks" in options)
+
+
+@pytest.mark.parametrize("oracle", ["qwen2_5_vl"], indirect=True)
+def test_drafts_do_not_change_answers_about_images(oracle: Oracle, engines: Any) -> None:
+    llm = draft_always(engines(speculation=16))
+    for _ in range(2):  # the second time all tokens are drafted
+        check(oracle, llm, mixed(oracle))
+    assert llm.engine.drafting.num_accepted >= 5 * (NEW_TOKENS - 2)
 
 
 @pytest.mark.parametrize("oracle", FAMILIES, indirect=True)

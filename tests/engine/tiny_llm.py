@@ -11,6 +11,7 @@ from headstart.engine.drafts.drafting import RowCost
 
 __all__ = ["VOCABULARY", "draft_always", "make_llm", "save_smallest"]
 
+AnyLLM = TypeVar("AnyLLM", LLM, AsyncLLM)
 VOCABULARY = 151
 AnyLLM = TypeVar("AnyLLM", LLM, AsyncLLM)
 

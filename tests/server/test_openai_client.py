@@ -14,6 +14,7 @@ import pytest
 from headstart import LLM, SamplingParams
 from headstart.cli.server import FIRST_QUESTION
 from tests.clients import openai
+from tests.engine.tiny_llm import draft_always
 from tests.server.running import Running, running
 
 PEOPLE = "Anna is 31 years old. Ben is 45 years old. Carl is 60 years old.\n" * 4
@@ -80,6 +81,7 @@ def test_a_prediction_is_drafted_and_counted() -> None:
         running(speculation=16, enable_prefix_caching=False) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
+        draft_always(server.llm)
         plain = client.chat.completions.create(**options)
         text = plain.choices[0].message.content
         for content in (

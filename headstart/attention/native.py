@@ -168,7 +168,7 @@ class NativeAttention:
         call.heads = heads
         call.window = min(window or 0, _MOST_POSITIONS)
         call.scaling = options.scaling
-        call.softcap = abs(options.softcap or 0.0)  # the sign has no effect, but kernels need none
+        call.softcap = abs(options.softcap or 0.0)  # a sign has no effect; kernels expect none
         if step.num_partials:
             pool.make_partials(step, step.num_partials * heads * (2 + call.value_dim))
         return step

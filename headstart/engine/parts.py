@@ -113,7 +113,7 @@ def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -
     layers = [layer.matrix for layer in decoder.module.modules() if isinstance(layer, Linear)]
     quantized = [matrix for matrix in layers if matrix.kind is not None]
     rounded = [matrix.kind for matrix in quantized if not matrix.is_prequantized and matrix.kind]
-    if 2 * len(rounded) > len(quantized):  # the fewest bits name the option: int4 has int8 layers
+    if 2 * len(rounded) > len(quantized):  # in int4, some layers are int8
         kinds.append(f"{min(rounded, key=lambda kind: kind.removeprefix('int'))} weights")
     if memory.has_scales:
         kinds.append("int8 K/V")
@@ -161,7 +161,7 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
 # The limit of the default: a million tokens in blocks of 16. Making more blocks takes seconds.
 DEFAULT_MAX_BLOCKS = 65_536
 MIN_STATES = 16
-_SAVED_PER_STATE = 32  # states of a path in tiers, per slot in memory: 4 to 64 tokens apart
+_SAVED_PER_STATE = 32  # stored states are `tokens_per_state` / 32 apart: 4 to 64 tokens
 _LOG = logging.getLogger("headstart.tiers")
 _MOST_PREPARED = 8192  # positions; preparing more would lengthen the start
 
@@ -182,8 +182,8 @@ def kv_dtype(config: EngineConfig, decoder: DecoderModel) -> torch.dtype:
 class MemoryPlan(NamedTuple):
     """The sizes of an engine's memory, by their names in `CacheConfig`.
 
-    num_states: slots for states of recurrent layers. num_window_blocks: blocks of the layers with
-    a sliding window, of `window` tokens at most; 0 if these have the blocks of the other layers.
+    num_states: slots for states of recurrent layers. num_window_blocks: blocks of the layers with a
+    sliding window, of `window` tokens at most; 0 if all layers share one pool.
     """
 
     num_blocks: int

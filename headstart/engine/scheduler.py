@@ -140,7 +140,8 @@ class Scheduler:
         while not batch.scheduled and self._is_held_up:
             if self.num_preemptions == preempted:
                 self._preempt(self.running.pop())
-            # Otherwise a preemption may have removed the cause, so schedule again.
+            # # If a limit stopped all requests, a preemption may have changed that, so schedule
+            # again.
             preempted = self.num_preemptions
             batch = self._schedule()
         return batch
@@ -187,8 +188,8 @@ class Scheduler:
                 draft = tuple(self._drafting.propose(request, spare))
                 if draft and not append_slots(sequence, 1, len(draft)):
                     draft = ()
-            # A preemption does not revoke what the limits allowed: the preempted request would go
-            # first again, and neither would ever finish.
+            # Limits are not queried again after a preemption: they might let the preempted request
+            # go first again, and neither would ever finish.
             while not draft and not append_slots(sequence, stop - start):
                 last = self.running.pop()
                 self._preempt(last)
@@ -294,7 +295,7 @@ class Scheduler:
         return budget > 0 and len(self.running) < self._max_running
 
     def _admission_order(self) -> list[Request]:
-        """Return the first waiting requests, best hit first, without a forbidden bypass."""
+        """Return the first waiting requests, the best hit first unless a bypass is forbidden."""
         ranked = []
         era = 0
         for index, request in enumerate(islice(self.waiting, LOOKAHEAD)):

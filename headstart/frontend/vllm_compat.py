@@ -34,8 +34,8 @@ class Option(NamedTuple):
     """An option of vLLM.
 
     state: "works", "ignored" (any value, without effect) or "absent" (must be None or one of
-    `values`; the first is the default). kind: of the flag's argument: "value", "text", "switch",
-    "list" (of values) or "texts". short: a further flag, or "".
+    `values`; the first is the default). kind: the kind of the flag's argument: "value", "text",
+    "switch", "list" (of values) or "texts". short: a further flag, or "".
     """
 
     state: str

@@ -60,8 +60,9 @@ RATES = range(1_000, 768_001)
 MAX_PIXELS = 2**25
 """Most pixels of one image."""
 MAX_ITEMS = 32
-"""Most sounds of a conversation, and most images: the features of all are padded to the longest.
-A file of a few KiB may contain ten minutes of silence, or an image of 100 MiB in one color."""
+"""Most sounds of a conversation, and most images: all features are padded to the longest ones.
+A file of a few KiB may contain ten minutes of silence, or an image of 100 MiB in one color.
+"""
 MAX_ALL_PIXELS = 2**26
 """Most pixels of all images of a conversation."""
 MAX_ALL_SECONDS = 2 * MAX_SECONDS

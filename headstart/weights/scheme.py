@@ -155,7 +155,7 @@ def _check_config_group(group: Any) -> Mapping[str, Any]:
         f"weights are compressed-tensors' of {kind}, and not int of 4 or 8",
     )
     inputs = group.get("input_activations")
-    if inputs:  # rounding to 8 bits is ignored: here, inputs have more bits
+    if inputs:  # rounding of inputs to 8 bits is ignored: headstart uses finer steps
         _require(isinstance(inputs, Mapping), "config_groups have unknown input_activations")
         _require(
             (inputs.get("type"), inputs.get("num_bits")) == ("int", 8),

@@ -49,8 +49,8 @@ class CompiledLayers:
     Float32 needs AVX2, and is used for few rows, where the operations between products matter:
     modules need some 40 torch operations per layer for them. Bfloat16 needs AVX-512. In bfloat16, a
     layer whose attention is not compiled runs as two compiled calls, before and after attention.
-    The last layer does too if only some rows are needed after it: it still writes K and V of all
-    rows.
+    The last layer also runs as two calls if only some rows are needed after it, since it still
+    writes K and V of all rows.
     """
 
     def __init__(

@@ -308,7 +308,7 @@ class ToolDefinition(Marked, ClientTool):
     input_examples: Many[dict[str, Any]] | None = None
 
     def as_tool(self) -> Tool:
-        """Return the tool as one of any API."""
+        """Return the tool in the form that all APIs share."""
         return Tool(self.name, self.description, self.input_schema)
 
 

@@ -285,7 +285,7 @@ class Function(Body):
     strict: Flag | None = None
 
     def as_tool(self) -> Tool:
-        """Return the function as a tool of any API."""
+        """Return the function as a tool in the form that all APIs share."""
         return Tool(self.name, self.description, self.parameters)
 
 

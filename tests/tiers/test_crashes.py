@@ -25,7 +25,7 @@ def evict(store: DiskStore) -> None:
 def evict_another_model(store: DiskStore) -> None:
     """Take the room of another model, whose last blocks move."""
     with closing(disk(store.folder, BUDGET, OTHER)) as other:
-        other.save([block(number, 9.0, OTHER) for number in range(500, 530)])
+        other.save([block(number, 9.0, OTHER) for number in range(500, 512)])
 
 
 def remove(store: DiskStore) -> None:

@@ -20,7 +20,7 @@ from headstart.models import gptq
 from headstart.models.gptq import plan_quantization, quantize
 from headstart.models.loader import load_model
 from headstart.weights import reader
-from tests.models.gptq.small import FAMILY_NAMES, TEXT, save_small
+from tests.models.gptq.small import TEXT, save_small
 from tests.models.paged import Paged
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 from tests.weights.stored import quantized_matrices
@@ -62,7 +62,11 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama", torch.float32), *((name, torch.bfloat16) for name in FAMILY_NAMES)],
+    [
+        ("llama", torch.float32),
+        # Their layers have other names or other products; those of the other families do not.
+        *((name, torch.bfloat16) for name in ("qwen2", "gemma3_text", "phi3", "olmo2", "granite")),
+    ],
 )
 @torch.no_grad()
 def test_transformers_and_headstart_read_the_same_model(

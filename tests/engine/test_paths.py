@@ -72,8 +72,11 @@ def worst_gap(oracle: PreTrainedModel, prompt: tuple[int, ...], answer: tuple[in
     return float((logits.max(dim=1).values - chosen).max())
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", OPTIONS)
+# A preempted request is computed as any other one, so one path shows that it resumes rightly.
+CASES = [(n, p) for n in OPTIONS for p in PATHS if n != "preempted" or p == "fp32-torch"]
+
+
+@pytest.mark.parametrize(("name", "path"), CASES)
 def test_answers_are_those_of_transformers(
     name: str,
     path: str,

@@ -15,10 +15,10 @@ class StateTests:
     a cache.
     """
 
-    def test_prompts_cut_at_every_position(self, name: str, model: DecoderModel) -> None:
+    def test_prompts_cut_in_two(self, name: str, model: DecoderModel) -> None:
         tokens = random_tokens(LENGTH)
         expected = expected_logits(name, tokens)
-        for cut in range(1, LENGTH):
+        for cut in (1, 2, 3, 4, 8, 9, 15, 23):  # around the lengths of kernels and chunks
             stepper = Stepper(model)
             first = stepper.step({0: Part(tokens[:cut], 0, -1, 3)})
             second = stepper.step({0: Part(tokens[cut:], cut, 3, 5)})

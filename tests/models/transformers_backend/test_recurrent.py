@@ -24,7 +24,7 @@ from tests.models.paged import Paged
 from tests.models.states import StateTests, run_long_prompt
 from tests.models.stepper import BLOCK, LENGTH, Part, Stepper, check, expected_logits, random_tokens
 from tests.tiny_adapters import Oracle, make_adapter
-from tests.tiny_models import RECURRENT, save_tiny, tiny_config, tiny_model
+from tests.tiny_models import EACH_MIXER, RECURRENT, save_tiny, tiny_config, tiny_model
 
 
 @cache
@@ -66,6 +66,7 @@ def test_a_prompt_of_several_chunks(name: str, model: DecoderModel) -> None:
     torch.testing.assert_close(logits, reference, rtol=0.0, atol=1e-4 * size)
 
 
+@pytest.mark.parametrize("name", EACH_MIXER)
 def test_half_precision_stays_near_full(name: str) -> None:
     tokens, stepper = random_tokens(LENGTH), Stepper(load(name, torch.bfloat16))
     logits = [
@@ -131,7 +132,10 @@ def test_adapters_of_attention_apply_and_of_mixers_do_not(family: str, tmp_path:
     check(torch.stack(sequence.logits), Oracle(base, path).logits(tokens))
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [*((name, "auto") for name in RECURRENT), *((name, "int8") for name in EACH_MIXER)],
+)
 def test_checkpoints_are_loaded(name: str, weights: str, tmp_path: Path) -> None:
     folder = save_tiny(name, tmp_path)
     loaded = load_model(folder, "float32", weights=weights)

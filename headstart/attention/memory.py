@@ -76,7 +76,7 @@ class PagedKVMemory:
         return self.num_window_blocks > 0 and self.layouts[layer_idx].window is not None
 
     def plans(self, plan: StepPlan) -> list[StepPlan]:
-        """Return the plan of each pool: of the blocks, then of the window blocks if there are any.
+        """Return the plan of the pool of blocks, and of the pool of window blocks if there is one.
 
         Raises `EngineError` if the plan has no part for window blocks.
         """

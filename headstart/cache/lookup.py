@@ -203,7 +203,8 @@ def explain_end(
 ) -> MissExplanation:
     """Return the reason why a lookup ended, or why there was no lookup.
 
-    The reason reveals nothing about other salts. group_reason: that of K/V which cannot be resumed.
+    The reason reveals nothing about other salts. group_reason: the reason if K/V are cached but the
+    sequence cannot resume at them.
     """
     if computed is None:
         return MissExplanation(MissReason.NOT_READ, 0)

@@ -1,7 +1,7 @@
 """`headstart demo`: the time that prefix caching saves, measured on a real run.
 
-The prompt and its two questions are the usage example of vLLM's "Automatic Prefix Caching" page,
-asked as chats. A third question continues the second chat and also hits its generated reply.
+The prompt and its two questions are the usage example of vLLM's "Automatic Prefix Caching" page, as
+chats. A third question continues the second chat and also hits its generated reply.
 """
 
 from __future__ import annotations

@@ -376,7 +376,7 @@ class EngineCore:
     ) -> None:
         """Append the tokens of a draft that the sampler chooses, and its next choice.
 
-        token: the last token of the request. number: that of the part in the step. A draft with K
+        token: the last token of the request. number: the part's index in the step. A draft with K
         or V that are not finite is rejected: the same tokens fail in a later step if they are
         chosen.
         """

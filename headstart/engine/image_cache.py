@@ -72,7 +72,8 @@ class ImageLoads:
     A request that shows an image is scheduled once the tiers have answered; other requests run
     meanwhile. A lookup is dropped when its request leaves; another request that waits for the same
     image then starts a new lookup. `load` and `save` are thread-safe; one thread must call the
-    other methods. worker: the thread of lookups. lookups: those whose results were not taken yet.
+    other methods. worker: the thread of lookups. lookups: the lookups with results that were not
+    taken yet.
     """
 
     def __init__(self, objects: ObjectStore, worker: Worker) -> None:

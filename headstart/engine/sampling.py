@@ -1,6 +1,6 @@
 """The sampler, which chooses the next token of each request by its logits and parameters.
 
-Top-k, top-p and min-p change only the sampling; log-probabilities are those of the raw logits.
+Top-k, top-p and min-p change only the sampling; log-probabilities are computed from the raw logits.
 """
 
 from collections.abc import Sequence

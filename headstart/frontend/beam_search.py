@@ -33,7 +33,7 @@ class BeamSearchParams:
 
     length_penalty: a beam's score is the sum of its log-probabilities, divided by its number of
     tokens to this power. include_stop_str_in_output: retain the token that ended the text.
-    temperature and watermarking have no effect: log-probabilities are those of the raw logits.
+    temperature and watermarking have no effect: log-probabilities are computed from the raw logits.
     structured_outputs and allowed_token_ids must be None.
     """
 
@@ -56,7 +56,7 @@ class BeamSearchParams:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One beam. tokens: of the prompt, then of the answer. text: the text of all tokens."""
+    """One beam. tokens: the tokens of prompt and answer. text: the text of all tokens."""
 
     tokens: list[int]
     logprobs: list[Logprobs] = field(default_factory=list)

@@ -103,7 +103,7 @@ class Widths(NamedTuple):
 
 
 class EmbeddingOverlay(NamedTuple):
-    """Embeddings that replace those of some tokens.
+    """Embeddings that replace the embeddings of some tokens.
 
     rows: their row numbers in the flat batch, int64 `[replaced]`. values: `[replaced, hidden]`.
     """

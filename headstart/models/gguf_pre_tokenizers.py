@@ -12,7 +12,7 @@ class PreTokenizer(NamedTuple):
     """A split, and the facts that llama.cpp derives from its name.
 
     ignore_merges: a word that is a token becomes this token, regardless of the merges. add_bos:
-    texts begin with BOS, unless the file says otherwise.
+    texts begin with BOS, unless the file has another setting.
     """
 
     regexes: tuple[str, ...]

@@ -7,9 +7,9 @@ in order. The error of each is distributed over all later inputs, by the Cholesk
 inverse of `products`. The grid of a group (its step and zero point) is chosen when its first input
 is reached. At the end, the steps of each output are fitted by least squares, with fixed values.
 
-Rows of a quantized model differ from those of the float model. `shifts`, the mean of (y - x) x^T
-for rows y of the float model, corrects the weight so that its product with x approximates the
-original product with y, as in GPTAQ (Li et al. 2025, https://arxiv.org/abs/2504.02692).
+Rows x of a quantized model differ from the rows y of the float model. As in GPTAQ, the weight is
+corrected by `shifts`, the mean of (y - x) x^T, so that its product with x approximates the product
+of the original weight with y (Li et al. 2025, https://arxiv.org/abs/2504.02692).
 
 The cost is about 3 * inputs^2 * outputs multiplications.
 """

@@ -38,7 +38,7 @@ _FLOATS = ("input_features", "pixel_values")
 class PlacedItem:
     """One audio or image in a prompt.
 
-    offset, length: of its placeholders, in tokens. content: its features.
+    offset, length: position and number of its placeholders, in tokens. content: its features.
     """
 
     kind: str

@@ -75,9 +75,10 @@ class SpokenPrompt:
 class OmniOutput:
     """A request and its answer so far.
 
-    token_ids: of the text. codes: of the speech, int64 `[codes, ...]`. metrics: those of the stages
-    that have ended, by name. finish_reason: None while it runs, then the thinker's ("stop",
-    "length") or "abort". prompt_token_ids: with one placeholder per embedding.
+    token_ids: the token ids of the text. codes: the codes of the speech, int64 `[codes, ...]`.
+    metrics: the metrics of the stages that have ended, by name. finish_reason: None while it runs,
+    then the thinker's ("stop", "length") or "abort". prompt_token_ids: with one placeholder per
+    embedding.
     """
 
     request_id: str

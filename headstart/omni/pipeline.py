@@ -229,8 +229,8 @@ class Progress:
     """One request in the pipeline.
 
     chunks: the rows of the outputs that the pipeline collects, in order; the caller may remove
-    them. results, metrics: of each stage that has ended. finish_reason: "done", "abort" or "error",
-    None while it runs. render: makes the user's output from this object.
+    them. results, metrics: result and metrics of each stage that has ended. finish_reason: "done",
+    "abort" or "error", None while it runs. render: makes the user's output from this object.
     """
 
     request: OmniRequest

@@ -174,7 +174,8 @@ class CodecTalkerFeed(TalkerFeed):
     """One request's feed: a step needs the thinker to be one row ahead.
 
     mask_id, lead_ids: the prompt's token ids. embed: token ids int64 `[n]` to embeddings `[n,
-    width]`. positions: of the thinker's prompt and the lead. limit: maximum number of tokens.
+    width]`. positions: the rotary positions of the thinker's prompt and of the lead. limit: maximum
+    number of tokens.
     """
 
     mask_id: int

@@ -202,9 +202,9 @@ class StageSpec:
 class OmniRequest:
     """A user's request to a pipeline.
 
-    prompt: the input of the first stage's feeder. params: of autoregressive stages, by stage name.
-    options: by stage name, for example a voice or a seed. salt: requests of different salts share
-    nothing. stages: names of the stages that run; None is all.
+    prompt: the input of the first stage's feeder. params: the sampling parameters of autoregressive
+    stages, by stage name. options: by stage name, for example a voice or a seed. salt: requests of
+    different salts share nothing. stages: names of the stages that run; None is all.
     """
 
     request_id: str
@@ -259,8 +259,8 @@ class OutputEvent(NamedTuple):
 class StageStarted(NamedTuple):
     """A request's prompt in the stage is complete; comes before any of the request's rows.
 
-    prompt_tokens: its length. names: the identities of its whole blocks of `block_size` tokens;
-    empty if the stage has no cache.
+    prompt_tokens: the length of the prompt. names: the identities of its whole blocks of
+    `block_size` tokens; empty if the stage has no cache.
     """
 
     request_id: str

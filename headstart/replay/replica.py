@@ -61,9 +61,10 @@ class SpeedModel:
 class ReplayRequest:
     """A request: its sequence of units, and the times of its events.
 
-    num_blocks: of prompt and reply. reply: unit ids of the reply after the prompt's last unit.
-    is_moved: another replica computed its prompt and sent the K/V. computed: number of units with
-    K/V, hits included. Times are in seconds; `finished` is the time of the last token.
+    num_blocks: number of blocks of prompt and reply. reply: unit ids of the reply after the
+    prompt's last unit. is_moved: another replica computed its prompt and sent the K/V. computed:
+    number of units with K/V, hits included. Times are in seconds; `finished` is the time of the
+    last token.
     """
 
     name: str

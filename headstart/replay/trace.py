@@ -3,8 +3,8 @@
 Traces identify blocks of prompts, not tokens, and a simulation needs only these. So one *unit*
 stands for `grain` tokens: the cache manager gets a token id for each unit, and `block_size / grain`
 units make a block. Equal unit ids at the head of two prompts are equal tokens. The tokens after a
-prompt's last full unit and those of its reply are private: no other request has their unit ids, so
-they fill memory but are never hit.
+prompt's last full unit and the tokens of its reply are private: no other request has their unit
+ids, so they fill memory but are never hit.
 
 Files of traces, which may end in .gz:
 

@@ -185,9 +185,9 @@ def create_app(
 ) -> FastAPI:
     """Return an ASGI application that answers with a model; `name` is its name in the API.
 
-    tenants: defaults to those of the options and of this machine's API keys. cache_api: the routes
-    below `/cache`; the page at `/` needs those of a single engine. tracer: records every request
-    that ended. The caller closes `llm`. Raises ConfigError.
+    tenants: by default the tenants of the options and of this machine's API keys. cache_api: the
+    routes below `/cache`; the page at `/` needs the routes of a single engine. tracer: records
+    every request that ended. The caller closes `llm`. Raises ConfigError.
     """
     options = options or ServerOptions()
     tenants = tenants or open_tenants(options)

@@ -247,7 +247,7 @@ class BaseService(ABC, Generic[Work, Output]):
             raise ApiError(503, "the server is stopping", retry_after=5)
 
     def cut_off(self) -> None:
-        """End all answers in progress with an error that says that the server stopped."""
+        """End all answers in progress with the error that the server stopped."""
         for outputs in list(self._read):
             outputs.fail(stopped())
 

@@ -159,8 +159,8 @@ def _list_checks(folder: Path, index: DiskIndex | None) -> Iterator["_Check"]:
 class _Check:
     """The check of one model's records.
 
-    steps: the slots to read: first those of listed blocks, with the block's name, then all others,
-    with None. bad: blocks to forget.
+    steps: the slots to read: first the slots of listed blocks, each with the block's name, then all
+    other slots, with None. bad: blocks to forget.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class LoadedBlock(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """The fields of a record's header; checksum: that of the payload."""
+    """The fields of a record's header. checksum: the checksum of the payload."""
 
     name: BlockHash
     parent: BlockHash

@@ -129,8 +129,9 @@ class OutputDelta(NamedTuple):
 class RequestDelta(NamedTuple):
     """New tokens of a request; only the first part has a `head`.
 
-    Parts may overlap. A part can be ignored if tokens before it are missing: the last part has all
-    tokens except those of the first part. drafts: the request's drafted and accepted tokens so far.
+    Parts may overlap. A part can be ignored if tokens before it are missing, because the last part
+    has all tokens that the first part does not have. drafts: the request's drafted and accepted
+    tokens so far.
     """
 
     head: PromptResult | None

@@ -150,7 +150,7 @@ def search_states(
 ) -> StateSearch:
     """Return a search for states within the first `num_tokens` that are deeper than the pool's.
 
-    computed: the lookup in the pool. hashes: of all full blocks of the sequence.
+    computed: the lookup in the pool. hashes: the hashes of all full blocks of the sequence.
     """
     sequence, size = computed.sequence, block_size
     start, first = computed.num_tokens, len(computed.blocks)

@@ -30,7 +30,8 @@ from headstart.weights.reader import Reader
 class Description(NamedTuple):
     """A decoder without its weights: its folder and its configuration.
 
-    frequencies: those of rotary positions, by kind of layer. max_model_len: in tokens.
+    frequencies: the frequencies of rotary positions, by kind of layer. max_model_len: length of the
+    longest sequence in tokens.
     """
 
     folder: Path

@@ -34,7 +34,7 @@ class Adviser:
         token_ids: Sequence[int],
         missed: MissExplanation,
     ) -> dict[str, Any]:
-        """Return the reason why a prompt does not hit more than `missed` says.
+        """Return why a prompt hits no more tokens than `missed` states.
 
         closest: the closest earlier prompt, with the texts where the two differ; None if there is
         none, or if it may not be shown.

@@ -67,7 +67,10 @@ class StatePayload:
 
 @dataclass(frozen=True)
 class StateStores:
-    """The stores of checkpoints, nearest first, and what they store; see `StateOffers`."""
+    """The stores of checkpoints, nearest first, and what they store.
+
+    min_gain: the least number of tokens since the checkpoint stored before.
+    """
 
     payload: StatePayload
     stores: Sequence[BlockStore]
@@ -82,24 +85,22 @@ def name_state(parent: BlockHash, tail: BlockKey) -> BlockHash:
 class StateOffers:
     """Checkpoints that the stores do not have, passed to their saver.
 
-    min_gain: the least number of tokens since the previous stored checkpoint. seconds_of: returns
-    the seconds that computing a number of tokens takes.
+    seconds_of: returns the seconds that computing a number of tokens takes.
     """
 
     def __init__(
         self,
         manager: KVCacheManager,
-        payload: StatePayload,
+        stores: StateStores,
         saver: Saver,
-        min_gain: int,
         seconds_of: Callable[[int], float],
     ) -> None:
         assert manager.states is not None
         self._manager = manager
         self._pool: StatePool = manager.states
-        self._payload = payload
-        self._saver = saver
-        self._min_gain = min_gain
+        self._payload = stores.payload
+        self.saver = saver
+        self._min_gain = stores.min_gain
         self._seconds_of = seconds_of
         self._requested_at = 0.0
 
@@ -110,7 +111,7 @@ class StateOffers:
         request, in seconds since 1970.
         """
         for checkpoint in list(self._pool.unsaved):
-            if not self._saver.has_space(self._payload.nbytes):
+            if not self.saver.has_space(self._payload.nbytes):
                 break
             tail = None
             if checkpoint.key and self._payload.has_tail:
@@ -137,7 +138,7 @@ class StateOffers:
             self._requested_at,
             self._payload.read(checkpoint.slot, tail),
         )
-        checkpoint.is_saved = self._saver.offer([block])
+        checkpoint.is_saved = self.saver.offer([block])
 
 
 def search_states(

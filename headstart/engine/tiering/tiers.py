@@ -98,7 +98,7 @@ class Tiers:
         self._savers = [
             Saver(chain, self.queue_bytes, self._faults, return_freed_memory) for chain in chains
         ]
-        self.saver, self._object_saver, *state_savers = self._savers
+        self.saver, self._object_saver, *_ = self._savers
         self._loader = Loader(
             *(self._chain, self.queue_bytes, self._compute_seconds, self._faults),
             states=chains[2] if states is not None else None,
@@ -109,12 +109,9 @@ class Tiers:
         self.image_loads = ImageLoads(object_store, lookups)
         self.replies = Replies(object_store, lookups, manager.hasher.model, manager.block_size)
         self._offers = Offers(manager, payload, self.saver, self._rate, text)
-        self._state_saver = state_savers[0] if state_savers else None
         self._state_offers: StateOffers | None = None
-        if states is not None and self._state_saver is not None:
-            self._state_offers = StateOffers(
-                manager, states.payload, self._state_saver, states.min_gain, self._token_seconds
-            )
+        if states is not None:
+            self._state_offers = StateOffers(manager, states, self._savers[2], self._token_seconds)
         self.loads = Loads(manager, payload, self._loader, self._choose, self._take_slots, states)
         self._began = 0.0  # start of the current step
         self._requested_at = 0.0  # arrival of its oldest request, in seconds since 1970
@@ -133,7 +130,7 @@ class Tiers:
         """The current counts."""
         stats = self._stats
         stats.saved_blocks = self.saver.num_saved
-        stats.saved_states = self._state_saver.num_saved if self._state_saver is not None else 0
+        stats.saved_states = self._state_offers.saver.num_saved if self._state_offers else 0
         stats.dropped_blocks = self._offers.num_dropped
         stats.unsaved_blocks, stats.faults = Counter(), Counter()
         for store in self._stores:
@@ -227,8 +224,8 @@ class Tiers:
         """End the loads that are complete, or that no request waits for."""
         for load in self.loads.end_done():
             self.saver.touch(load.job.names[: load.next - load.first])
-            if self._state_saver is not None and load.state_name is not None:
-                self._state_saver.touch([load.state_name])
+            if self._state_offers is not None and load.state_name is not None:
+                self._state_offers.saver.touch([load.state_name])
             segments = load.segments(self._manager.block_size)
             for request in load.requests:
                 if not request.num_preemptions:  # the first admission counts

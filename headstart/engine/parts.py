@@ -381,6 +381,14 @@ def open_stores(model: ModelRecord, config: EngineConfig) -> Sequence[BlockStore
     return stores
 
 
+def open_state_stores(
+    model: ModelRecord, config: EngineConfig, decoder: DecoderModel, payload: StatePayload
+) -> StateStores:
+    """Return the tiers for checkpoints of recurrent states. Raises ConfigError."""
+    min_gain = tokens_per_state(config, decoder) // _SAVED_PER_STATE
+    return StateStores(payload, open_stores(payload.record(model), config), min_gain)
+
+
 def _log_unused(config: EngineConfig, memory: PagedKVMemory, states: StateMemory | None) -> None:
     """Log each option that is set but has no effect with this model."""
     log = logging.getLogger("headstart.engine")
@@ -446,8 +454,6 @@ def make_engine_parts(
         if states is not None and model is not None:
             has_tail = cache.partial_hits and rows is None
             state_payload = StatePayload(memory, states, has_tail=has_tail)
-            own = open_stores(state_payload.record(model), config)
-            min_gain = tokens_per_state(config, decoder) // _SAVED_PER_STATE
-            state_stores = StateStores(state_payload, own, min_gain)
+            state_stores = open_state_stores(model, config, decoder, state_payload)
         tiers = Tiers(manager, payload, stores, open_stores(OBJECTS, config), text, state_stores)
     return EngineParts(decoder, memory, manager, limit, vision, tiers, states)

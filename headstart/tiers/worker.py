@@ -139,7 +139,7 @@ class Worker:
 
     def give_up_late(self) -> None:
         """Replace the thread if its call of a store is late. Call with `changed` held."""
-        job = self._job
+        job = self._job if self._job in self.jobs else None  # another worker may have it by now
         call = job.call if job is not None else None
         if job is not None and call is not None and call.store.give_up(call):
             job.spent += time.monotonic() - call.began

@@ -392,3 +392,34 @@ def test_a_queue_that_is_empty_again_returns_its_memory(limits: Callable[..., No
     assert saver.flush(FOREVER)
     assert drained == [0], "two blocks are not worth it"
     saver.close(FOREVER)
+
+
+def test_a_worker_gives_up_no_call_of_the_worker_that_its_job_moved_to() -> None:
+    """The other worker's thread ended then, and no thread did its jobs."""
+    changed, moved, gate = threading.Condition(), threading.Event(), Gate("find")
+    first, second = (
+        Worker(title, Faults("a test"), "a call failed", changed) for title in ("first", "second")
+    )
+    store = GuardedStore(Store(gate))
+
+    def move(job: Job) -> bool:
+        job.work = lambda job: store.find(names(range(1)), job) < 0
+        with changed:
+            first.jobs.remove(job)
+            second.submit(job)
+        assert moved.wait(FOREVER)
+        return True
+
+    first.submit(Job(move, limit=0.05))
+    assert gate.reached.wait(FOREVER)
+    time.sleep(0.1)
+    with changed:
+        for worker in (first, second):
+            worker.give_up_late()
+    gate.opened.set()
+    moved.set()
+    job = Job(lambda job: False)
+    second.submit(job)
+    assert second.wait_for(lambda: job.done, FOREVER)
+    for worker in (first, second):
+        worker.close(FOREVER)

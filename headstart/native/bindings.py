@@ -80,7 +80,11 @@ class Weight(ctypes.Structure):
 class Norm(ctypes.Structure):
     """A norm's weight and epsilon; all zeros if there is no norm."""
 
-    _fields_ = (("weight", c_void_p), ("epsilon", c_float))
+    _fields_ = (("weight", c_void_p), ("epsilon", c_float), ("gemma", c_int32))
+
+
+SILU, GELU_TANH = 0, 1
+"""Values of `Layer.activation`."""
 
 
 class Layer(ctypes.Structure):
@@ -88,15 +92,15 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *_of(Weight, "q", "k", "v", "o", "gate", "up", "down"),
-        *_of(Norm, "before", "after", "q_heads", "k_heads"),
-        ("head_dim", c_int64),
+        *_of(Norm, "before", "after", "attention_update", "mlp_update", "q_heads", "k_heads"),
+        *_of(c_int64, "head_dim", "activation"),
     )
 
 
 class LayerRun(ctypes.Structure):
     """A layer's arguments in one step."""
 
-    _fields_ = _of(c_void_p, "layer", "step", "call")
+    _fields_ = _of(c_void_p, "layer", "step", "call", "cos", "sin")
 
 
 class Screen(ctypes.Structure):
@@ -168,7 +172,7 @@ _STRUCTS = (
 )
 
 _PRODUCT = (c_void_p, c_int64, c_void_p, c_int)  # rows, number of rows, output, threads
-_LAYERS = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int)
+_LAYERS = (c_void_p, c_int64, c_void_p, c_int64, c_int)  # runs, their number, hidden, rows, threads
 # The argument types of functions, which return nothing. Addresses are c_void_p, which accepts
 # integers and `ctypes.byref`.
 _FUNCTIONS: dict[str, tuple[type, ...]] = {

@@ -1,7 +1,8 @@
-// The parts of a decoder layer around attention, as in Llama and Qwen:
+// The parts of a decoder layer around attention, as in Llama, Qwen and Gemma:
 //
 //     before:  hidden -> norm -> q, k, v -> (norms of heads) -> rotary positions
-//     after:   attended -> o, + hidden -> norm -> silu(gate) * up -> down, + input of the norm
+//     after:   attended -> o -> (norm), + hidden
+//                  -> norm -> activation(gate) * up -> down -> (norm), + input of the first norm
 //
 // Every intermediate that transformers rounds to bf16 is rounded here too, so the two differ only
 // in summation order.
@@ -16,13 +17,19 @@ using namespace headstart;
 namespace {
 
 constexpr int64_t CHUNK = 512;  // rows of a temporary intermediate
-constexpr Norm NO_NORM{nullptr, 0};
+constexpr Norm NO_NORM{nullptr, 0, 0};
 
-// x / (1 + e^-x), with a relative error of 1e-5: a hundredth of the rounding error of bf16
-inline __m512 silu(__m512 x) {
-    const __m512 below = 1.0f + power(_mm512_min_ps(x * -1.44269504f, _mm512_set1_ps(126.0f)));
+// 1 / (1 + e^-x), with a relative error of 1e-5: a hundredth of the rounding error of bf16
+inline __m512 sigmoid(__m512 x) {
+    const __m512 limit = _mm512_set1_ps(126.0f);
+    const __m512 exponent = _mm512_max_ps(-limit, _mm512_min_ps(x * -1.44269504f, limit));
+    const __m512 below = 1.0f + power(exponent);
     const __m512 near = _mm512_rcp14_ps(below);  // with one Newton step, faster than a division
-    return x * (near * _mm512_fnmadd_ps(below, near, _mm512_set1_ps(2.0f)));
+    return near * _mm512_fnmadd_ps(below, near, _mm512_set1_ps(2.0f));
+}
+
+inline __m512 activate(int64_t activation, __m512 x) {
+    return x * sigmoid(activation == SILU ? x : gelu_exponent(x));
 }
 
 void normalise(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
@@ -35,10 +42,23 @@ void normalise(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
     const __m512 scale = 1.0f / _mm512_sqrt_ps(_mm512_set1_ps(mean + norm.epsilon));
     for (int64_t i = 0; i < width; i += 16) {
         const int64_t left = width - i;
-        store(out + i, left,
-              rounded(load(x + i, left) * scale) *
-                  load(static_cast<const bf16*>(norm.weight) + i, left));
+        const __m512 weight = load(static_cast<const bf16*>(norm.weight) + i, left);
+        const __m512 exact = load(x + i, left) * scale;
+        store(out + i, left, norm.gemma ? exact * (1.0f + weight) : rounded(exact) * weight);
     }
+}
+
+// Normalises rows in place, then adds the residual. Ends with a barrier of all threads.
+void normalise_update(bf16* rows, const bf16* residual, int64_t count, int64_t width,
+                      const Norm& norm, int thread, int all, Stages& stages) {
+    for (int64_t r = count * thread / all; r < count * (thread + 1) / all; r++) {
+        bf16* row = rows + r * width;
+        normalise(row, width, norm, row);
+        for (int64_t i = 0; i < width; i += 16)
+            store(row + i, width - i,
+                  load(row + i, width - i) + load(residual + r * width + i, width - i));
+    }
+    stages.finish(all);
 }
 
 // Returns rows of x [rows, width], normalised if there is a norm.
@@ -58,18 +78,19 @@ struct Rows {
     }
 };
 
-// This thread's share of a stage: out[rows, outputs] = silu(gate) * up.
-void gated(const bf16* x, int64_t rows, const Norm& norm, const Weight& gate, const Weight& up,
-           bf16* out, int all, Stages& stages) {
+// This thread's share of a stage: out[rows, outputs] = activation(gate) * up.
+void gated(const bf16* x, int64_t rows, const Layer& layer, bf16* out, int all, Stages& stages) {
+    const Weight &gate = layer.gate, &up = layer.up;
+    const int64_t kind = layer.activation;
     multiply<2>(
-        rows, gate.inputs, gate.count(), all, stages, Rows{x, gate.inputs, norm},
+        rows, gate.inputs, gate.count(), all, stages, Rows{x, gate.inputs, layer.after},
         [&](int64_t group, int part) { return Panel{part == 0 ? &gate : &up, group}; },
         [&](int64_t group, int64_t row, int64_t count, const float* sums) {
             const int64_t at = group * PANEL, left = gate.outputs - at;
             for (int64_t r = 0; r < count; r++) {
                 const float* sum = sums + r * PANEL;
                 const Halves g(finished(sum, gate, at)), u(finished(sum + count * PANEL, up, at));
-                const Halves s(pair_bf16(silu(g.even), silu(g.odd)));
+                const Halves s(pair_bf16(activate(kind, g.even), activate(kind, g.odd)));
                 store_pairs(out + (row + r) * gate.outputs + at, left,
                             pair_bf16(s.even * u.even, s.odd * u.odd));
             }
@@ -123,20 +144,26 @@ int64_t between(const Layer& layer, int64_t rows) {
 
 // This thread's share of the part after attention.
 void after_attention(const Layer& layer, const bf16* attended, const bf16* hidden, int64_t rows,
-                     bf16* out, bf16* memory, int all, Stages& stages) {
+                     bf16* out, bf16* memory, int thread, int all, Stages& stages) {
     const Weight &o = layer.o, &down = layer.down;
     const int64_t width = layer.gate.inputs;
     bf16* inner = memory + std::min(rows, CHUNK) * width;
+    // Projects rows, adds the residual, and normalises the update before if there is a norm for it.
+    const auto update = [&](int64_t count, const bf16* x, const Weight& weight, const Norm& norm,
+                            const bf16* residual, bf16* to) {
+        const bool normed = norm.weight != nullptr;
+        project(count, Rows{x, weight.inputs, NO_NORM}, {{&weight, to, normed ? nullptr : residual}},
+                all, stages);
+        stages.finish(all);
+        if (normed) normalise_update(to, residual, count, width, norm, thread, all, stages);
+    };
     for (int64_t row = 0; row < rows; row += CHUNK) {
         const int64_t some = std::min(CHUNK, rows - row);
-        const Rows heads{attended + row * o.inputs, o.inputs, NO_NORM};
-        project(some, heads, {{&o, memory, hidden + row * width}}, all, stages);
+        update(some, attended + row * o.inputs, o, layer.attention_update, hidden + row * width,
+               memory);
+        gated(memory, some, layer, inner, all, stages);
         stages.finish(all);
-        gated(memory, some, layer.after, layer.gate, layer.up, inner, all, stages);
-        stages.finish(all);
-        project(some, Rows{inner, down.inputs, NO_NORM}, {{&down, out + row * width, memory}}, all,
-                stages);
-        stages.finish(all);
+        update(some, inner, down, layer.mlp_update, memory, out + row * width);
     }
 }
 
@@ -161,15 +188,15 @@ extern "C" void headstart_after_attention(const Layer* layer, const bf16* attend
     static thread_local Scratch memory;
     bf16* kept = memory.take<bf16>(between(*layer, rows));
     Stages stages;
-    parallel(threads, [&](int, int all) {
-        after_attention(*layer, attended, hidden, rows, out, kept, all, stages);
+    parallel(threads, [&](int thread, int all) {
+        after_attention(*layer, attended, hidden, rows, out, kept, thread, all, stages);
     });
 }
 
-// Runs hidden bf16 [rows, inputs], in place, through `count` layers of the same widths; cos and sin
-// bf16 [rows, head_dim]. Threads are woken only once, since that takes as long as decode attention.
+// Runs hidden bf16 [rows, inputs], in place, through `count` layers of the same widths. Threads are
+// woken only once, since that takes as long as decode attention.
 extern "C" void headstart_layers(const LayerRun* runs, int64_t count, bf16* hidden, int64_t rows,
-                                 const bf16* cos, const bf16* sin, int threads) {
+                                 int threads) {
     static thread_local Scratch memory;
     const Layer& shape = *runs->layer;
     const int64_t width = shape.q.inputs, queries = shape.q.outputs, keys = shape.k.outputs;
@@ -185,11 +212,12 @@ extern "C" void headstart_layers(const LayerRun* runs, int64_t count, bf16* hidd
         bf16* to = other;
         for (int64_t i = 0; i < count; i++) {
             const Layer& layer = *runs[i].layer;
-            before_attention(layer, from, rows, cos, sin, {q, k, v}, thread, all, stages);
+            before_attention(layer, from, rows, static_cast<const bf16*>(runs[i].cos),
+                             static_cast<const bf16*>(runs[i].sin), {q, k, v}, thread, all, stages);
             AttentionCall call = *runs[i].call;
             call.set_rows(q, k, v, attended, queries, keys, layer.head_dim);
             attend(*runs[i].step, call, thread, all, stages);  // writes the rows that it rotated
-            after_attention(layer, attended, from, rows, to, kept, all, stages);
+            after_attention(layer, attended, from, rows, to, kept, thread, all, stages);
             std::swap(from, to);
         }
     });

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 __all__ = ["Near", "exactly"]
 
@@ -54,16 +55,26 @@ class Near:
         value = self.value * torch.sigmoid(self.value)
         return Near(value, 1.1 * self.off + 2 * FLOAT32_ROUNDING * value.abs()).rounded()
 
-    def norm(self, weight: Tensor | None, epsilon: float) -> "Near":
-        """Over the root of its mean square, times a weight; without a weight it stays as it is."""
+    def gelu(self) -> "Near":
+        """GELU in its approximation by tanh, whose slope is less than 1.2."""
+        value = functional.gelu(self.value, approximate="tanh")
+        return Near(value, 1.2 * self.off + 2 * FLOAT32_ROUNDING * value.abs()).rounded()
+
+    def norm(self, weight: Tensor | None, epsilon: float, is_gemma: bool = False) -> "Near":
+        """Divide by the root of the mean square and multiply by a weight, if there is one.
+
+        is_gemma: multiply by 1 + weight instead, before rounding.
+        """
         if weight is None:
             return self
         size = (self.value.square().mean(-1, keepdim=True) + epsilon).sqrt()
         change = self.off.square().mean(-1, keepdim=True).sqrt()  # of the root, at most
         value = self.value / size
         off = (self.off + value.abs() * change) / (size - change).clamp_min(epsilon**0.5)
-        scaled = Near(value, off + FLOAT32_ROUNDING * value.abs()).rounded()
-        return (scaled * exactly(weight)).rounded()
+        scaled = Near(value, off + FLOAT32_ROUNDING * value.abs())
+        if is_gemma:
+            return (scaled * exactly(1 + weight.double())).rounded()
+        return (scaled.rounded() * exactly(weight)).rounded()
 
     def rotated(self, cos: Tensor, sin: Tensor) -> "Near":
         """`[rows, heads, dim]`, its pairs of halves turned by angles `[rows, dim]`."""

@@ -16,7 +16,7 @@ from headstart.attention import (
     PagedKVMemory,
 )
 from headstart.native import library
-from headstart.native.bindings import Layer, LayerRun, Norm
+from headstart.native.bindings import GELU_TANH, SILU, Layer, LayerRun, Norm
 from headstart.weights.bf16 import PackedWeight
 from tests.attention.rows import BLOCK, TOLERANCE, plan_of, reference, spoil
 from tests.native.foreign_rows import among_nonfinite
@@ -46,6 +46,9 @@ class Shape:
     inner: int
     bias: bool
     head_norms: bool
+    update_norms: bool
+    gemma: bool  # norms multiply by 1 + weight
+    gelu: bool
 
 
 @st.composite
@@ -53,7 +56,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     kv_heads, group = draw(st.sampled_from([(1, 1), (2, 3), (1, 7), (3, 2)]))
     head_dim = draw(st.integers(1, 20).map(lambda half: 2 * half) | st.just(64))
     width, inner = draw(st.integers(1, 70)), draw(st.integers(1, 90))
-    parts = draw(st.booleans()), draw(st.booleans())
+    parts = (draw(st.booleans()) for _ in range(5))
     return Shape(width, kv_heads * group, kv_heads, head_dim, inner, *parts)
 
 
@@ -85,13 +88,15 @@ class RandomLayer:
             self.norms[name] = 1 + self.draw(width) / 4
         for name in ("q_heads", "k_heads"):
             self.norms[name] = 1 + self.draw(one.head_dim) / 4 if one.head_norms else None
+        for name in ("attention_update", "mlp_update"):
+            self.norms[name] = 1 + self.draw(one.width) / 4 if one.update_norms else None
         self._packed = {name: PackedWeight(*parts) for name, parts in self.weights.items()}
-        self.struct = Layer(head_dim=one.head_dim)
+        self.struct = Layer(head_dim=one.head_dim, activation=GELU_TANH if one.gelu else SILU)
         for name, packed in self._packed.items():
             setattr(self.struct, name, packed.product.struct)
         for name, norm in self.norms.items():
             if norm is not None:
-                setattr(self.struct, name, Norm(weight=norm.data_ptr(), epsilon=EPSILON))
+                setattr(self.struct, name, Norm(norm.data_ptr(), EPSILON, one.gemma))
         self.address = ctypes.addressof(self.struct)
 
     def draw(self, *shape: int) -> Tensor:
@@ -127,21 +132,25 @@ class RandomLayer:
     def near_before(self, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> list[Near]:
         """Return the reference of `before`."""
         rows, dim = len(hidden), self.shape.head_dim
-        normed = exactly(hidden).norm(self.norms["before"], EPSILON)
+        normed = self._norm(exactly(hidden), "before")
         q, k, v = (normed.linear(*self.weights[name]).view(rows, -1, dim) for name in "qkv")
         return [
-            q.norm(self.norms["q_heads"], EPSILON).rotated(*angles),
-            k.norm(self.norms["k_heads"], EPSILON).rotated(*angles),
+            self._norm(q, "q_heads").rotated(*angles),
+            self._norm(k, "k_heads").rotated(*angles),
             v,
         ]
 
     def near_after(self, attended: Tensor, hidden: Tensor) -> Near:
         """Return the reference of `after`."""
-        middle = (exactly(attended).linear(*self.weights["o"]) + exactly(hidden)).rounded()
-        normed = middle.norm(self.norms["after"], EPSILON)
+        update = self._norm(exactly(attended).linear(*self.weights["o"]), "attention_update")
+        middle = (update + exactly(hidden)).rounded()
+        normed = self._norm(middle, "after")
         gate, up = (normed.linear(*self.weights[name]) for name in ("gate", "up"))
-        inner = (gate.silu() * up).rounded()
-        return (inner.linear(*self.weights["down"]) + middle).rounded()
+        inner = ((gate.gelu() if self.shape.gelu else gate.silu()) * up).rounded()
+        return (self._norm(inner.linear(*self.weights["down"]), "mlp_update") + middle).rounded()
+
+    def _norm(self, rows: Near, name: str) -> Near:
+        return rows.norm(self.norms[name], EPSILON, self.shape.gemma)
 
 
 def kernels() -> ctypes.CDLL:
@@ -185,18 +194,17 @@ class PagedLayers:
         generator = torch.Generator().manual_seed(seed)
         self.blocks = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
 
-    def run(self, hidden: Tensor, angles: tuple[Tensor, Tensor], threads: int) -> Tensor:
-        """All layers in one call."""
+    def run(self, hidden: Tensor, angles: list[tuple[Tensor, Tensor]], threads: int) -> Tensor:
+        """Run all layers in one call, each with its angles."""
         rows = (len(hidden), self.shape.heads)
         runs = (LayerRun * len(self.layers))()
         for at, (layer, options) in enumerate(zip(self.layers, self.options, strict=True)):
             call = self.backend.compiled(at, rows, options, BF16)
             assert call is not None
-            runs[at] = LayerRun(layer.address, *call)
+            runs[at] = LayerRun(layer.address, *call, *(part.data_ptr() for part in angles[at]))
         found = among_nonfinite(hidden)
-        addresses = [part.data_ptr() for part in angles]
         kernels().headstart_layers(
-            ctypes.addressof(runs), len(runs), found.data_ptr(), len(found), *addresses, threads
+            ctypes.addressof(runs), len(runs), found.data_ptr(), len(found), threads
         )
         return found
 
@@ -217,11 +225,11 @@ def test_layers_are_their_parts_bit_for_bit(
         for extra, rows in ((0, counts), (1, [1] * len(counts))):
             plan = plan_of(rows, [count + extra for count in counts], paged.blocks)
             hidden = layers[0].draw(len(plan.slots), shape.width)
-            angles = layers[0].angles(len(hidden))
+            angles = [layer.angles(len(hidden)) for layer in layers]
             paged.backend.begin_step(plan)
             together = paged.run(hidden, angles, threads)
             for at, (layer, options) in enumerate(zip(layers, paged.options, strict=True)):
-                q, k, v = layer.before(hidden, angles, threads)
+                q, k, v = layer.before(hidden, angles[at], threads)
                 attended = paged.backend.attend(at, q, k, v, options)
                 for number, span in enumerate(plan.spans):
                     own = slice(span.first_row, span.first_row + span.num_rows)

@@ -5,7 +5,7 @@ layers have hooks.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from headstart.attention.backend import AttentionBackend
 from headstart.models.dense.layer import DecoderLayer
 from headstart.models.dense.modules import Angles, RMSNorm
-from headstart.models.shapes import DecoderShape
+from headstart.models.shapes import DecoderShape, LayerShape
 from headstart.native import avx2_library, library
-from headstart.native.bindings import Layer, LayerRun, Norm, Weight
+from headstart.native.bindings import GELU_TANH, SILU, Layer, LayerRun, Norm, Weight
 from headstart.weights.bf16 import MANY_ROWS
 from headstart.weights.format import Linear
+
+_ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
 
 
 def compile_layers(
@@ -25,12 +27,16 @@ def compile_layers(
 ) -> "CompiledLayers | None":
     """Return a call for layers with rows in `dtype`; None if the kernels do not support them."""
     plain = (
-        (shape.norm, shape.norms, shape.activation) == ("llama", "before", "silu")
-        and shape.head_norms != "row"
+        (shape.norm != "olmo" and shape.norms != "after" and shape.head_norms != "row")
+        and shape.activation in _ACTIVATIONS
         and shape.residual_scale is None
         and not (shape.fused or shape.fused_mlp or shape.gated)
         and not (shape.partial_rotary or shape.exact_angles)
-        and {(layer.angles, layer.mixer) for layer in shape.layers} == {("", None)}
+        and not (shape.value_norm or shape.layer_scalars or shape.layer_inputs)
+        and all(
+            layer == LayerShape(layer.window, layer.angles) and layer.angles is not None
+            for layer in shape.layers
+        )
     )
     linears = [
         module
@@ -62,31 +68,35 @@ class CompiledLayers:
         assert kernels is not None
         self._kernels = kernels
         self._run = kernels.headstart_float_layers if self._is_float else kernels.headstart_layers
-        self._structs = [_layer_struct(layer, shape.head_dim, dtype) for layer in layers]
+        self._kinds = [layer.angles or "" for layer in shape.layers]
+        self._structs = [_layer_struct(layer, shape, dtype) for layer in layers]
         self._runs = (LayerRun * len(layers))()
         for run, struct in zip(self._runs, self._structs, strict=True):
             run.layer = ctypes.addressof(struct)
 
     def __call__(
-        self, hidden: Tensor, angles: Angles, backend: AttentionBackend, kept: Tensor | None
+        self,
+        hidden: Tensor,
+        angles: Mapping[str, Angles],
+        backend: AttentionBackend,
+        kept: Tensor | None,
     ) -> Tensor | None:
         """Return rows `[rows, hidden]` after the last layer; None if modules must compute them.
 
-        kept: the numbers int64 of the rows to return; None for all.
+        angles: of the rows, by kind of layer. kept: the numbers int64 of the rows to return; None
+        for all.
         """
-        rows, (cos, sin) = len(hidden), angles
+        rows = len(hidden)
         if self._is_float and not 0 < rows < MANY_ROWS:
             return None
         count = len(self._layers) - (kept is not None and not self._is_float)
-        if self._prepare(count, rows, backend):
+        if self._prepare(count, rows, angles, backend):
             hidden = hidden.clone(memory_format=torch.contiguous_format)
             self._run(
                 ctypes.addressof(self._runs),
                 count,
                 hidden.data_ptr(),
                 rows,
-                cos.data_ptr(),
-                sin.data_ptr(),
                 torch.get_num_threads(),
             )
         elif self._is_float:
@@ -100,22 +110,26 @@ class CompiledLayers:
             hidden = self._layer(index, hidden, angles, backend, kept)
         return hidden
 
-    def _prepare(self, count: int, tokens: int, backend: AttentionBackend) -> bool:
+    def _prepare(
+        self, count: int, tokens: int, angles: Mapping[str, Angles], backend: AttentionBackend
+    ) -> bool:
         """Set the step of the first `count` layers; return False if they cannot run as one call."""
         rows = (tokens, self._shape.heads)
-        for run, layer in zip(self._runs, self._layers[:count], strict=False):
+        addresses = {kind: (cos.data_ptr(), sin.data_ptr()) for kind, (cos, sin) in angles.items()}
+        for run, layer, kind in zip(self._runs, self._layers[:count], self._kinds, strict=False):
             attention = layer.self_attn
             call = backend.compiled(attention.layer_idx, rows, attention.options, self._dtype)
             if call is None:
                 return False
             run.step, run.call = call
+            run.cos, run.sin = addresses[kind]
         return True
 
     def _layer(
         self,
         index: int,
         hidden: Tensor,
-        angles: Angles,
+        angles: Mapping[str, Angles],
         backend: AttentionBackend,
         kept: Tensor | None,
     ) -> Tensor:
@@ -124,7 +138,7 @@ class CompiledLayers:
         query = hidden.new_empty((len(hidden), shape.heads, shape.head_dim))
         key = hidden.new_empty((len(hidden), shape.kv_heads, shape.head_dim))
         value = torch.empty_like(key)
-        parts = (part.data_ptr() for part in (*angles, query, key, value))
+        parts = (part.data_ptr() for part in (*angles[self._kinds[index]], query, key, value))
         self._kernels.headstart_before_attention(
             address, hidden.data_ptr(), len(hidden), *parts, threads
         )
@@ -138,20 +152,26 @@ class CompiledLayers:
         return out
 
 
-def _layer_struct(layer: DecoderLayer, head_dim: int, dtype: torch.dtype) -> Layer:
-    attention, struct = layer.self_attn, Layer(head_dim=head_dim)
+def _layer_struct(layer: DecoderLayer, shape: DecoderShape, dtype: torch.dtype) -> Layer:
+    activation = _ACTIVATIONS[shape.activation]
+    attention, struct = layer.self_attn, Layer(head_dim=shape.head_dim, activation=activation)
     linears = {name: attention.get_submodule(f"{name}_proj") for name in "qkvo"}
     linears |= {name: layer.mlp.get_submodule(f"{name}_proj") for name in ("gate", "up", "down")}
     for name, module in linears.items():
         setattr(struct, name, _struct(module, dtype))
     norms = {"before": layer.input_layernorm, "after": layer.post_attention_layernorm}
+    if shape.norms == "around":
+        norms["attention_update"] = layer.post_attention_layernorm
+        norms["after"] = layer.pre_feedforward_layernorm
+        norms["mlp_update"] = layer.post_feedforward_layernorm
     for name in "qk":
         norm = getattr(attention, f"{name}_norm", None)
         if isinstance(norm, RMSNorm):
             norms[f"{name}_heads"] = norm
     for name, norm in norms.items():
         assert norm.weight.dtype == dtype and norm.weight.is_contiguous()
-        setattr(struct, name, Norm(norm.weight.data_ptr(), norm.variance_epsilon))
+        weight = norm.weight.data_ptr()
+        setattr(struct, name, Norm(weight, norm.variance_epsilon, shape.norm == "gemma"))
     return struct
 
 

@@ -106,9 +106,9 @@ class DenseModules(nn.Module):
 class DenseDecoder(DecoderModel):
     """A dense decoder in headstart's own modules.
 
-    With the compiled kernels, layers like Llama's and Qwen's run as one call (`compiled`), in
-    float32 only for few rows. All other layers, and all layers in steps with adapters, run module
-    by module.
+    With the compiled kernels, layers like those of Llama, Qwen and Gemma 3 run as one call
+    (`compiled`), in float32 only for few rows. All other layers, and all layers in steps with
+    adapters, run module by module.
     """
 
     module: DenseModules
@@ -210,7 +210,7 @@ class DenseDecoder(DecoderModel):
         rows = logit_rows if len(logit_rows) < len(token_ids) and not hooked else None
         out = None
         if self._compiled is not None and not hooked:
-            out = self._compiled(x, angles[""], backend, rows)
+            out = self._compiled(x, angles, backend, rows)
         if out is None:
             inputs = body.layer_inputs(token_ids, x)
             step = LayerStep(backend, angles, hooked, self._states, inputs)

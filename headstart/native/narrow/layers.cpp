@@ -33,7 +33,8 @@ void normalise(const float* x, int64_t width, const Norm& norm, float* out) {
     }
     const float mean = total(squares) / static_cast<float>(width);
     const float scale = 1.0f / std::sqrt(mean + norm.epsilon);
-    for (int64_t i = 0; i < width; i++) out[i] = weight[i] * (x[i] * scale);
+    const float offset = norm.gemma ? 1.0f : 0.0f;
+    for (int64_t i = 0; i < width; i++) out[i] = (offset + weight[i]) * (x[i] * scale);
 }
 
 // Normalises (if there is a norm) and rotates the heads of a row in place, as ../layer.cpp.
@@ -50,22 +51,21 @@ void turn(float* row, int64_t width, int64_t dim, const Norm& norm, const float*
     }
 }
 
-// gate[count] = silu(gate) * up, in whole vectors, so it may write beyond `count`.
-void multiply_gates(float* gate, const float* up, int64_t count) {
+// gate[count] = activation(gate) * up, in whole vectors, so it may write beyond `count`.
+void multiply_gates(int64_t activation, float* gate, const float* up, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) {
         const __m256 x = _mm256_loadu_ps(gate + i);
-        const __m256 share = 1.0f / (1.0f + power(x * -1.44269504f));
+        const __m256 exponent = activation == SILU ? x : gelu_exponent(x);
+        const __m256 share = 1.0f / (1.0f + power(exponent * -1.44269504f));
         _mm256_storeu_ps(gate + i, x * share * _mm256_loadu_ps(up + i));
     }
 }
 
 }  // namespace
 
-// Runs hidden float [rows, inputs], in place, through `count` layers of the same widths; cos and
-// sin float [rows, head_dim].
+// Runs hidden float [rows, inputs], in place, through `count` layers of the same widths.
 extern "C" void headstart_float_layers(const LayerRun* runs, int64_t count, float* hidden,
-                                       int64_t rows, const float* cos, const float* sin,
-                                       int threads) {
+                                       int64_t rows, int threads) {
     const Layer& shape = *runs->layer;
     const int64_t width = shape.q.inputs, queries = shape.q.outputs, keys = shape.k.outputs;
     const int64_t inner = (rows * shape.gate.outputs + LANES - 1) / LANES * LANES;
@@ -76,17 +76,24 @@ extern "C" void headstart_float_layers(const LayerRun* runs, int64_t count, floa
     const auto multiply = [&](const Weight& weight, const float* x, float* out) {
         headstart_float_linear(&weight, x, rows, out, threads);
     };
-    // Adds the last update to the rows, and writes the normalised rows to `update`.
-    const auto begin = [&](const Norm& norm, bool add) {
+    // Adds `update` to the rows, normalised if there is a norm for it.
+    const auto add = [&](const Norm& norm) {
         for (int64_t r = 0; r < rows; r++) {
             float *row = hidden + r * width, *more = update + r * width;
-            for (int64_t i = 0; add && i < width; i++) row[i] += more[i];
-            if (norm.weight != nullptr) normalise(row, width, norm, more);
+            if (norm.weight != nullptr) normalise(more, width, norm, more);
+            for (int64_t i = 0; i < width; i++) row[i] += more[i];
         }
+    };
+    // Writes the normalised rows to `update`.
+    const auto begin = [&](const Norm& norm) {
+        for (int64_t r = 0; r < rows; r++)
+            normalise(hidden + r * width, width, norm, update + r * width);
     };
     for (int64_t i = 0; i < count; i++) {
         const Layer& layer = *runs[i].layer;
-        begin(layer.before, i > 0);
+        const auto *cos = static_cast<const float*>(runs[i].cos),
+                   *sin = static_cast<const float*>(runs[i].sin);
+        begin(layer.before);
         multiply(layer.q, update, q);
         multiply(layer.k, update, k);
         multiply(layer.v, update, v);
@@ -104,11 +111,12 @@ extern "C" void headstart_float_layers(const LayerRun* runs, int64_t count, floa
         else
             attend(*reinterpret_cast<const Int8Call*>(runs[i].call), headstart_attend_int8);
         multiply(layer.o, attended, update);
-        begin(layer.after, true);
+        add(layer.attention_update);
+        begin(layer.after);
         multiply(layer.gate, update, gate);
         multiply(layer.up, update, up);
-        multiply_gates(gate, up, inner);
+        multiply_gates(layer.activation, gate, up, inner);
         multiply(layer.down, gate, update);
+        add(layer.mlp_update);
     }
-    begin({nullptr, 0}, count > 0);
 }

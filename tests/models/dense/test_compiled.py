@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headstart.attention import LayerLayout, NativeAttention, PagedKVMemory, Span, StepPlan
 from headstart.models.dense.compiled import CompiledLayers, compile_layers
 from headstart.models.dense.layer import DecoderLayer
-from headstart.models.dense.modules import LayerStep, RMSNorm
+from headstart.models.dense.modules import ACTIVATIONS, LayerStep, RMSNorm
 from headstart.models.shapes import DecoderShape, LayerShape
 from headstart.native import avx2_library
 from headstart.weights.bf16 import MANY_ROWS, Bf16Weight
@@ -27,6 +27,8 @@ from tests.native.foreign_rows import among_nonfinite
 pytestmark = pytest.mark.skipif(avx2_library() is None, reason="no compiled kernels for AVX2 here")
 
 NUM_BLOCKS = 14
+KINDS = ["near", "far"]  # of angles
+Angles = dict[str, tuple[Tensor, Tensor]]
 
 
 class RandomReader:
@@ -46,6 +48,9 @@ class RandomReader:
     def vector(self, name: str, width: int) -> Tensor:
         return 1 + self.draw(width) / 4
 
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.draw(*shape)
+
     def draw(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self._generator)
 
@@ -55,6 +60,7 @@ def shapes(draw: st.DrawFn) -> DecoderShape:
     kv_heads, group = draw(st.sampled_from([(1, 1), (2, 3), (1, 7), (3, 2)]))
     bias = draw(st.booleans())
     windows = draw(st.lists(st.none() | st.integers(1, 8), min_size=1, max_size=3))
+    kinds = [draw(st.sampled_from(KINDS)) for _ in windows]
     head_dim = draw(st.integers(1, 20).map(lambda half: 2 * half) | st.just(64))
     return DecoderShape(
         vocab_size=1,
@@ -63,15 +69,17 @@ def shapes(draw: st.DrawFn) -> DecoderShape:
         heads=kv_heads * group,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        layers=tuple(LayerShape(window) for window in windows),
+        layers=tuple(map(LayerShape, windows, kinds)),
         epsilon=1e-5,
-        activation="silu",
+        activation=draw(st.sampled_from(["silu", "gelu_tanh"])),
         scaling=head_dim**-0.5,
         tied=True,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
         head_norms=draw(st.sampled_from([None, "head"])),
+        norm=draw(st.sampled_from(["llama", "gemma"])),
+        norms=draw(st.sampled_from(["before", "around"])),
     )
 
 
@@ -85,10 +93,10 @@ class Exact:
     def __post_init__(self) -> None:
         self._kept: dict[tuple[int, int], list[Tensor]] = {}
 
-    def run(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: StepPlan) -> Tensor:
-        for layer in self.layers:
+    def run(self, x: Tensor, angles: Angles, plan: StepPlan) -> Tensor:
+        for layer, about in zip(self.layers, self.shape.layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
-            normed = _norm(layer.input_layernorm, x)
+            normed = self._norm(layer.input_layernorm, x)
             q, k, v = (
                 _linear(attention.get_submodule(f"{name}_proj"), normed).view(
                     len(x), -1, self.shape.head_dim
@@ -96,16 +104,30 @@ class Exact:
                 for name in "qkv"
             )
             if self.shape.head_norms is not None:
-                q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
-            q, k = _turn(q, angles), _turn(k, angles)
+                q, k = self._norm(attention.q_norm, q), self._norm(attention.k_norm, k)
+            assert about.angles is not None
+            q, k = _turn(q, angles[about.angles]), _turn(k, angles[about.angles])
             attended = torch.cat(
                 [self._attend(layer, *each, q, k, v) for each in enumerate(plan.spans)]
             )
-            x = x + _linear(attention.o_proj, attended.flatten(1))
-            normed = _norm(layer.post_attention_layernorm, x)
+            update = _linear(attention.o_proj, attended.flatten(1))
+            after = layer.post_attention_layernorm
+            if self.shape.norms == "around":
+                update = self._norm(after, update)
+                after = layer.pre_feedforward_layernorm
+            x = x + update
+            normed = self._norm(after, x)
             gate, up = _linear(mlp.gate_proj, normed), _linear(mlp.up_proj, normed)
-            x = x + _linear(mlp.down_proj, gate * torch.sigmoid(gate) * up)
+            update = _linear(mlp.down_proj, ACTIVATIONS[self.shape.activation](gate) * up)
+            if self.shape.norms == "around":
+                update = self._norm(layer.post_feedforward_layernorm, update)
+            x = x + update
         return x
+
+    def _norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(norm, RMSNorm)
+        weight = norm.weight.double() + (self.shape.norm == "gemma")
+        return weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
     def _attend(
         self, layer: DecoderLayer, number: int, span: Span, q: Tensor, k: Tensor, v: Tensor
@@ -123,11 +145,6 @@ def _linear(module: nn.Module, x: Tensor) -> Tensor:
     return x @ weight.T + (0.0 if bias is None else bias.double())
 
 
-def _norm(norm: nn.Module, x: Tensor) -> Tensor:
-    assert isinstance(norm, RMSNorm)
-    return norm.weight.double() * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-
-
 def _turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (part.double().unsqueeze(1) for part in angles)
     first, second = x.chunk(2, -1)
@@ -138,7 +155,7 @@ def _turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 class Step:
     plan: StepPlan
     rows: Tensor
-    angles: tuple[Tensor, Tensor]
+    angles: Angles
     compiled: Tensor
     modules: Tensor
 
@@ -178,18 +195,21 @@ class Pair:
             plan = plan_of(rows, [count + extra for count in counts], blocks)
             hidden = among_nonfinite(self._reader.draw(len(plan.slots), self.shape.hidden_size))
             given_rows = hidden.clone()
-            turns = torch.rand(len(hidden), self.shape.head_dim, generator=generator) * 6.3
-            angles = (among_nonfinite(turns.cos()), among_nonfinite(turns.sin()))
+            angles = {kind: self._angles(len(hidden), generator) for kind in KINDS}
             for backend in self._backends:
                 backend.begin_step(plan)
             found = self._compiled(hidden, angles, self._backends[0], None)
             assert found is not None and torch.equal(hidden, given_rows)
             x = hidden
             for layer in self.layers:
-                x = layer(x, LayerStep(self._backends[1], {"": angles}))
+                x = layer(x, LayerStep(self._backends[1], angles))
             for backend in self._backends:
                 backend.end_step()
             yield Step(plan, hidden, angles, found, x)
+
+    def _angles(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        turns = torch.rand(rows, self.shape.head_dim, generator=generator) * 6.3
+        return among_nonfinite(turns.cos()), among_nonfinite(turns.sin())
 
 
 @contextmanager
@@ -277,7 +297,7 @@ def test_output_rows_are_those_of_all_and_many_rows_are_left_to_modules() -> Non
     for rows in (5, MANY_ROWS - 1, MANY_ROWS):
         plan = StepPlan(torch.arange(rows), (Span(0, rows, rows, blocks),))
         hidden, turns = reader.draw(rows, 48), reader.draw(rows, 12)
-        angles = (turns.cos(), turns.sin())
+        angles = {"": (turns.cos(), turns.sin())}
         backend.begin_step(plan)
         found = compiled(hidden, angles, backend, None)
         kept = torch.tensor([0, rows - 1])
@@ -293,10 +313,11 @@ def test_output_rows_are_those_of_all_and_many_rows_are_left_to_modules() -> Non
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"activation": "gelu"}, {"activation": "gelu_tanh"}, {"norm": "gemma"}, {"norm": "olmo"}),
-        *({"norms": "after"}, {"norms": "around"}, {"head_norms": "row"}, {"residual_scale": 0.5}),
+        *({"activation": "gelu"}, {"norm": "olmo"}, {"norms": "after"}, {"head_norms": "row"}),
+        *({"residual_scale": 0.5}, {"value_norm": True}, {"layer_scalars": True}),
         *({"fused": True}, {"partial_rotary": True}, {"exact_angles": True}),
         {"layers": (LayerShape(), LayerShape(angles=None))},
+        {"layers": (LayerShape(), LayerShape(kv_heads=1))},
     ],
     ids=str,
 )

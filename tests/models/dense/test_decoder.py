@@ -341,6 +341,7 @@ def test_embeddings_are_scaled_as_transformers_scales_them(
     seen: list[Tensor] = []
     for found in (reference.get_submodule(norm), model.layer(norm)):
         found.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].view(-1, 48)))
+    model.calls_each_layer = True  # hooks are called
     with torch.no_grad():
         reference(tokens().unsqueeze(0), use_cache=False)
     run(model, tokens())

@@ -32,6 +32,7 @@ from time import perf_counter, process_time
 from typing import Any, Protocol
 
 CACHE = 32_768  # tokens of KV memory; prompts hit only prompts of the same round
+MEMORY = 1 << 30  # bytes of KV memory, for engines that split it among kinds of layers
 LONGEST = 4096  # tokens of a request
 TOGETHER = 64  # requests in a step, at most
 
@@ -54,7 +55,8 @@ class Headstart:
     def __init__(self, folder: str, threads: int, weights: str) -> None:
         headstart = importlib.import_module("headstart")
         self.params = headstart.SamplingParams
-        options = {"num_threads": threads, "num_blocks": CACHE // 16, "block_size": 16}
+        options = {"num_threads": threads, "kv_cache_memory": MEMORY}
+        options["speculation"] = 0  # random weights repeat nothing that could be drafted
         self.llm = headstart.LLM(folder, weights=weights, **options)
         self.cached: list[int] = []  # tokens that each streamed prompt hit
 
@@ -128,7 +130,7 @@ class VLLM:
 
     def __init__(self, folder: str, threads: int, weights: str) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; CACHE tokens of the 0.5B shape are 0.4
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(MEMORY >> 30)  # GiB
         vllm = importlib.import_module("vllm")
         self.params = vllm.SamplingParams
         self.llm = vllm.LLM(

@@ -126,11 +126,17 @@ def test_a_position_that_is_not_seen_has_no_influence(
         check(Step(path, forest), poison, fill, name, gather)
 
 
+# Other widths change how rows are loaded, and nothing of what the options change.
+WIDTHS = [(name, LAYOUT) for name in OPTIONS]
+WIDTHS += [
+    (name, layout)
+    for layout in (LayerLayout(2, 128, 64), LayerLayout(2, 34, 37))
+    for name in ("plain", "all")
+]
+
+
 @each_path
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(
-    "layout", [LAYOUT, LayerLayout(2, 128, 64), LayerLayout(2, 34, 37)], ids=str
-)
+@pytest.mark.parametrize(("name", "layout"), WIDTHS, ids=str)
 def test_a_long_prompt_with_one_bad_row(path: str, name: str, layout: LayerLayout) -> None:
     """At the borders of tiles of 64 keys, and of chunks of rows."""
     table = list(reversed(range(50)))

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
@@ -100,6 +100,7 @@ def run(
 @each_path
 @each_dtype
 @each_layer
+@settings(max_examples=15)  # of each of 60 cases
 @given(batch=batches(), seed=st.integers(0, 5), threads=st.integers(1, 3))
 def test_a_step_is_that_of_the_definition(
     name: str, dtype: torch.dtype, path: str, batch: Batch, seed: int, threads: int

@@ -455,5 +455,6 @@ def make_engine_parts(
             has_tail = cache.partial_hits and rows is None
             state_payload = StatePayload(memory, states, has_tail=has_tail)
             state_stores = open_state_stores(model, config, decoder, state_payload)
-        tiers = Tiers(manager, payload, stores, open_stores(OBJECTS, config), text, state_stores)
+        objects, size = open_stores(OBJECTS, config), decoder.vocab_size
+        tiers = Tiers(manager, payload, stores, objects, text, size, state_stores)
     return EngineParts(decoder, memory, manager, limit, vision, tiers, states)

@@ -25,14 +25,18 @@ _TOKEN = np.dtype("<u4")
 class Replies:
     """The lookups and saves of replies.
 
-    model: its fingerprint. worker: the thread of lookups, for which no request waits.
+    worker: the thread of lookups, for which no request waits. model: its fingerprint. vocab_size: a
+    stored reply with a token that the model does not have is ignored.
     """
 
-    def __init__(self, objects: ObjectStore, worker: Worker, model: str, block_size: int) -> None:
+    def __init__(
+        self, objects: ObjectStore, worker: Worker, model: str, block_size: int, vocab_size: int
+    ) -> None:
         self._objects = objects
         self._worker = worker
         self._model = model
         self._block_size = block_size
+        self._vocab_size = vocab_size
 
     def queue(self, group: RequestGroup) -> None:
         """Look up the stored reply to a new request's prompt, in the worker's thread."""
@@ -49,7 +53,9 @@ class Replies:
     def _load(self, reply: StoredReply) -> bool:
         data = self._objects.load(reply.identity[:32], reply)
         if data is not None:
-            reply.tokens = np.frombuffer(_mask(data, reply.identity), dtype=_TOKEN).tolist()
+            tokens = np.frombuffer(_mask(data, reply.identity), dtype=_TOKEN)
+            if tokens.max(initial=0) < self._vocab_size:
+                reply.tokens = tokens.tolist()
         return False
 
     def save(self, request: Request, seconds: float) -> None:

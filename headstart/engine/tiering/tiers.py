@@ -67,9 +67,9 @@ class Tiers:
     """The tiers of one engine, which calls these methods in its thread.
 
     kv, objects: the stores of K/V and of objects such as image embeddings, one for each tier,
-    nearest first. text: returns the text stored with K/V; None to store no text. states: the stores
-    of recurrent states; None for a model without. queue_bytes: limit of each queue: blocks, objects
-    and states to save, blocks to take in. saver: saves the blocks.
+    nearest first. text: returns the text stored with K/V; None to store no text. vocab_size: of
+    the model. states: the stores of recurrent states; None for a model without. queue_bytes: limit
+    of each queue: blocks, objects and states to save, blocks to take in. saver: saves the blocks.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Tiers:
         kv: Sequence[BlockStore],
         objects: Sequence[BlockStore],
         text: BlockText | None,
+        vocab_size: int,
         states: StateStores | None = None,
     ) -> None:
         self._faults = Faults("stored prefixes")
@@ -107,7 +108,9 @@ class Tiers:
         object_store = ObjectStore(self._object_tiers, self._object_saver)
         lookups = Worker("headstart-objects", self._faults, "an object could not be loaded")
         self.image_loads = ImageLoads(object_store, lookups)
-        self.replies = Replies(object_store, lookups, manager.hasher.model, manager.block_size)
+        self.replies = Replies(
+            object_store, lookups, manager.hasher.model, manager.block_size, vocab_size
+        )
         self._offers = Offers(manager, payload, self.saver, self._rate, text)
         self._state_offers: StateOffers | None = None
         if states is not None:

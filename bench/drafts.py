@@ -1,7 +1,8 @@
 """Drafts: output tokens per second with and without them, side by side.
 
     python bench/drafts.py SmolLM2-135M-Instruct.Q4_1.gguf [--threads 1] [--rounds 3]
-    python bench/drafts.py SmolLM2-135M-Instruct.Q4_1.gguf --llama-server build/bin/llama-server
+    python bench/drafts.py SmolLM2-135M-Instruct.Q4_1.gguf --dtype float32 \\
+        --llama-server build/bin/llama-server
     python bench/drafts.py qwen2.5-0.5b
 
 The model is a chat model, or a shape with random weights, for which only repeated, fresh and
@@ -52,10 +53,10 @@ class Load(NamedTuple):
 class Pair:
     """One model, loaded without and with drafts."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, dtype: str = "auto") -> None:
         is_shape = model in SHAPES
         path = model_folder(model) if is_shape else Path(model)
-        options: dict[str, Any] = {"num_threads": threads, "num_blocks": 4096}
+        options: dict[str, Any] = {"num_threads": threads, "num_blocks": 4096, "dtype": dtype}
         self.engines = [LLM(str(path), speculation=count, **options) for count in ("off", "auto")]
         self.clock = process_time if threads == 1 else perf_counter
         self.vocabulary = SHAPES[model].vocab_size if is_shape else 0
@@ -123,11 +124,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="auto", help="of rows, K and V")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--llama-server", help="llama.cpp's program, to compare with")
     options = parser.parse_args()
-    pair, count = Pair(options.model, options.threads), options.tokens
+    pair = Pair(options.model, options.threads, options.dtype)
+    count = options.tokens
     mixed = [f"Write about {topic}." for topic in TOPICS] + [COPY, EDIT, FRESH, STORY] * 2
     loads = {
         "the same prompt again": Load([FRESH], [FRESH]),

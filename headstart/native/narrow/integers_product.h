@@ -39,7 +39,7 @@ inline typename Kind::Floats grid(const uint8_t* from) {
 }
 
 // sums[row][output] = ROWS rows, from `row` on, times VECTORS vectors of outputs at `block`,
-// without `scales`. Prefetches the data `ahead` bytes later.
+// without `scales`. Prefetches the data `ahead` bytes later in each of its panels.
 template <class Kind, class Form, int ROWS, int VECTORS>
 [[gnu::noinline]] void product(const uint8_t* block, const Rows& rows, int64_t row,
                                float (*sums)[VECTORS * Kind::LANES], int64_t ahead) {
@@ -60,8 +60,10 @@ template <class Kind, class Form, int ROWS, int VECTORS>
             std::memcpy(&four, of(r).numbers + k, sizeof four);
             return Kind::repeat(four);
         };
-        for (int64_t line = 0; line < BLOCK; line += 64)
-            _mm_prefetch(reinterpret_cast<const char*>(block + ahead + line), _MM_HINT_T0);
+        for (int64_t panel = 0; panel < VECTORS * Kind::LANES / PANEL; panel++)
+            for (int64_t line = 0; line < BLOCK; line += 64)
+                _mm_prefetch(reinterpret_cast<const char*>(block + ahead + panel * other + line),
+                             _MM_HINT_T0);
         typename Kind::Sum exact[ROWS][VECTORS];
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
@@ -151,7 +153,8 @@ void multiply_form(const Weight& weight, const float* x, int64_t rows, float* ou
                     with_count<Kind::MOST>(last - row, [&](auto count) {
                         const int64_t ahead = row == block ? std::min(bytes, AHEAD) : 0;
                         if (together == 2 && panel + 1 < end)
-                            run(panel, row, ahead, count, std::integral_constant<int, 2>());
+                            run(panel, row, row == block ? 2 * bytes : 0, count,
+                                std::integral_constant<int, 2>());
                         else
                             run(panel, row, ahead, count, std::integral_constant<int, ALONE>());
                     });

@@ -129,6 +129,7 @@ cuts = st.lists(st.integers(0, 70), max_size=3).map(sorted)
 @each_kernel
 @each_dtype
 @each_layer
+@settings(max_examples=15)  # of each of 40 cases
 @given(prompts=st.lists(cuts, min_size=1, max_size=3), threads=st.integers(1, 3))
 def test_kernels_give_a_sequence_the_same_bits_in_any_cut_and_batch(
     name: str, dtype: torch.dtype, path: str, prompts: list[list[int]], threads: int

@@ -34,7 +34,7 @@ from tests.server.running import Running, running
 from tests.server.templates import HERMES, THINKING, model_with, png_of
 from tests.tiny_vision import save_tiny_vision
 
-TURNS = 15  # twice through the script, and once more
+TURNS = 8  # through the script, and once more
 HEARD = 12
 """Events that a client receives before its user stops the answer."""
 PROSE = "The test fails since x is 1."

@@ -39,6 +39,15 @@ CODE = (
 )
 COPY = f"Return this document with the word lighthouse changed to tower:\n\n{STORY * 3}"
 EDIT = f"Rename the variable total to amount, and return the whole code:\n\n{CODE * 4}"
+EDITS = (  # of a chat's last message: before and after
+    ("Explain how photosynthesis works in plans.", "Explain how photosynthesis works in plants."),
+    ("List ten healthy breakfast ideas.", "List twelve healthy breakfast ideas."),
+    ("Write an email to my boss about Friday.", "Write an email to my boss about Monday."),
+    ("What are the main causes of World War I?", "What were the main causes of World War I?"),
+    ("Give me a recipe for pancakes.", "Give me a recipe for pancakes, please."),
+    ("Tell the story of Romeo and Juliet.", "Tell the story of Romeo and Juliet briefly."),
+    ("Write a Python function that reverses a string.", "Reverse a string in Python."),
+)
 FRESH = "Write a long story about a small robot that wants to learn how to paint."
 TOPICS = ("a river", "tea", "the moon", "old maps", "bread", "a violin", "ants", "snow")
 
@@ -134,7 +143,7 @@ def main() -> None:
     mixed = [f"Write about {topic}." for topic in TOPICS] + [COPY, EDIT, FRESH, STORY] * 2
     loads = {
         "the same prompt again": Load([FRESH], [FRESH]),
-        "after an edit at its end": Load([FRESH], [FRESH + " It is blue."]),
+        **{f"after an edit: {after}": Load([before], [after]) for before, after in EDITS},
         "document, one word changed": Load([], [COPY]),
         "code, one name changed": Load([], [EDIT]),
         "fresh text": Load([], [FRESH]),

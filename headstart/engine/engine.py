@@ -89,6 +89,9 @@ class EngineCore:
         inputs = [hooks, self.tiers.loads if self.tiers is not None else None]
         limits: list[Limit | None] = [*inputs, self.adapters, self.images, self._turns]
         self.drafting: Drafting | None = None
+        # Other processes do not change this thread's CPU time.
+        on_cpu = self.model.device.type == "cpu"
+        self._clock = time.thread_time if on_cpu else time.perf_counter
         if config.max_draft and hooks is None and states is None:
             self.drafting = Drafting(self.manager, config.max_draft, self.max_model_len)
         elif config.max_draft and config.speculation != "auto":
@@ -237,7 +240,7 @@ class EngineCore:
         """
         if self.adapters.has_unnamed:
             self.adapters.forget_unnamed(self._groups.values())
-        start = time.perf_counter()
+        start = self._clock()
         batch = self._schedule()
         if not batch.scheduled and self.tiers is not None and self.tiers.wait():
             batch = self._schedule()
@@ -260,7 +263,7 @@ class EngineCore:
         if self.tiers is not None:
             self.tiers.committed(batch, is_last=not self._groups)
         if self.drafting is not None:
-            self.drafting.measure(batch, time.perf_counter() - start)
+            self.drafting.measure(batch, self._clock() - start)
 
     def _require_progress(self, results: list[StepResult]) -> None:
         """Raise EngineError if requests wait, but not for inputs, and none can run or ended."""

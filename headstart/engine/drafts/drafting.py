@@ -27,6 +27,9 @@ from headstart.engine.step import Batch
 
 _EARLIER = 2048  # tokens of another request that drafts are taken from
 _LENGTHS = (1, 3, 7, 15)  # with its own token, a request has as many rows as a size of `RowCost`
+# The gain that a draft must promise if several requests run. Those that draft finish earlier, but a
+# step of the others takes almost the same time.
+_GAIN = 1.1
 _LIKELIEST = 0.97  # the highest acceptance that is expected of any draft
 _OF_ANSWERS, _OF_REPETITIONS = 0.9, 0.6  # acceptances that are expected of a new request's drafts
 
@@ -35,7 +38,7 @@ class RowCost:
     """Seconds of a decoding step by its number of rows, measured while the engine runs.
 
     The sizes 1, 2, 4, 8, ... have an estimate each; between two sizes it is interpolated, and a
-    step is measured for the next larger size. An estimate is the shortest of the last eight steps,
+    step is measured for the nearest size. An estimate is the shortest of the last eight steps,
     since other work on the machine only makes a step longer. It is at least that of the next
     smaller size and at most twice as much, which two steps would take. A size without steps is
     expected to take a quarter more than the next smaller one, as usual while a step's time is that
@@ -55,7 +58,7 @@ class RowCost:
 
     def note(self, rows: int, seconds: float) -> None:
         """Note the seconds of a step that only decodes."""
-        current = (rows - 1).bit_length()
+        current = (2 * rows // 3).bit_length()
         self._recent.setdefault(current, deque(maxlen=8)).append(seconds)
         self._num_steps += 1
         if self._num_steps % self._NUM_STEPS == 0:
@@ -93,11 +96,13 @@ class Drafting:
         self._max_model_len = max_model_len
         self._num_rows = 0  # of the next step, with the drafts so far
         self._num_tokens = 0.0  # that the next step is expected to give
+        self._gain = 1.0  # that a draft must promise
         self._pays = False
 
     def begin_step(self, num_running: int) -> None:
         """Begin the drafts of a step. num_running: requests that get a token."""
         self._num_rows, self._num_tokens = num_running, num_running
+        self._gain = _GAIN if num_running > 1 else 1.0
         self._pays = self._choose_length(_LIKELIEST, self._max_tokens) > 0
 
     def propose(self, request: Request, budget: int) -> Sequence[int]:
@@ -131,7 +136,7 @@ class Drafting:
 
     def _choose_length(self, acceptance: float, limit: int) -> int:
         """Return the length of a draft with which the step gives most tokens per second."""
-        best, most = 0, self._num_tokens / self.row_cost.seconds(self._num_rows)
+        best, most = 0, self._gain * self._num_tokens / self.row_cost.seconds(self._num_rows)
         for length in _LENGTHS:
             count = min(length, limit)
             tokens = self._num_tokens + expect_accepted(acceptance, count)

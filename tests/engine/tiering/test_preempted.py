@@ -49,9 +49,16 @@ def loaded(llm: LLM) -> int:
 def test_a_preempted_request_is_loaded_and_not_computed_again(
     model: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    alone = make_llm(model, num_blocks=200, **options)
+    alone = make_llm(model, speculation="off", num_blocks=200, **options)
     oracle = [finish(alone, submit(alone, [prompt]))[0] for prompt in PROMPTS]
-    llm = make_llm(model, num_blocks=NUM_BLOCKS, cache_dir=str(tmp_path), debug=True, **options)
+    llm = make_llm(
+        model,
+        speculation="off",
+        num_blocks=NUM_BLOCKS,
+        cache_dir=str(tmp_path),
+        debug=True,
+        **options,
+    )
     groups = submit(llm, PROMPTS)
     assert finish(llm, groups) == oracle
     assert llm.engine.num_preemptions > 0
@@ -65,9 +72,9 @@ def test_a_preempted_request_is_loaded_and_not_computed_again(
 def test_answers_of_one_prompt_are_loaded_each_for_itself(model: Path, tmp_path: Path) -> None:
     """One of several answers waits for its load; the others of its prompt run on."""
     params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=100, ignore_eos=True)
-    alone = make_llm(model, num_blocks=200)
+    alone = make_llm(model, speculation="off", num_blocks=200)
     oracle = finish(alone, submit(alone, PROMPTS[:1], params))
-    llm = make_llm(model, num_blocks=16, cache_dir=str(tmp_path), debug=True)
+    llm = make_llm(model, speculation="off", num_blocks=16, cache_dir=str(tmp_path), debug=True)
     assert finish(llm, submit(llm, PROMPTS[:1], params)) == oracle
     assert llm.engine.num_preemptions > 0
     assert loaded(llm) > 0
@@ -78,9 +85,11 @@ def test_what_the_store_does_not_have_is_computed(
     model: Path, tmp_path: Path, disk_loads: Callable[..., None]
 ) -> None:
     """A preempted request looks once, and does not wait for what never comes."""
-    alone = make_llm(model, num_blocks=200)
+    alone = make_llm(model, speculation="off", num_blocks=200)
     oracle = [finish(alone, submit(alone, [prompt]))[0] for prompt in PROMPTS]
-    llm = make_llm(model, num_blocks=NUM_BLOCKS, cache_dir=str(tmp_path), debug=True)
+    llm = make_llm(
+        model, speculation="off", num_blocks=NUM_BLOCKS, cache_dir=str(tmp_path), debug=True
+    )
     assert llm.engine.tiers is not None
     disk_loads(lambda store, blocks: iter(()))
     assert finish(llm, submit(llm, PROMPTS)) == oracle
@@ -91,7 +100,9 @@ def test_what_the_store_does_not_have_is_computed(
 def test_a_preempted_request_that_is_aborted_while_it_is_loaded(
     model: Path, tmp_path: Path
 ) -> None:
-    llm = make_llm(model, num_blocks=NUM_BLOCKS, cache_dir=str(tmp_path), debug=True)
+    llm = make_llm(
+        model, speculation="off", num_blocks=NUM_BLOCKS, cache_dir=str(tmp_path), debug=True
+    )
     engine = llm.engine
     assert engine.tiers is not None
     groups = submit(llm, PROMPTS)
@@ -113,7 +124,9 @@ def test_a_preempted_request_that_is_aborted_while_it_is_loaded(
 def test_a_preempted_request_is_loaded_after_all_loads_were_ended(
     model: Path, tmp_path: Path
 ) -> None:
-    llm = make_llm(model, num_blocks=NUM_BLOCKS, cache_dir=str(tmp_path), debug=True)
+    llm = make_llm(
+        model, speculation="off", num_blocks=NUM_BLOCKS, cache_dir=str(tmp_path), debug=True
+    )
     engine = llm.engine
     assert engine.tiers is not None
     loads = engine.tiers.loads
@@ -135,9 +148,9 @@ def test_a_preempted_request_is_loaded_after_all_loads_were_ended(
 
 
 def test_all_that_ran_is_loaded_after_a_reset(model: Path, tmp_path: Path) -> None:
-    alone = make_llm(model, num_blocks=200)
+    alone = make_llm(model, speculation="off", num_blocks=200)
     oracle = [finish(alone, submit(alone, [prompt]))[0] for prompt in PROMPTS[:1]]
-    llm = make_llm(model, cache_dir=str(tmp_path), debug=True)
+    llm = make_llm(model, speculation="off", cache_dir=str(tmp_path), debug=True)
     groups = submit(llm, PROMPTS[:1])
     for _ in range(30):
         llm.engine.step()

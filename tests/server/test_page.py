@@ -122,6 +122,7 @@ def test_a_large_pool_does_not_look_empty(browser) -> None:  # type: ignore[no-u
         expect(page.locator("#undrawn")).to_have_text("and 61,440 empty blocks more")
         assert page.evaluate("document.getElementById('pool').clientHeight") > 100
         expect(page.locator("#pool-counts")).to_contain_text("a square is 8 blocks")
+        expect(page.locator("#pool-counts")).to_contain_text(" 0 held")  # hovering shows that state
         page.locator("#pool").hover(position={"x": 3, "y": 3})
         expect(page.locator("#block")).to_contain_text("Blocks 0 to 7: cached; block 0 has 1 token")
         page.close()

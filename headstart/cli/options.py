@@ -57,12 +57,11 @@ from headstart.server.options import ServerOptions
 from headstart.utils.argparse_utils import FlexibleArgumentParser
 from headstart.validation import Either, OneOf, describe, shorten
 
-# # The command line's replies are longer and reproducible; the library has vLLM's defaults.
+# The command line's replies are longer and reproducible; the library has vLLM's defaults.
 RUN_SAMPLING: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.0}
 # The values for a chat, unless the model's generation_config.json has its own.
 CHAT_SAMPLING: Mapping[str, Any] = {"max_tokens": 1024, "temperature": 0.7, "top_p": 0.95}
-# # Sampling fields of generation_config.json. If the file has one of them, our defaults are not
-# used.
+# Sampling fields of generation_config.json. A file with one of them replaces all our defaults.
 _MODEL_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SAMPLING_FLAGS = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),

@@ -140,8 +140,7 @@ class Scheduler:
         while not batch.scheduled and self._is_held_up:
             if self.num_preemptions == preempted:
                 self._preempt(self.running.pop())
-            # # If a limit stopped all requests, a preemption may have changed that, so schedule
-            # again.
+            # After a preemption, limits may allow more, so schedule again.
             preempted = self.num_preemptions
             batch = self._schedule()
         return batch

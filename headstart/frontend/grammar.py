@@ -324,7 +324,7 @@ def _write(constraint: OutputConstraint, special: Mapping[str, int]) -> str:
     if constraint.kind == "structural_tag":
         return str(library.LLMatcher.grammar_from_lark(write_tags(*constraint[1:], special)))
     if constraint.kind == "choice":
-        # # Make one terminal: if the texts were rules, each would be checked in every step.
+        # Make one terminal: if the texts were rules, each would be checked in every step.
         texts = " | ".join(json.dumps(text) for text in json.loads(constraint.text))
         return str(library.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
     if constraint.kind == "grammar" and _LARK_START.search(constraint.text):

@@ -132,8 +132,8 @@ class Traffic:
         closest = self.closest(namespace, tokens)
         num_again = 0
         if closest is not None:
-            # # Drop the closest prompt's own closest prompt, otherwise all earlier prompts would
-            # stay in memory as a chain.
+            # Drop the closest prompt's own closest prompt. Otherwise all earlier prompts would stay
+            # in memory as a chain.
             closest = closest._replace(seen=replace(closest.seen, closest=None, key=b""))
             if missed is not None and missed.reason in _DIFFERENT:
                 new_tokens = tokens[max(closest.num_common, num_cached) :]
@@ -228,7 +228,7 @@ class Traffics:
 
     @property
     def forgotten(self) -> float:
-        """The time # the latest end of a prompt that is no longer stored."""
+        """The time when the last of the prompts that are no longer stored ended."""
         return max([self._forgotten, *(traffic.forgotten for traffic in self._traffic.values())])
 
     @property

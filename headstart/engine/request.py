@@ -19,7 +19,6 @@ from torch import Tensor
 from headstart.cache import Mark, MissExplanation, MultiModalItem, Namespace, TokenSequence
 from headstart.engine.adapter_names import Adapter, LoRARequest
 from headstart.engine.drafts.drafters import Source, StoredReply
-from headstart.engine.drafts.prediction import PredictionDrafter
 from headstart.engine.outputs import (
     CompletionOutput,
     ImageUse,
@@ -137,8 +136,7 @@ class Request:
     by prefix caching. turn: see `headstart.engine.fair_share`. token_gaps: seconds from each token
     to the next. awaits_writer: at its last admission attempt, another request was computing its
     next block. num_read: tokens whose K/V earlier steps have written. num_drafted and num_accepted:
-    number of tokens of its drafts. prediction: drafts from the answer that the client predicts;
-    None without a prediction.
+    number of tokens of its drafts.
     """
 
     group: "RequestGroup"
@@ -159,7 +157,6 @@ class Request:
     first_token_time: float | None = None
     last_token_time: float | None = None
     drafts: list[Source] = field(default_factory=list)
-    prediction: PredictionDrafter | None = None
     num_drafted: int = 0
     num_accepted: int = 0
     token_gaps: "array[float]" = field(default_factory=lambda: array("d"))
@@ -254,8 +251,8 @@ class RequestGroup:
     when the request was created. chat: data of the frontend for the next turn. loaded: ranges of
     prompt tokens that a load has put into the pool, with their tiers; they may be more than the
     request hits. loaded_tokens: number of loaded tokens that the request hits, by tier. token_text:
-    returns the text of a token; None if not needed. reply: the stored reply to the prompt, if the
-    tiers have one.
+    returns the text of a token; None if not needed. prediction: tokens of the answer that the
+    client expects. reply: the stored reply to the prompt, if the tiers have one.
     """
 
     request_id: str
@@ -274,6 +271,7 @@ class RequestGroup:
     start_time: float | None = None
     loaded: Sequence[tuple[str, range]] = ()
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    prediction: Sequence[int] = ()
     reply: StoredReply | None = None
 
     @property

@@ -20,7 +20,6 @@ import torch
 from headstart.cache import BlockHasher, Shares, TokenSequence
 from headstart.engine.adapter_names import AdapterNames
 from headstart.engine.config import EngineConfig
-from headstart.engine.drafts.prediction import PredictionDrafter
 from headstart.engine.logits import (
     AllowedTokens,
     BadWords,
@@ -441,12 +440,10 @@ class Frontend:
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
         processors = self._processors.make(params, group.prompt_token_ids)
-        prediction = self._read_prediction(params)
+        group.prediction = self._read_prediction(params)
         group.requests = [
             self._answer(group, index, salt, chain) for index, chain in enumerate(processors)
         ]
-        for request in group.requests if prediction else ():
-            request.prediction = PredictionDrafter(prediction, len(group.prompt_token_ids))
         return group
 
     def _read_prediction(self, params: SamplingParams) -> Sequence[int]:

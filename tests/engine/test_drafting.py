@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
 from headstart.engine import metrics as engine_metrics
-from headstart.engine.drafts.drafters import RepetitionDrafter, Source
+from headstart.engine.drafts.drafters import AnswerDrafter, RepetitionDrafter, Source
 from headstart.engine.drafts.drafting import RowCost
-from headstart.engine.drafts.prediction import PredictionDrafter
 from headstart.errors import RequestError
 from headstart.models.demo import demo_model_path
 from tests.engine.tiny_llm import draft_always, save_smallest
@@ -370,25 +369,23 @@ def test_tokens_of_another_request_are_drafted() -> None:
 
 def test_a_prediction_is_followed_across_differences() -> None:
     prediction = [*range(10, 30), 50000, *range(10, 16), 60]
-    sequence, drafter = TokenSequence("a", [1, 2, 3]), PredictionDrafter(prediction, 3)
+    expected: list[int] = []
+    sequence, drafter = TokenSequence("a", [1, 2, 3]), AnswerDrafter(expected, 3)
 
     def propose_after(*tokens: int) -> list[int]:
         for token in tokens:
             sequence.append(token)
         return list(drafter.propose(sequence, 4))
 
-    assert propose_after() == [10, 11, 12, 13]
-    assert propose_after(10, 11) == [12, 13, 14, 15]
+    assert propose_after(10) == []
+    expected += prediction  # as when the tiers answer late
+    assert propose_after() == [11, 12, 13, 14]
+    assert propose_after(11) == [12, 13, 14, 15]
     assert propose_after(7) == propose_after(20, 21) == []
     assert propose_after(22) == [23, 24, 25, 26]  # after a replaced part
     assert propose_after(7, 7, 10, 11, 12) == [13, 14, 15, 60]  # the next of two places
     assert propose_after(13, 14, 15, 60) == []
-    assert propose_after(27, 28, 29) == [
-        50000,
-        10,
-        11,
-        12,
-    ]  # an earlier place if it is the only one
+    assert propose_after(27, 28, 29) == [50000, 10, 11, 12]  # an earlier place, the only one
 
 
 def test_a_prediction_saves_steps_and_changes_nothing(folder: Path) -> None:

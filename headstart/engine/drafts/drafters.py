@@ -8,6 +8,7 @@ from headstart.cache import KVCacheManager, TokenSequence
 from headstart.tiers import Job
 
 _BORDER = -1  # between the tokens of two requests
+_MATCH = 3  # tokens that must be equal before a draft
 _MEMORY = 0.8  # weight of a token's acceptance relative to that of the next token
 
 
@@ -58,23 +59,67 @@ class RepetitionDrafter:
         return drafted[: drafted.index(_BORDER)] if _BORDER in drafted else drafted
 
 
+class AnswerDrafter:
+    """Drafts of the tokens of an expected answer, in their order.
+
+    Where the answer differs, drafts stop until its latest three tokens occur in the expected
+    answer, and continue after them. The next place is preferred to earlier ones.
+    """
+
+    def __init__(self, expected: Sequence[int], num_prompt_tokens: int) -> None:
+        """Draft an answer. expected: its tokens, which another thread may add later, all at once.
+
+        num_prompt_tokens: tokens of the sequence before the answer.
+        """
+        self._expected = expected
+        self._text = ""  # the expected tokens
+        self._num_read = num_prompt_tokens
+        self._latest = ""  # tokens of the answer
+        self._position = 0  # of the next token in the expected answer
+        self._follows = True
+
+    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
+        """Return up to `count` tokens that may follow the sequence's tokens; empty for none."""
+        self._text = self._text or _as_text(self._expected)
+        if not self._text:
+            return []
+        new = _as_text(sequence.token_ids[self._num_read :])
+        self._num_read += len(new)
+        self._latest = (self._latest + new)[-_MATCH:]
+        if self._follows and self._text.startswith(new, self._position):
+            self._position += len(new)
+        else:
+            self._follows = self._search()
+        if not self._follows:
+            return []
+        return [ord(token) for token in self._text[self._position : self._position + count]]
+
+    def _search(self) -> bool:
+        """Move to the place after the answer's latest tokens; return False if there is none."""
+        if len(self._latest) < _MATCH:
+            return False
+        place = self._text.find(self._latest, self._position)
+        if place < 0:
+            place = self._text.find(self._latest)
+        if place >= 0:
+            self._position = place + _MATCH
+        return place >= 0
+
+
+def _as_text(token_ids: Sequence[int]) -> str:
+    """Return the tokens as characters of a string, which is searched fast."""
+    return "".join(map(chr, token_ids))
+
+
 @dataclass(eq=False, kw_only=True)
 class StoredReply(Job):
-    """The reply to a prompt that tiers have from an earlier process; the job looks it up.
+    """The reply to a prompt that the tiers have from an earlier process. The job looks it up.
 
     identity: of the prompt. tokens: empty until the tiers have answered, or if they have none.
     """
 
     identity: bytes
-    num_prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
-
-    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        """Return the next `count` tokens while the answer is the same as the reply."""
-        start, stop = self.num_prompt_tokens, len(sequence.token_ids)
-        if self.tokens[: stop - start] != sequence.token_ids[start:]:
-            return []
-        return self.tokens[stop - start : stop - start + count]
 
 
 class Source:

@@ -21,7 +21,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from headstart.cache import KVCacheManager
-from headstart.engine.drafts.drafters import RepetitionDrafter, Source, TreeDrafter
+from headstart.engine.drafts.drafters import (
+    AnswerDrafter,
+    Drafter,
+    RepetitionDrafter,
+    Source,
+    TreeDrafter,
+)
 from headstart.engine.request import Request
 from headstart.engine.step import Batch
 
@@ -125,12 +131,15 @@ class Drafting:
         return ()
 
     def _add_sources(self, request: Request) -> list[Source]:
-        prediction, reply = request.prediction, request.group.reply
+        group = request.group
+        num_prompt_tokens = len(group.prompt_token_ids)
+        drafters: list[Drafter] = [TreeDrafter(self._manager)]
+        if group.prediction:
+            drafters.insert(0, AnswerDrafter(group.prediction, num_prompt_tokens))
+        if group.reply is not None:
+            drafters.append(AnswerDrafter(group.reply.tokens, num_prompt_tokens))
+        request.drafts = [Source(drafter, _OF_ANSWERS) for drafter in drafters]
         earlier = self._manager.branch(request.sequence, _EARLIER)
-        if not earlier and reply is not None:
-            earlier = reply.tokens
-        answers = (prediction, TreeDrafter(self._manager), reply)
-        request.drafts = [Source(a, _OF_ANSWERS) for a in answers if a is not None]
         request.drafts.append(Source(RepetitionDrafter(earlier), _OF_REPETITIONS))
         return request.drafts
 

@@ -44,9 +44,7 @@ class Replies:
         if longest is not None and longest < _LEAST:
             return
         identity = _identify(request.sequence, self._model, self._block_size)
-        group.reply = StoredReply(
-            self._load, identity=identity, num_prompt_tokens=len(group.prompt_token_ids)
-        )
+        group.reply = StoredReply(self._load, identity=identity)
         if request.reads_cache:
             self._worker.submit(group.reply)
 
@@ -55,7 +53,7 @@ class Replies:
         if data is not None:
             tokens = np.frombuffer(_mask(data, reply.identity), dtype=_TOKEN)
             if tokens.max(initial=0) < self._vocab_size:
-                reply.tokens = tokens.tolist()
+                reply.tokens += tokens.tolist()
         return False
 
     def save(self, request: Request, seconds: float) -> None:

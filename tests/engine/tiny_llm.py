@@ -1,4 +1,4 @@
-"""The smallest engine that is one: two layers of 32 in float32 on one thread."""
+"""The smallest engine: a model with two layers of width 32, in float32 on one thread."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,6 @@ __all__ = ["VOCABULARY", "draft_always", "make_llm", "save_smallest"]
 
 AnyLLM = TypeVar("AnyLLM", LLM, AsyncLLM)
 VOCABULARY = 151
-AnyLLM = TypeVar("AnyLLM", LLM, AsyncLLM)
 
 
 def save_smallest(
@@ -23,11 +22,11 @@ def save_smallest(
     layers: int = 2,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path:
-    """Save the model, the same one each time; the embedding of the token `poison` is infinite.
+    """Save the model, with the same weights each time; return the folder.
 
-    One layer halves the time of a step, where a test counts on steps and not on the model.
-
-    With a tokenizer it has five tokens more than that, as models padded to a round number do.
+    poison: a token whose embedding is infinite. layers: with one layer a step takes half the time,
+    for tests that do not depend on the model. tokenizer: saved too; the vocabulary then has five
+    tokens more than the tokenizer, like models that are padded to a round number.
     """
     torch.manual_seed(0)
     ending: dict[str, int] = {}

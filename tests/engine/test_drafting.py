@@ -194,16 +194,18 @@ def test_drafts_do_not_change_the_distribution(folder: Path) -> None:
                 longer[*head, token] = probabilities[head] * weight / sum(weights)
         probabilities = longer
     params = SamplingParams(
-        max_tokens=length + 2, n=16, allowed_token_ids=allowed, prediction=[5, 6, 7, 5, 6]
+        max_tokens=length + 2, n=4, allowed_token_ids=allowed, prediction=[5, 6, 7, 5, 6]
     )
-    outputs = llm.generate([prompt] * 80, params, use_tqdm=False)
+    outputs = []
+    for _ in range(150):  # among many requests, little is drafted
+        outputs += llm.generate([prompt], params, use_tqdm=False)
     counts = Counter(tuple(a.token_ids[:length]) for o in outputs for a in o.outputs)
     total = counts.total()
     statistic = sum(
         (counts[tokens] - total * p) ** 2 / (total * p) for tokens, p in probabilities.items()
     )
     assert statistic < 54.05  # exceeded once in 1,000 for 26 degrees of freedom
-    assert llm.engine.drafting is not None and llm.engine.drafting.num_accepted > 300
+    assert llm.engine.drafting is not None and llm.engine.drafting.num_accepted > 150
     llm.close()
 
 

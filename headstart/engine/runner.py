@@ -171,11 +171,11 @@ class Runner:
         slots: list[int] = []
         spans = []
         for rows in parts:
-            sequence, start, stop, _, wanted, _, _ = rows
+            sequence, start, stop, _, wanted, _, draft = rows
             first = len(tokens)
             spans.append(Span(first, stop - start, stop, sequence.block_table()))
             slots += sequence.slots(start, stop, self._memory.block_size, self._memory.scratch_slot)
-            if stop - start == 1:  # the common case, decoding
+            if stop - start == 1 and not draft:  # the common case, decoding
                 tokens.append(sequence.token_ids[start])
                 positions.append(start)
                 if wanted:

@@ -113,11 +113,14 @@ def test_answers_are_those_without_drafts(
     drafting.close()
 
 
-def test_the_bits_of_logprobs_are_those_without_drafts_if_deterministic(folder: Path) -> None:
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_the_bits_of_logprobs_are_those_without_drafts_if_deterministic(
+    folder: Path, block_size: int
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=3)
     logprobs = []
     for speculation in (0, 8):
-        llm = load(folder, speculation, deterministic=True)
+        llm = load(folder, speculation, deterministic=True, block_size=block_size)
         for _ in range(2):
             [output] = llm.generate([[5, 6, 7] * 6], params, use_tqdm=False)
             logprobs.append(output.outputs[0].logprobs)

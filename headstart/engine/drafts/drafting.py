@@ -4,7 +4,7 @@ Decoding is limited by memory: a step reads all weights, for one row or for seve
 is accepted if the sampler chooses it from the logits before it. So the answer, its distribution and
 the random numbers of each token are the same with and without drafts.
 
-Drafts come from the first of these sources that has any: the answer that the client predicts; the
+Drafts come from the first of these sources that has any: the answer that the client expects; the
 tree of cached prefixes, which has what followed the same tokens in an earlier request of the
 tenant; the reply that the tiers have from an earlier process; the request's own tokens, which may
 have what followed the latest three before; and the latest request that branched off from the same
@@ -14,7 +14,7 @@ A draft of k tokens, each right with probability p, gives 1 + p + p^2 + ... + p^
 (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023). Each is a
 row, and rows make the step longer for all of its requests. So a request's draft has the length with
 which the step gives most tokens per second, by the measured acceptance of the request's drafts and
-the measured seconds of a step by its rows. If no length gives more than none, nothing is drafted.
+the measured seconds of a step by its rows. If every draft would give fewer, nothing is drafted.
 """
 
 from collections import deque
@@ -33,8 +33,8 @@ from headstart.engine.step import Batch
 
 _EARLIER = 2048  # tokens of another request that drafts are taken from
 _LENGTHS = (1, 3, 7, 15)  # with its own token, a request has as many rows as a size of `RowCost`
-# The gain that a draft must promise if several requests run. Those that draft finish earlier, but a
-# step of the others takes almost the same time.
+# The least gain of a draft if several requests run. When the requests that draft have finished, the
+# others share steps that take almost as long as before.
 _GAIN = 1.1
 _LIKELIEST = 0.97  # the highest acceptance that is expected of any draft
 _OF_ANSWERS, _OF_REPETITIONS = 0.9, 0.6  # acceptances that are expected of a new request's drafts
@@ -102,7 +102,7 @@ class Drafting:
         self._max_model_len = max_model_len
         self._num_rows = 0  # of the next step, with the drafts so far
         self._num_tokens = 0.0  # that the next step is expected to give
-        self._gain = 1.0  # that a draft must promise
+        self._gain = 1.0  # the least gain of a draft
         self._pays = False
 
     def begin_step(self, num_running: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart import LLM, SamplingParams, StructuredOutputsParams
+from headstart import LLM, SamplingParams, StructuredOutputsParams, native
 from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
 from headstart.engine import metrics as engine_metrics
 from headstart.engine.drafts.drafters import AnswerDrafter, RepetitionDrafter, Source
@@ -502,6 +502,7 @@ def test_drafts_are_as_long_as_pays(folder: Path, cost_of_row: float, is_drafted
     assert (output.metrics.num_drafted_tokens > 0) == is_drafted
 
 
+@pytest.mark.skipif(native.avx2_library() is None, reason="needs the compiled kernels")
 def test_greedy_answers_have_the_bits_of_single_rows_by_default() -> None:
     """With the compiled kernels, neither drafts nor a hit of the whole prompt change a bit."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=2)

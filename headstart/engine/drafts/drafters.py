@@ -34,29 +34,45 @@ class RepetitionDrafter:
     """Drafts of what followed the latest three tokens when they last occurred.
 
     They are searched in the request's own tokens, and before those in `earlier`, tokens of another
-    request. Costs constant time for each new token.
+    request. While the new tokens repeat the ones after such a place, drafts continue there. They
+    also do after one token that differs, if its three tokens do not occur: a copy with a word
+    replaced. Costs constant time for each new token.
     """
 
     def __init__(self, earlier: Sequence[int] = ()) -> None:
-        self._next: dict[tuple[int, int, int], int] = {}  # the position after three tokens
+        self._next: dict[tuple[int, ...], int] = {}  # the position after three tokens
         self._tokens = [*earlier, _BORDER]
         self._start = len(self._tokens)
-        self._num_read = 2
+        self._num_read = _MATCH - 1
+        self._place: int | None = None  # of the next token, if the text repeats
+        self._may_skip = False  # the next token, if it differs
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        """Return `count` tokens that may follow the sequence's tokens; empty for none."""
+        """Return up to `count` tokens that may follow the sequence's tokens; empty for none."""
         tokens = self._tokens
-        tokens += sequence.token_ids[len(tokens) - self._start :]
+        new = sequence.token_ids[len(tokens) - self._start :]
+        tokens += new
         for position in range(self._num_read, len(tokens) - 1):
-            self._next[tokens[position - 2], tokens[position - 1], tokens[position]] = position + 1
+            self._next[tuple(tokens[position + 1 - _MATCH : position + 1])] = position + 1
         self._num_read = max(self._num_read, len(tokens) - 1)
-        last = tokens[-3:]
-        start = self._next.get((last[0], last[1], last[2])) if len(last) == 3 else None
-        if start is None:
+        place = self._place = self._find(new)
+        if place is None:
             return []
-        period = len(tokens) - start
-        drafted = [tokens[start + i % period] for i in range(count)]
+        period = len(tokens) - place
+        drafted = [tokens[place + i % period] for i in range(count)]
         return drafted[: drafted.index(_BORDER)] if _BORDER in drafted else drafted
+
+    def _find(self, new: list[int]) -> int | None:
+        """Return the place of the tokens that may follow the new ones."""
+        tokens, place = self._tokens, self._place
+        end = place + len(new) if place is not None else 0
+        if place is not None and tokens[place:end] == new:
+            self._may_skip = True
+            return end
+        match = self._next.get(tuple(tokens[-_MATCH:]))
+        skips = match is None and self._may_skip and tokens[place : end - 1] == new[:-1]
+        self._may_skip = match is not None
+        return end if skips else match
 
 
 class AnswerDrafter:

@@ -94,6 +94,7 @@ class Scheduler:
             self._leave_limits(request)  # leaving ends its load, which may hold blocks
             self.waiting.remove(request)
         self._limited.pop(request, None)
+        request.drafts.clear()  # megabytes for a long prompt, and outputs may hold the request
 
     def restart(self) -> None:
         """Queue the requests of a failed step again, after the manager has freed their blocks.

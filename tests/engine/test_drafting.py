@@ -172,6 +172,8 @@ def test_aborts_between_drafts_change_nothing_else(folder: Path) -> None:
             answer = group.output().outputs[0]
             assert answer.token_ids == tokens[: len(answer.token_ids)]
             assert group is aborted or answer.finish_reason == "length"
+        # The sources of drafts stayed in memory for as long as the user held the outputs.
+        assert not any(request.drafts for group in groups for request in group.requests)
         num_aborted += aborted.output().outputs[0].finish_reason == "abort"
         assert core.manager.num_free_blocks == core.config.num_blocks
     assert num_aborted > 6 and core.drafting is not None and core.drafting.num_accepted > 100

@@ -34,9 +34,9 @@ class RepetitionDrafter:
     """Drafts of what followed the latest three tokens when they last occurred.
 
     They are searched in the request's own tokens, and before those in `earlier`, tokens of another
-    request. While the new tokens repeat the ones after such a place, drafts continue there. They
-    also do after one token that differs, if its three tokens do not occur: a copy with a word
-    replaced. Costs constant time for each new token.
+    request. While new tokens repeat the text after such a place, drafts continue there. If a token
+    differs, such as a replaced word in a copy, and the latest three tokens did not occur, drafts
+    continue after that token. Costs constant time for each new token.
     """
 
     def __init__(self, earlier: Sequence[int] = ()) -> None:
@@ -44,8 +44,8 @@ class RepetitionDrafter:
         self._tokens = [*earlier, _BORDER]
         self._start = len(self._tokens)
         self._num_read = _MATCH - 1
-        self._place: int | None = None  # of the next token, if the text repeats
-        self._may_skip = False  # the next token, if it differs
+        self._place: int | None = None  # where the next token probably is, if the text repeats
+        self._may_skip = False  # if the next token differs, drafts may continue after it
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
         """Return up to `count` tokens that may follow the sequence's tokens; empty for none."""
@@ -63,7 +63,7 @@ class RepetitionDrafter:
         return drafted[: drafted.index(_BORDER)] if _BORDER in drafted else drafted
 
     def _find(self, new: list[int]) -> int | None:
-        """Return the place of the tokens that may follow the new ones."""
+        """Return the place of the tokens that may follow the new tokens; None if there is none."""
         tokens, place = self._tokens, self._place
         end = place + len(new) if place is not None else 0
         if place is not None and tokens[place:end] == new:
@@ -92,7 +92,7 @@ class AnswerDrafter:
         self._num_read = num_prompt_tokens
         self._latest = ""  # tokens of the answer
         self._position = 0  # of the next token in the expected answer
-        self._follows = True
+        self._follows = True  # the answer continues there
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
         """Return up to `count` tokens that may follow the sequence's tokens; empty for none."""

@@ -34,7 +34,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "vllm:num_preemptions": "Times that a running request gave its blocks to another",
         "vllm:spec_decode_num_drafts": "Drafts that were verified",
         "vllm:spec_decode_num_draft_tokens": "Drafted tokens that were verified",
-        "vllm:spec_decode_num_accepted_tokens": "Drafted tokens that answers took over",
+        "vllm:spec_decode_num_accepted_tokens": "Drafted tokens that were accepted",
         _BY_POSITION: "Accepted tokens by their position in the draft",
         "vllm:num_requests_running": "Answers being computed",
         "vllm:num_requests_waiting": "Answers waiting to be computed",

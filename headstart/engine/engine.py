@@ -359,7 +359,10 @@ class EngineCore:
                     self._verify(part, token, logits, number, now)
             except Exception as cause:  # a tokenizer that cannot decode must end only this request
                 moved.pop(request.group, None)
-                error = engine_error("the answer cannot be decoded", cause)
+                if isinstance(cause, EngineError):  # a drafted row gives no token
+                    error = cause
+                else:
+                    error = engine_error("the answer cannot be decoded", cause)
                 self._end(results, request.group, error)
                 continue
             moved[request.group] = None
@@ -391,7 +394,7 @@ class EngineCore:
             row += 1
             choice = choose_row(self._sampler, logits, row, request.sampling)
             if not isinstance(choice, SampledToken):
-                break  # the next step ends the request
+                raise choice  # another call of the request's logits processors could succeed
             token = choice
             num_accepted += 1
             request.append(token, now)

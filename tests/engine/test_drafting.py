@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from headstart import LLM, SamplingParams, StructuredOutputsParams, native
 from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
 from headstart.engine import metrics as engine_metrics
 from headstart.engine.drafts.drafters import AnswerDrafter, RepetitionDrafter, Source
 from headstart.engine.drafts.drafting import RowCost
-from headstart.errors import RequestError
+from headstart.errors import EngineError, RequestError
 from headstart.models.demo import demo_model_path
 from tests.engine.tiny_llm import draft_always, save_smallest
 
@@ -424,6 +425,26 @@ def test_a_drafted_token_that_is_not_finite_is_rejected(tmp_path: Path) -> None:
     params.prediction = [*answer[:5], 77, *answer[5:]]
     [output] = llm.generate([[3, 4, 5]], params, use_tqdm=False)
     assert output.outputs[0].token_ids == answer
+    llm.close()
+
+
+def test_a_processor_that_fails_at_a_drafted_token_is_not_called_again(folder: Path) -> None:
+    calls = []
+
+    def fail_once(past: list[int], logits: Tensor) -> Tensor:
+        calls.append(len(past))
+        if calls == [0, 1, 2, 3]:
+            raise ValueError("too late")
+        return logits
+
+    llm = load(folder, 8)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    [output] = llm.generate([[3, 4, 5]], params, use_tqdm=False)
+    params.prediction = output.outputs[0].token_ids
+    params.logits_processors = [fail_once]
+    with pytest.raises(EngineError, match="a logits processor failed: ValueError: too late"):
+        llm.generate([[3, 4, 5]], params, use_tqdm=False)
+    assert llm.engine.manager.num_free_blocks == 64
     llm.close()
 
 

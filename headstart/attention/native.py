@@ -49,6 +49,7 @@ _FUNCTIONS = {
 }
 # The fewest keys for which waking another thread and merging its result pays.
 SPLIT_KEYS = 512
+_GRAIN = 16  # the length of a part of keys is a multiple of this
 # Spans of at most this many rows, such as drafts, are computed row by row.
 _SHORT_SPAN = 17
 
@@ -218,11 +219,11 @@ class PoolSteps:
         assert self._plan is not None, "call begin_step() first"
         if self._shared is not None and (window is None or window >= self._longest):
             return self._shared
-        # Layers whose window hides a token do not share. A decoding span's keys are split into a
-        # part for each thread.
+        # Layers whose window hides a token do not share. The keys of a decoding row are split into
+        # a part for each thread.
         if self._plain is None:
-            work = len(self._plan.decoding) * self._kv_heads
-            kv_splits = max(1, torch.get_num_threads() // work) if work else 1
+            work = len(self._plan.spans) * self._kv_heads
+            kv_splits = max(1, torch.get_num_threads() // work)
             self._plain = self._next_step(self._plan, None, kv_splits)
         return self._plain
 
@@ -343,6 +344,7 @@ def _check_rows(
 IntArray = npt.NDArray[np.int32]
 
 _FIRST_POSITION = Segment._fields.index("first_position")
+_FIRST_KEY = Segment._fields.index("first_key")
 _LAST_KEY = Segment._fields.index("last_key")
 
 
@@ -384,7 +386,7 @@ class BlockTables:
 class NativeStep:
     """The `AttentionStep` of a plan, and the arrays that it points to.
 
-    `kv_splits` is the number of parts into which the keys of a decoding span are split, if there
+    `kv_splits` is the number of parts into which the keys of a decoding row are split, if there
     are enough keys. It gives work to all threads if there are more threads than KV heads.
     """
 
@@ -445,8 +447,12 @@ class NativeStep:
             or (shared, kv_splits) != (self._shared, self._kv_splits)
         ):
             return False
-        self._contexts = contexts
         rests = self._segments[len(self._segments) - len(self._owners) :]
+        if kv_splits > 1:
+            borders = [_key_borders(0, context, kv_splits)[:-1] for context in contexts.tolist()]
+            if [*itertools.chain(*borders)] != rests[:, _FIRST_KEY].tolist():
+                return False
+        self._contexts = contexts
         rests[:, _FIRST_POSITION] = contexts[self._owners] - 1
         last = np.flatnonzero(np.diff(self._owners, append=-1))
         rests[last, _LAST_KEY] = contexts
@@ -489,39 +495,46 @@ class NativeStep:
         segments: list[Segment] = []
         for index, span in enumerate(plan.spans):
             first = next(firsts, 0) if span.num_rows == 1 else 0
-            borders = self._borders(span, first)
-            is_partial = first > 0 or len(borders) > 2
-            rows = itertools.pairwise(_row_borders(plan, span))
-            for (row, stop), (low, high) in itertools.product(rows, itertools.pairwise(borders)):
-                segments.append(
-                    Segment(
-                        first_row=span.first_row + row,
-                        num_rows=stop - row,
-                        first_position=span.context - span.num_rows + row,
-                        table=index * self._tables.shape[1],
-                        first_key=low,
-                        last_key=high,
-                        partial=self._add_part(span.first_row) if is_partial else -1,
+            start = span.context - span.num_rows
+            for row, stop in itertools.pairwise(_row_borders(plan, span)):
+                splits = self._kv_splits if stop - row == 1 and not plan.contiguous_gather else 1
+                borders = _key_borders(first, start + stop, splits)
+                is_partial = first > 0 or len(borders) > 2
+                for low, high in itertools.pairwise(borders):
+                    segments.append(
+                        Segment(
+                            first_row=span.first_row + row,
+                            num_rows=stop - row,
+                            first_position=start + row,
+                            table=index * self._tables.shape[1],
+                            first_key=low,
+                            last_key=high,
+                            partial=self._add_part(span.first_row + row) if is_partial else -1,
+                        )
                     )
-                )
-                self._owners.append(index)
+                    self._owners.append(index)
         return segments
 
-    def _borders(self, span: Span, first: int) -> list[int]:
-        """Return the positions, from `first` on, at which a span's keys are split."""
-        splits = min(self._kv_splits, (span.context - first) // SPLIT_KEYS)
-        if span.num_rows > 1 or splits < 2:
-            return [first, span.context]
-        length = (span.context - first) // splits
-        return [first + length * split for split in range(splits)] + [span.context]
+
+def _key_borders(first: int, stop: int, most: int) -> list[int]:
+    """Return the borders of the parts, `most` at the most, into which keys are split.
+
+    Most next keys change no border, so that a step can often be updated.
+    """
+    splits = min(most, (stop - first) // SPLIT_KEYS)
+    if splits < 2:
+        return [first, stop]
+    length = (stop - first) // splits // _GRAIN * _GRAIN
+    return [first + length * split for split in range(splits)] + [stop]
 
 
 def _row_borders(plan: StepPlan, span: Span) -> list[int]:
     """Return the rows of a span at which its segments begin, and their number.
 
-    The bf16 kernel rounds the rows of a long segment differently from a decoding row. So the last
-    row of a prompt and the rows of a draft, whose logits choose tokens, have separate segments.
-    Then the choice is the same after a prefix hit and with drafts as without them.
+    The bf16 kernel rounds the rows of a long segment differently from a decoding row, whose keys
+    may also be split. So the last row of a prompt and the rows of a draft, whose logits choose
+    tokens, have segments like those of a decoding row. Then the choice is the same after a prefix
+    hit and with drafts as without them.
     """
     count = span.num_rows
     if plan.contiguous_gather:

@@ -284,6 +284,28 @@ def test_long_decodes_are_cut_for_threads_that_have_no_head_of_their_own(
 
 
 @each_kernel
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_of_a_draft_and_the_last_row_of_a_prompt_have_the_bits_of_decoding(
+    dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys of decoding rows alone were split between threads."""
+    monkeypatch.setattr(native, "SPLIT_KEYS", 16)
+    options, outs = fitting(OPTIONS["plain"], 4), []
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for counts in ([90] + [1] * 10, [90, 5, 5], [96, 4], [100]):
+            torch.manual_seed(0)
+            backend, [a] = make(dtype, [100], LayerLayout(1, 16, 16), 4)
+            rows = torch.cat([run_step(backend, [(a, count)], options)[0] for count in counts])
+            outs.append(rows[[-1]] if counts == [100] else rows[-4:])
+    finally:
+        torch.set_num_threads(before)
+    for out in outs:
+        assert torch.equal(out, outs[0][-len(out) :])
+
+
+@each_kernel
 def test_tables_are_kept_while_decoding_goes_on(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ class MissReason(Enum):
     ITEM = "differs from what is cached in an image or audio item"
     SHORT = "shorter than a block"
     IN_PROGRESS = "another request is computing it"
-    OUTPUTS = "cached, but not what the next stage needs of it"
+    OUTPUTS = "cached, but without the outputs that the next stage needs"
     STATE = "cached, but no checkpoint to resume from"
     WINDOW = "cached, but not in sliding-window layers"
 

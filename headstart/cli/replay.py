@@ -61,8 +61,8 @@ _option = partial(click.option, cls=GroupedOption)
     show_default=True,
     help="Number of replicas that only compute prompts; the others only decode.",
 )
-@_option("--kv-tokens", default=2_000_000, show_default=True, help="Tokens of KV memory in each.")
-@_option("--block-size", type=int, help="Tokens in a block; default: those of the trace, or 16.")
+@_option("--kv-tokens", default=2_000_000, show_default=True, help="KV memory per replica, tokens.")
+@_option("--block-size", type=int, help="Tokens in a block; default: as in the trace, at least 16.")
 @_option("--requests", type=int, help="Number of requests to replay.")
 @_option("--copies", default=1, show_default=True, help="Multiply the users.")
 @_option("--speed", default=1.0, show_default=True, help="Multiply the rate of sessions.")

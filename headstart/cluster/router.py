@@ -188,9 +188,9 @@ class Expected(RoutingPolicy):
     its replica costs more than computing the prefix elsewhere, the next request computes it there.
 
     w > 1, because a computed token also delays later requests and takes memory from cached blocks.
-    With d > 0, prompts that are cheap to recompute are spread before one replica decodes for all of
-    them. Among replicas of equal cost, the replica with the fewest computed tokens is chosen, so
-    new prefixes fill all pools equally.
+    With d > 0, a replica with many decoding requests costs more, so requests with prompts that are
+    cheap to recompute go to other replicas. Among replicas of equal cost, the replica with the
+    fewest computed tokens is chosen, so new prefixes fill all pools equally.
     """
 
     def __init__(self, weight: float = COMPUTE_WEIGHT, load_rate: float = LOAD_RATE) -> None:

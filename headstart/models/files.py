@@ -63,7 +63,7 @@ def parse_name(name: str) -> HubName | None:
 
 
 def label_files(files: Iterable[str]) -> dict[str, str]:
-    """Return the quantization of each GGUF file, or its name if that has no quantization.
+    """Return a label for each GGUF file: its quantization, if its name has one, or else its name.
 
     Image projectors (`mmproj`) are left out.
     """
@@ -300,9 +300,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_files(folder: Path) -> None:
     """Check every file that loading needs; raises `ModelNotFoundError`, `DamagedModelError`.
 
-    The numbers of config.json and generation_config.json must be in their ranges. No part may have
-    more layers than the files have tensors, or be wider than the number of weights. A model with
-    experts must use some of them. Only a quantized model may have integer weights.
+    The numbers of config.json and generation_config.json must be in their ranges. A number of
+    layers must not exceed the number of tensors in the files, nor a width the number of weights. A
+    model with experts must use some of them. Only a quantized model may have integer weights.
     """
     config = folder / "config.json"
     if not config.is_file():

@@ -92,7 +92,9 @@ class Trace:
         return replace(self, requests=self.requests[:count])
 
     def copied(self, copies: int, gap: float = 1.0) -> "Trace":
-        """Repeat all requests in copies that share no prefix, `gap` seconds after one another.
+        """Return `copies` copies of all requests, each `gap` seconds after the one before.
+
+        Copies share no prefix with each other.
 
         Raises ConfigError for more units than there are token ids.
         """
@@ -294,7 +296,8 @@ def make_workload(name: str, num_requests: int, seed: int = 0) -> Trace:
         raise ConfigError(f"requests is {num_requests}; allowed: at least 1")
     ids = _Ids()
     source = WORKLOADS[name](random.Random(seed), ids)
-    # Sessions overlap, so more requests than needed are sorted by time.
+    # The source yields one session after another, but sessions overlap in time. So take more
+    # requests than needed, sort them, and drop the last ones.
     requests = [next(source) for _ in range(2 * num_requests)]
     requests.sort(key=lambda request: request.time)
     return Trace(name, GRAIN, ids.count, requests[:num_requests])

@@ -48,7 +48,7 @@ SLOW = "loading is slower than computing"
 class ModelRecord(NamedTuple):
     """The model that computed some blocks, and their size.
 
-    fingerprint: covers all that must be equal to exchange K/V; every block's name covers it.
+    fingerprint: equal only for models that can exchange K/V; it is hashed into every block's name.
     title: the model's display name. block_bytes: bytes of a block's payload.
     """
 
@@ -195,11 +195,11 @@ class BlockStore(Protocol):
     block_seconds: float
 
     def find(self, names: Sequence[BlockHash]) -> int:
-        """Return how many of these, from the first on, are probably stored; reads no payload."""
+        """Return the number of leading blocks that are probably stored; reads no payload."""
         ...
 
     def first(self, names: Sequence[BlockHash]) -> int:
-        """Return the index of the first of these that is probably stored, or their number."""
+        """Return the index of the first block that is probably stored; `len(names)` if none is."""
         ...
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
@@ -207,7 +207,7 @@ class BlockStore(Protocol):
         ...
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Save blocks unless that evicts blocks used later; return how many are new."""
+        """Save blocks, but evict no block that was used more recently; return how many are new."""
         ...
 
     def touch(self, names: Sequence[BlockHash]) -> None:

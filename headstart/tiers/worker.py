@@ -373,7 +373,7 @@ class StoreChain:
         return count
 
     def first(self, names: Sequence[BlockHash], job: Job) -> int:
-        """Return the index of the first of these that a store has, or their number."""
+        """Return the index of the first block that a store has; `len(names)` if none has any."""
         index = len(names)
         for store in self.stores:
             index = min(index, store.first(names[:index], job)) if index else 0

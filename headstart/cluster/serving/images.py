@@ -106,7 +106,8 @@ class _UnweightedVision(ImageProcessor):
 class _Encoded(Container[EncoderKey]):
     """The images that replicas encoded last, as many as fit into one replica's cache.
 
-    It is an estimate, for similar images: an image whose embeddings were evicted is encoded again.
+    `SimilarImages` needs only this estimate of the replicas' caches: if the embeddings of an image
+    were evicted after all, the replica encodes the image again.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -141,7 +141,7 @@ class TextIndex:
 
 
 def _encode(text: str) -> bytes:
-    """Return a text in UTF-8; a lone surrogate, which a model may write, in three bytes."""
+    """Encode a text in UTF-8. A lone surrogate, which a model may write, takes three bytes."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -217,7 +217,7 @@ class ConversationMemory:
         return self.apply_template(texts, options)
 
     def apply_template(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
-        """Return the prompt's text for messages whose contents the template takes unchanged.
+        """Return the prompt's text for messages whose contents already have the template's form.
 
         Raises RequestError.
         """
@@ -281,8 +281,8 @@ class ConversationMemory:
 
         Tokens at the end that the reply does not show are left out: an end-of-turn token, which
         the template adds again, text after a stop string, and an incomplete character. Templates
-        may drop white space at the end of a reply or rewrite the reply, so the reply without that
-        space and the prompt alone are stored too.
+        may drop white space at the end of a reply or rewrite the reply. So two shorter texts are
+        stored too: the turn without that white space, and the prompt without the reply.
         """
         token_ids = array("I", [*turn.prompt_token_ids, *turn.reply_token_ids])
         start = len(turn.prompt_token_ids)

@@ -114,7 +114,7 @@ def to_rgb(image: Image) -> Image:
         image = _scale_gray(image)
     level = image.info.get("transparency")
     if image.mode == "RGB" and isinstance(level, tuple) and max(level) > 255:
-        # The level has 16 bits; Pillow's pixels have their upper 8 bits.
+        # The transparent level has 16 bits, of which Pillow's pixels have only the upper 8.
         image.info["transparency"] = tuple(channel >> 8 for channel in level)
     if not image.has_transparency_data:
         return image.convert("RGB")
@@ -129,9 +129,9 @@ def to_rgb(image: Image) -> Image:
 def _scale_gray(image: Image) -> Image:
     """Convert gray of 16 or 32 bits, or of floats, to 8 bits. Pillow would clip it at 255.
 
-    16 bits lose their lower 8 bits, as in Pillow's RGB. For 32 bits and floats, the range is the
-    first of 0 .. 1 (only floats), 0 .. 255 and 0 .. 65,535 that contains all levels, otherwise from
-    the lowest to the highest level.
+    Levels of 16 bits lose their lower 8 bits, as in Pillow's RGB. For levels of 32 bits and floats,
+    a range is scaled to 0 .. 255: the smallest of 0 .. 1 (only floats), 0 .. 255 and 0 .. 65,535
+    that contains all levels. If none does, the range is from the lowest level to the highest.
     """
     from PIL import Image
 

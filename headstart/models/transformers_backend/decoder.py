@@ -3,8 +3,8 @@
 In deterministic mode the bits of a row must not depend on the other rows. In transformers each
 expert of a mixture computes only the rows that chose it. The number of these rows is a dimension of
 the expert's matrix products, which determines their last bits. So in this mode every chosen expert
-computes all rows, and only the results of the rows that chose it are used. For a block of 16 rows
-this reads the same weights, and takes time only for the additional rows.
+computes all rows, and only the results of the rows that chose it are used. With a block of 16 rows
+no more weights are read than before; only computing the additional rows takes time.
 """
 
 import hashlib
@@ -84,8 +84,8 @@ def check_rows(model: PreTrainedModel, mixers: MixerStates | None = None) -> Non
             logits = compute(padded, source, 1)
             if not torch.equal(logits[:cut], expected[:cut]):
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} gives a token other logits in their last bits when "
-                    "the tokens behind it change, as layers of experts do that get other numbers "
+                    f"in {type(model).__name__} the last bits of a token's logits change with the "
+                    "tokens after it, as in layers of experts whose results depend on the number "
                     "of rows: deterministic=True is not possible"
                 )
 
@@ -97,7 +97,7 @@ def _compute(experts: Any, hidden_states: Tensor, *routing: Tensor, **named: Ten
     ones = weights.new_ones((len(hidden_states), 1))
     output = torch.zeros_like(hidden_states)
     for expert in torch.unique(chosen).tolist():
-        if not 0 <= expert < experts.num_experts:  # stands for none
+        if not 0 <= expert < experts.num_experts:  # an id for no expert
             continue
         rows, places = torch.where(chosen == expert)
         every = compute(experts, hidden_states, chosen.new_full((len(ones), 1), expert), ones)
@@ -130,7 +130,7 @@ class TransformersDecoder(DecoderModel):
             self.max_model_len = context_length(model.config)
         self.takes_images = text_part(model) is not model
         head = model.get_output_embeddings()
-        # An input embedding may have rows more, for padding.
+        # An input embedding may have more rows than the head, as padding.
         rows = model.get_input_embeddings().num_embeddings if head is None else head.out_features
         self.vocab_size = int(cast("int", rows))
         self.output_layer = next((n for n, part in model.named_modules() if part is head), None)
@@ -214,7 +214,7 @@ class TransformersDecoder(DecoderModel):
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Return False for a model that has recurrent layers alone, and no positions (Mamba)."""
+    """Return False for a model with only recurrent layers and without positions (Mamba)."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if not kinds or not set(kinds) <= WITHOUT_ATTENTION:
         return True

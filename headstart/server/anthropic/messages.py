@@ -8,8 +8,8 @@ A streamed message:
 
 A block is text, thinking or the use of a tool. `ping` may come anywhere.
 
-Every full block of every prompt is cached, marked or not. Blocks before a breakpoint are evicted
-after all others until the breakpoint's time to live is over.
+Every full block of every prompt is cached, marked or not. Until the time to live of a breakpoint is
+over, the blocks before it are evicted only after all other blocks.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ async def apply_breakpoints(
 ) -> dict[str, int]:
     """Retain a prompt up to its breakpoints, for their time to live after each use.
 
-    Return the number of tokens up to the last breakpoint of each time to live, in full blocks. The
-    number is found by tokenizing the conversation up to the breakpoint alone and comparing it with
-    the whole.
+    Return the number of tokens up to the last breakpoint of each time to live, in full blocks. To
+    find this number, the conversation up to the breakpoint is tokenized separately, and its tokens
+    are compared with those of the prompt.
     """
     lengths: dict[str, int] = {}
     if not prepared.request.params.is_stored:
@@ -165,7 +165,7 @@ async def apply_breakpoints(
 
 
 async def _count_common(service: Service, call: ChatCall, token_ids: Sequence[int]) -> int:
-    """Count the tokens that a prefix shares with the whole; 0 if its template refuses it."""
+    """Count the first tokens of a call that equal `token_ids`; 0 if the template refuses it."""
     try:
         name = service.new_id("part")
         prepared = await prepare_chat(service, call, name, stream=False, is_kept=False)

@@ -1,4 +1,4 @@
-"""The pool as the page draws it: cells colored by prefix, and the traffic, every second.
+"""The page's picture of the pool, made every second: cells colored by prefix, and the traffic.
 
 A snapshot of the pool takes time of the engine's thread. All viewers share a snapshot, and the next
 snapshot is made after fifty times the duration of the last one, so snapshots take at most 2 % of
@@ -269,7 +269,8 @@ def count_hits(
     compared. Keys with an image, or with a salt after a public prefix, cannot be rebuilt from a
     stored prompt.
     """
-    # By a segment's parent, its namespace if it begins at the root, and its first block.
+    # The index of each segment. Its key is the parent segment, the namespace (None unless the
+    # segment begins at the root), and the first block.
     begins: dict[tuple[int, Namespace | None, BlockKey], int] = {}
     for start in places:
         segment = segments[start]

@@ -129,7 +129,10 @@ class ResponseFormat(Body):
     triggers: Many[str] | None = None
 
     def read(self) -> StructuredOutputsParams | None:
-        """Return the form without optional white space, which a model could write endlessly."""
+        """Return the constraints on the answer; None for text.
+
+        Optional white space is not allowed, as a model could write it endlessly.
+        """
         form: dict[str, Any] = {"json_object": True}
         needed: dict[str, Any] = {}
         match self.type:
@@ -219,7 +222,7 @@ class SamplingFields(CacheFields):
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:
-        """Refuse options that need a stream without one, and options that no stream supports."""
+        """Refuse `stream_options` without a stream, and `prompt_logprobs` with a stream."""
         if self.stream_options is not None and not self.stream:
             text = 'stream_options is set without a stream; allowed: none, or "stream": true too'
             raise refuse(text, "stream_options")
@@ -244,7 +247,7 @@ class SamplingFields(CacheFields):
 
     @property
     def names(self) -> dict[str, str]:
-        """Return this API's names of fields of `SamplingParams`, if they differ."""
+        """Return this API's name for each field of `SamplingParams` with a different name."""
         return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
 
@@ -378,7 +381,10 @@ class PromptFields(TemplateFields):
     messages: Many[dict[str, Any]] | None = None
 
     def as_call(self, salt: str | None, sampling: dict[str, Any], **template: Any) -> ChatCall:
-        """Return a call whose tools are only shown. template: defaults of the template options."""
+        """Return a call that shows the tools to the model but does not let it call them.
+
+        template: defaults of the template options.
+        """
         return ChatCall(
             model=self.model,
             messages=self.messages or [],

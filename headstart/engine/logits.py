@@ -59,7 +59,7 @@ class LogitsProcessor(ABC):
 
     rank: int
     complete = False
-    """True once only the end may follow. The answer then stops, even before `min_tokens`."""
+    """True once the answer can only end. It then stops, even before `min_tokens`."""
 
     @classmethod
     @abstractmethod
@@ -229,7 +229,10 @@ Processor = TypeVar("Processor", bound=LogitsProcessor)
 def allowed_tokens(
     processors: Sequence[Sequence[TokenMask]], size: int
 ) -> tuple[np.ndarray | None, Failures]:
-    """Return the masks of rows, uint8 `[rows, bytes]` over `size` tokens; None without any."""
+    """Return the masks of rows, uint8 `[rows, bytes]` over `size` tokens.
+
+    The masks are None if no row has a processor.
+    """
     if not any(processors):
         return None, {}
     allowed = _all_allowed(len(processors), size)

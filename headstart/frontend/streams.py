@@ -31,7 +31,7 @@ Output = TypeVar("Output", bound="AnyOutput")
 
 PACE = 0.005
 """Least seconds between two deliveries of paced updates."""
-_PACE_OF_EACH, _LONGEST_PACE = 0.002, 0.064  # seconds; a reader needs a twentieth of the first
+_PACE_OF_EACH, _LONGEST_PACE = 0.002, 0.064  # seconds; a reader takes 0.1 ms per update
 _MOST_UPDATES = 256  # unread updates; each has the whole text so far, so some may be dropped
 
 
@@ -313,7 +313,7 @@ _WAKERS: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Waker] = (
 class AsyncOutputStream(AsyncGenerator[Output, None]):
     """The outputs of one request for asyncio, read by one task at a time.
 
-    When a cancelled task or an abandoned loop has ended, the request's id is free.
+    Once a cancelled task or an abandoned event loop has ended, the request's id can be used again.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
     async def asend(self, value: None) -> Output:
         """Return the next output; `value` is ignored. Raises the exceptions of `prepare`.
 
-        Raises RequestError in another event loop than that of the first output.
+        Raises RequestError if the first output was read in a different event loop.
         """
         if self._ended:
             self._stop()

@@ -169,7 +169,7 @@ class SlotFile:
 
     @staticmethod
     def prepare_reading() -> None:
-        """Allocate the memory for reading in a thread, so that the first load is as fast."""
+        """Allocate the memory for reading in a thread, so that the first load is not slower."""
         with suppress(RuntimeError):  # the machine has no more threads
             Thread(target=_buffers.fill, name="headstart-buffers", daemon=True).start()
 
@@ -181,7 +181,7 @@ class SlotFile:
             raise OSError(f"only {written:,} bytes of a block were written: the disk is full")
 
     def read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[memoryview | None]:
-        """Yield the payload of each (name, slot), in order; None for a damaged or another block."""
+        """Yield the payload of each (name, slot), in order; None if the slot has no such block."""
         most = max(1, _READ_BYTES // self.slot_bytes)
         for offset in range(0, len(blocks), most):
             some = blocks[offset : offset + most]

@@ -1,6 +1,6 @@
 """Start of replicas: find or start Ray, deploy the engines, and build an `llm` over them.
 
-    ReplicaCluster ──ray.init──▶ Ray of RAY_ADDRESS or of this machine, or a separate one
+    ReplicaCluster ──ray.init──▶ the Ray of RAY_ADDRESS, or a separate Ray on this machine
                    ──serve.run──▶ engines, each with its CPUs and GPUs
                    ──facts──────▶ ReplicaFrontend, ReplicaDriver, ReplicatedLLM
 

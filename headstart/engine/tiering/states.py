@@ -1,7 +1,7 @@
 """Checkpoints of recurrent states in tiers.
 
-A checkpoint is stored as a separate record in a store of states. Its name is a hash over the hash
-of its last full block, which covers all tokens up to there, and the tokens after that block. Its
+A checkpoint is stored as a separate record in a store of states. Its name hashes two things: the
+hash of its last full block, which covers all earlier tokens, and the tokens after that block. Its
 bytes are the states, followed by the K/V of the tokens after the block, since other records have
 the K/V of full blocks only.
 
@@ -30,7 +30,7 @@ from headstart.tiers import BlockStore, ModelRecord, Saver, StateName, StateSear
 
 
 class StatePayload:
-    """Read and write access to the bytes of checkpoints: of a slot, and of a block.
+    """Read and write access to the bytes of checkpoints: the states in a slot, and a block's K/V.
 
     has_tail: the bytes include the K/V of tokens after the last full block. If False, only
     checkpoints at block borders are stored.
@@ -119,7 +119,7 @@ class StateOffers:
                 if tail is None:
                     continue  # a request fills that block
             is_complete = tail is not None or not checkpoint.key
-            gain = self._pool.saved_gain(checkpoint)  # takes time by the depth, so comes last
+            gain = self._pool.saved_gain(checkpoint)  # slow for deep checkpoints, so last
             if is_complete and gain >= self._min_gain:
                 self._offer(checkpoint, tail.block_id if tail is not None else None, gain)
             del self._pool.unsaved[checkpoint]

@@ -42,7 +42,7 @@ MAX_SCALE = 1.025
 WINDOW = 128  # pixels, a multiple of the 16 of a JPEG macroblock
 BORDER = 8  # pixels at a window's edge that are not compared: a codec mixes them with others
 FILTERS = ("BICUBIC", "LANCZOS", "BILINEAR", "HAMMING", "BOX", "NEAREST")
-TRIED_SCALINGS = 4  # scalings to try with all codecs: the best with one rough codec
+TRIED_SCALINGS = 4  # scalings to try with all codecs: those that were best with a rough codec
 TRIED_JPEGS = 3  # JPEG settings with which the whole picture is saved
 WEBP_PIXELS = 2**22  # saved as WebP in a search (at least one picture); a million take 0.1 s
 NEAR = 0.2  # of 255; allowed mean difference in a window, as scaling a window rounds differently
@@ -207,7 +207,7 @@ def _sizes_agree(first: tuple[int, int], second: tuple[int, int]) -> bool:
 
 
 class _Scaling(NamedTuple):
-    """A way to scale a picture to a copy's size, with the window of most edges of both."""
+    """A way to scale a picture to a copy's size. window, wanted: the same window of both."""
 
     original: Picture
     copy: Picture
@@ -216,7 +216,7 @@ class _Scaling(NamedTuple):
     wanted: Picture
 
     def left(self, codec: Codec | None) -> float:
-        """Return the mean difference in the window after saving with a codec, of 255."""
+        """Return the mean difference in the window after saving with a codec, from 0 to 255."""
         steps = np.asarray(ImageChops.difference(_saved(self.window, codec), self.wanted))
         border = min(BORDER, *(side // 3 for side in steps.shape[:2]))
         inner = slice(border, -border or None)
@@ -230,7 +230,7 @@ def _likely_ways(first: Picture, second: Picture) -> Iterator[_Way]:
     """Yield the ways from one picture to the other that almost reproduce the window."""
     scalings = [*_scalings(first, second), *_scalings(second, first)]
     yield from _ranked(scalings, [None], NEAR)
-    if len(scalings) > TRIED_SCALINGS:  # compare after a codec, since the copy has its errors too
+    if len(scalings) > TRIED_SCALINGS:  # compare after a codec, since the copy has a codec's errors
         scalings.sort(key=lambda scaling: min(map(scaling.left, ROUGH_CODECS)))
     yield from _ranked(scalings[:TRIED_SCALINGS], JPEG_CODECS, NEAR)[:TRIED_JPEGS]
     # WebP distributes its bits over the whole picture, so a window is only a hint.
@@ -269,7 +269,7 @@ def _liveliest(image: Picture) -> Box:
 
 
 def _scaled_window(image: Picture, size: tuple[int, int], box: Box, name: str) -> Picture:
-    """Return a window of the picture scaled to `size`; the pixels around it have an effect too."""
+    """Return a window of the picture scaled to `size`; the filter also reads pixels around it."""
     if name == "NEAREST":  # scaling only the window would give other pixels
         return _resized(image, size, name).crop(box)
     left, top = max(0, box[0] - BORDER), max(0, box[1] - BORDER)

@@ -34,7 +34,7 @@ class Adviser:
         token_ids: Sequence[int],
         missed: MissExplanation,
     ) -> dict[str, Any]:
-        """Return why a prompt hits no more tokens than `missed` states.
+        """Return the reason why a prompt does not hit more tokens. missed: the cache's explanation.
 
         closest: the closest earlier prompt, with the texts where the two differ; None if there is
         none, or if it may not be shown.
@@ -96,8 +96,8 @@ class Adviser:
     def sum_up(self, recent: Sequence[Sequence[Seen]]) -> dict[str, Any]:
         """Return the causes that cost most tokens of each tenant's prompts.
 
-        recent: each tenant's prompts, oldest first. If several prompts of a tenant differ from the
-        same word on, they count as one cause, even under different salts.
+        recent: each tenant's prompts, oldest first. If several prompts of a tenant begin to differ
+        at the same word, they count as one cause, even under different salts.
         """
         forks: dict[tuple[Any, ...], list[Seen]] = defaultdict(list)
         for place, prompts in enumerate(recent):
@@ -157,7 +157,7 @@ class Adviser:
 
 
 def _describe_salts(seen: Sequence[Seen]) -> dict[str, Any] | None:
-    """Describe the cost of a tenant's equal prompts under several salts; None without such."""
+    """Describe the cost of a tenant's equal prompts under several salts; None if there are none."""
     equal: dict[tuple[str | None, bytes], dict[str | None, Seen]] = defaultdict(dict)
     for prompt in seen:
         key = prompt.namespace.adapter, prompt.key
@@ -301,7 +301,7 @@ def _is_moved(mine: list[str], theirs: list[str]) -> bool:
     return (Counter(mine) & Counter(theirs)).total() >= _MOST * min(len(mine), len(theirs))
 
 
-_MOST_SAMPLES = 256  # evicted prompts to examine; of more, an evenly spaced sample
+_MOST_SAMPLES = 256  # evicted prompts to examine; if there are more, evenly spaced ones
 _SHARE = 0.9  # the advised size saves this share of the recomputed tokens
 _ANSWER = b""
 
@@ -369,8 +369,8 @@ def _reuse_distances(
 def advise_memory(prompts: Sequence[Seen], forgotten: float, pool: PoolSize) -> dict[str, Any]:
     """Return how many more blocks would have saved most of the evicted tokens.
 
-    prompts: the prompts of all tenants. forgotten: the time when the last prompt that is no longer
-    stored ended. Values are None if no reuse distance is known: the earlier use is older than
+    prompts: the prompts of all tenants. forgotten: the latest end of a prompt that is no longer
+    stored. Values are None if no reuse distance is known: the earlier use is older than
     `forgotten`, or the prompts account for fewer blocks than the pool has.
     """
     evicted = [seen for seen in prompts if seen.num_lost >= pool.block_size]

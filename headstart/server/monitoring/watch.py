@@ -240,10 +240,10 @@ class Watch:
         self.metrics = Metrics(llm, name)
 
     def ended(self, request: RequestGroup, output: RequestOutput | str) -> None:
-        """Queue an ended request to be recorded; only its counts if it must not be stored.
+        """Queue an ended request. If its prompt must not be stored, only its counts are recorded.
 
         output: the last output; "abort" or "error" if there is no answer. Called in the event
-        loop. A thread records, as that takes as long as several tokens of a small model.
+        loop. Recording takes as long as several tokens of a small model, so a thread does it.
         """
         self._ended.append((request, output, time.monotonic(), time.time()))
         if len(self._ended) > _MOST_ENDED:
@@ -259,9 +259,10 @@ class Watch:
         asyncio.get_running_loop().run_in_executor(None, self.settle)
 
     def settle(self, most: int | None = None) -> None:
-        """Record all ended requests, or at most `most`. Every method that reads calls it first.
+        """Record all ended requests, or at most `most`.
 
-        Takes the lock even if no request waits: another thread may be recording the last one.
+        Each method that reads records calls `settle` first. It takes the lock even if no request
+        waits, since another thread may be recording the last one.
         """
         for _ in range(most or max(1, len(self._ended))):
             with self._lock:

@@ -448,8 +448,8 @@ class _TextAnswers(Chunks):
     def _prompt_start(self, output: RequestOutput, first: str) -> int:
         """Return the position in the prompt's text at which the texts of its tokens begin.
 
-        It is negative if the prompt's text lacks their beginning: a BOS token, or the space before
-        the first word.
+        It is negative if the first of these texts is not in the prompt's text: that of a BOS token,
+        or the space before the first word.
         """
         if not first:
             return 0

@@ -279,7 +279,7 @@ def decode_reasoning(content: str) -> str:
 
 
 def _add_type(item: Any) -> Any:
-    """Return an item with a type: if it has none, "message" or "item_reference"."""
+    """Return an item with a type; the default is "message", or "item_reference" for a mere id."""
     if isinstance(item, dict) and not item.get("type"):
         untyped = "message" if "role" in item or "id" not in item else "item_reference"
         return {**item, "type": untyped}

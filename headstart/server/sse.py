@@ -54,19 +54,16 @@ class Usage:
 
     def for_completions(self) -> dict[str, Any]:
         """Return the usage of a completion or a chat."""
-        usage = {
+        return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(accepted for accepted, _ in self.drafts.values()),
+                "rejected_prediction_tokens": sum(rejected for _, rejected in self.drafts.values()),
+            },
         }
-        if self.drafts:
-            accepted, rejected = map(sum, zip(*self.drafts.values(), strict=True))
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": rejected,
-            }
-        return usage
 
 
 Answer = TypeVar("Answer")

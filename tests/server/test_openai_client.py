@@ -51,6 +51,8 @@ def test_an_answer_is_the_engines(client: openai.OpenAI, expected: LLM) -> None:
         assert usage is not None and usage.prompt_tokens_details is not None
         assert usage.prompt_tokens == len(oracle.prompt_token_ids)
         assert usage.completion_tokens == len(oracle.outputs[0].token_ids)
+        assert usage.completion_tokens_details is not None
+        assert usage.completion_tokens_details.rejected_prediction_tokens is not None
         if cached:
             assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 

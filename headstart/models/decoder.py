@@ -16,7 +16,7 @@ from headstart.attention.backend import AttentionBackend, LayerLayout, StateLayo
 from headstart.attention.memory import StateMemory
 from headstart.errors import ModelError
 from headstart.models.files import FileStamp, fingerprint_files, stamp_files
-from headstart.native import level
+from headstart.native import INTERFACE, level
 from headstart.weights.format import Embedding, Linear
 from headstart.weights.greedy_head import greedy_tokens, mask_logits
 from headstart.weights.quantize import is_made_of
@@ -207,7 +207,7 @@ class DecoderModel(ABC):
         """Return the modules and kernels that this process uses, which determine rounding."""
         modules = self.module.modules()
         kinds = {getattr(module, "name_in_identity", type(module).__name__) for module in modules}
-        return f"{' '.join(sorted(kinds))}, kernels of level {level()}"
+        return f"{' '.join(sorted(kinds))}, kernels {INTERFACE} of level {level()}"
 
     def recall_fingerprint(self, fingerprint: str) -> None:
         """Set the fingerprint, if it was computed from the same files before."""

@@ -27,7 +27,7 @@ from headstart.machine import cpu_flags
 from headstart.native import bindings
 
 # The interface version in native.h; a library with another version is not used.
-INTERFACE = 24
+INTERFACE = 25
 
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """The CPU flags that most kernels need, with Linux's names."""

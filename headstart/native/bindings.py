@@ -190,6 +190,7 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "after_attention": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int),
     "layers": _LAYERS,
     "float_layers": _LAYERS,
+    "half_layers": _LAYERS,
     "screen": (c_void_p, c_void_p, c_int),
     "greedy_tokens": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int),
     "causal_conv": (c_void_p, c_void_p, c_int),

@@ -23,7 +23,7 @@
 // Increase it when an exported signature changes. headstart/native/__init__.py has the same number,
 // so that a library built from other sources is not used. bindings.py declares signatures and
 // structs.
-constexpr int HEADSTART_NATIVE_INTERFACE = 24;
+constexpr int HEADSTART_NATIVE_INTERFACE = 25;
 
 namespace headstart {
 

@@ -5,6 +5,7 @@ layers have hooks.
 """
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -44,32 +45,48 @@ def compile_layers(
         for module in layer.modules()
         if isinstance(module, nn.Linear | Linear)
     ]
-    if not plain or any(_struct(module, dtype) is None for module in linears):
+    # Modules convert bfloat16 rows to float32 for weights of integers, except with AMX.
+    integers = dtype == torch.bfloat16 and all(
+        isinstance(module, Linear) and module.matrix.computes_float32 for module in linears
+    )
+    product = torch.float32 if integers else dtype
+    if not plain or any(_struct(module, product) is None for module in linears):
         return None
-    return CompiledLayers(layers, shape, dtype)
+    return CompiledLayers(layers, shape, dtype, product)
 
 
 class CompiledLayers:
-    """All layers of a decoder, for rows in float32 or bfloat16.
+    """All layers of a decoder, for rows in float32 or bfloat16, and products of rows in `product`.
 
-    Float32 needs AVX2, and is used for few rows, where the operations between products matter:
-    modules need some 40 torch operations per layer for them. Bfloat16 needs AVX-512. In bfloat16, a
-    layer whose attention is not compiled runs as two compiled calls, before and after attention.
-    The last layer also runs as two calls if only some rows are needed after it, since it still
-    writes K and V of all rows.
+    Rows in float32 need AVX2, and are few, where the operations between products matter: modules
+    need some 40 torch operations per layer for them. Rows in bfloat16 need AVX-512. Their products
+    are of float32 if weights are integers and there is no AMX.
+
+    With products of bfloat16, a layer whose attention is not compiled runs as two compiled calls,
+    before and after attention. The last layer also runs as two calls if only some rows are needed
+    after it, since it still writes K and V of all rows.
     """
 
     def __init__(
-        self, layers: Sequence[DecoderLayer], shape: DecoderShape, dtype: torch.dtype
+        self,
+        layers: Sequence[DecoderLayer],
+        shape: DecoderShape,
+        dtype: torch.dtype,
+        product: torch.dtype,
     ) -> None:
-        self._layers, self._shape, self._dtype = layers, shape, dtype
-        self._is_float = dtype == torch.float32
+        self._layers, self._shape, self._dtype, self._product = layers, shape, dtype, product
+        self._is_float = product == torch.float32
+        self._end = MANY_ROWS if dtype == torch.float32 else math.inf  # of numbers of rows
         kernels = avx2_library() if self._is_float else library()
         assert kernels is not None
         self._kernels = kernels
-        self._run = kernels.headstart_float_layers if self._is_float else kernels.headstart_layers
+        self._run = kernels.headstart_layers
+        if self._is_float:
+            is_half = dtype == torch.bfloat16
+            self._run = kernels.headstart_half_layers if is_half else kernels.headstart_float_layers
         self._kinds = [layer.angles or "" for layer in shape.layers]
-        self._structs = [_layer_struct(layer, shape, dtype) for layer in layers]
+        self._norms: list[Tensor] = []  # to which structs refer
+        self._structs = [self._layer_struct(layer) for layer in layers]
         self._runs = (LayerRun * len(layers))()
         for run, struct in zip(self._runs, self._structs, strict=True):
             run.layer = ctypes.addressof(struct)
@@ -87,11 +104,13 @@ class CompiledLayers:
         for all.
         """
         rows = len(hidden)
-        if self._is_float and not 0 < rows < MANY_ROWS:
+        if self._is_float and not 0 < rows < self._end:
             return None
         count = len(self._layers) - (kept is not None and not self._is_float)
+        if self._is_float:
+            angles = {kind: (cos.float(), sin.float()) for kind, (cos, sin) in angles.items()}
         if self._prepare(count, rows, angles, backend):
-            hidden = hidden.clone(memory_format=torch.contiguous_format)
+            hidden = hidden.to(self._product, copy=True, memory_format=torch.contiguous_format)
             self._run(
                 ctypes.addressof(self._runs),
                 count,
@@ -105,6 +124,7 @@ class CompiledLayers:
             for index in range(count):
                 hidden = self._layer(index, hidden, angles, backend, None)
         if self._is_float:
+            hidden = hidden.to(self._dtype)
             return hidden if kept is None else hidden.index_select(0, kept)
         for index in range(count, len(self._layers)):
             hidden = self._layer(index, hidden, angles, backend, kept)
@@ -151,28 +171,32 @@ class CompiledLayers:
         self._kernels.headstart_after_attention(address, *rows, threads)
         return out
 
-
-def _layer_struct(layer: DecoderLayer, shape: DecoderShape, dtype: torch.dtype) -> Layer:
-    activation = _ACTIVATIONS[shape.activation]
-    attention, struct = layer.self_attn, Layer(head_dim=shape.head_dim, activation=activation)
-    linears = {name: attention.get_submodule(f"{name}_proj") for name in "qkvo"}
-    linears |= {name: layer.mlp.get_submodule(f"{name}_proj") for name in ("gate", "up", "down")}
-    for name, module in linears.items():
-        setattr(struct, name, _struct(module, dtype))
-    norms = {"before": layer.input_layernorm, "after": layer.post_attention_layernorm}
-    if shape.norms == "around":
-        norms["attention_update"] = layer.post_attention_layernorm
-        norms["after"] = layer.pre_feedforward_layernorm
-        norms["mlp_update"] = layer.post_feedforward_layernorm
-    for name in "qk":
-        norm = getattr(attention, f"{name}_norm", None)
-        if isinstance(norm, RMSNorm):
-            norms[f"{name}_heads"] = norm
-    for name, norm in norms.items():
-        assert norm.weight.dtype == dtype and norm.weight.is_contiguous()
-        weight = norm.weight.data_ptr()
-        setattr(struct, name, Norm(weight, norm.variance_epsilon, shape.norm == "gemma"))
-    return struct
+    def _layer_struct(self, layer: DecoderLayer) -> Layer:
+        shape = self._shape
+        activation = _ACTIVATIONS[shape.activation]
+        attention, struct = layer.self_attn, Layer(head_dim=shape.head_dim, activation=activation)
+        linears = {name: attention.get_submodule(f"{name}_proj") for name in "qkvo"}
+        linears |= {
+            name: layer.mlp.get_submodule(f"{name}_proj") for name in ("gate", "up", "down")
+        }
+        for name, module in linears.items():
+            setattr(struct, name, _struct(module, self._product))
+        norms = {"before": layer.input_layernorm, "after": layer.post_attention_layernorm}
+        if shape.norms == "around":
+            norms["attention_update"] = layer.post_attention_layernorm
+            norms["after"] = layer.pre_feedforward_layernorm
+            norms["mlp_update"] = layer.post_feedforward_layernorm
+        for name in "qk":
+            norm = getattr(attention, f"{name}_norm", None)
+            if isinstance(norm, RMSNorm):
+                norms[f"{name}_heads"] = norm
+        for name, norm in norms.items():
+            weight = norm.weight.to(self._product)
+            assert norm.weight.dtype == self._dtype and weight.is_contiguous()
+            self._norms.append(weight)
+            address, epsilon = weight.data_ptr(), norm.variance_epsilon
+            setattr(struct, name, Norm(address, epsilon, shape.norm == "gemma"))
+        return struct
 
 
 def _struct(module: nn.Module, dtype: torch.dtype) -> Weight | None:

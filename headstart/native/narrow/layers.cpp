@@ -1,5 +1,9 @@
-// Decoder layers as in ../layer.cpp, for few float32 rows on CPUs with AVX2. Products and attention
-// use all threads, the operations between them one thread.
+// Decoder layers as in ../layer.cpp, with products of float32 rows, on CPUs with AVX2. Products and
+// attention use all threads, the operations between them one thread for few rows.
+//
+// With HALF, rows are bf16 stored as floats: each number that the layers' modules round to bf16 is
+// rounded here too, and K and V are bf16, which needs AVX-512. An MLP computes in float32, as its
+// module does.
 #include "../layer.h"
 
 #pragma GCC target("avx2,fma")
@@ -9,6 +13,7 @@
 
 using namespace headstart;
 
+extern "C" void headstart_attend(const AttentionStep*, const AttentionCall*);
 extern "C" void headstart_attend_float32(const AttentionStep*, const Call<float>*);
 extern "C" void headstart_attend_int8(const AttentionStep*, const Int8Call*);
 
@@ -24,6 +29,27 @@ extern "C" void headstart_float_linear(const Weight* weight, const float* x, int
 
 namespace {
 
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// Rounds to bf16 if HALF, to nearest.
+template <bool HALF>
+inline float stored(float x) {
+    if constexpr (!HALF) return x;
+    const uint32_t bits = bits_of(x), rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return std::isnan(x) ? std::numeric_limits<float>::quiet_NaN() : float_of(rounded & 0xffff0000);
+}
+
+template <bool HALF>
 void normalise(const float* x, int64_t width, const Norm& norm, float* out) {
     const auto* weight = static_cast<const float*>(norm.weight);
     __m256 squares = _mm256_setzero_ps();
@@ -34,19 +60,25 @@ void normalise(const float* x, int64_t width, const Norm& norm, float* out) {
     const float mean = total(squares) / static_cast<float>(width);
     const float scale = 1.0f / std::sqrt(mean + norm.epsilon);
     const float offset = norm.gemma ? 1.0f : 0.0f;
-    for (int64_t i = 0; i < width; i++) out[i] = (offset + weight[i]) * (x[i] * scale);
+    const bool gemma = norm.gemma != 0;
+    for (int64_t i = 0; i < width; i++) {
+        const float exact = x[i] * scale;
+        out[i] = stored<HALF>((offset + weight[i]) * (gemma ? exact : stored<HALF>(exact)));
+    }
 }
 
 // Normalises (if there is a norm) and rotates the heads of a row in place, as ../layer.cpp.
+template <bool HALF>
 void turn(float* row, int64_t width, int64_t dim, const Norm& norm, const float* cos,
           const float* sin) {
     for (float *head = row, *other = head + dim / 2; head < row + width;
          head += dim, other += dim) {
-        if (norm.weight != nullptr) normalise(head, dim, norm, head);
+        if (norm.weight != nullptr) normalise<HALF>(head, dim, norm, head);
         for (int64_t i = 0; i < dim / 2; i++) {
             const float first = head[i];
-            head[i] = first * cos[i] - other[i] * sin[i];
-            other[i] = other[i] * cos[i + dim / 2] + first * sin[i + dim / 2];
+            head[i] = stored<HALF>(stored<HALF>(first * cos[i]) - stored<HALF>(other[i] * sin[i]));
+            other[i] = stored<HALF>(stored<HALF>(other[i] * cos[i + dim / 2]) +
+                                    stored<HALF>(first * sin[i + dim / 2]));
         }
     }
 }
@@ -61,62 +93,123 @@ void multiply_gates(int64_t activation, float* gate, const float* up, int64_t co
     }
 }
 
-}  // namespace
+inline void narrow(const float* from, int64_t count, bf16* to) {
+    for (int64_t i = 0; i < count; i++) to[i] = static_cast<bf16>(bits_of(from[i]) >> 16);
+}
 
-// Runs hidden float [rows, inputs], in place, through `count` layers of the same widths.
-extern "C" void headstart_float_layers(const LayerRun* runs, int64_t count, float* hidden,
-                                       int64_t rows, int threads) {
+inline void widen(const bf16* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i++) to[i] = float_of(uint32_t{from[i]} << 16);
+}
+
+constexpr int64_t CHUNK = 256;     // rows in bf16 that are computed together, except for attention
+constexpr int64_t MANY_ROWS = 64;  // for which operations between products use all threads
+
+// Rows of q, k, v and attention's result, each [rows, elements], for all rows in this order.
+template <class Number>
+struct Projected {
+    Number *q, *k, *v, *attended;
+
+    Projected(Number* first, int64_t rows, int64_t queries, int64_t keys)
+        : q(first), k(q + rows * queries), v(k + rows * keys), attended(v + rows * keys) {}
+};
+
+// Runs hidden [rows, inputs], in place, through `count` layers of the same widths.
+template <bool HALF>
+void run_layers(const LayerRun* runs, int64_t count, float* hidden, int64_t rows, int threads) {
     const Layer& shape = *runs->layer;
     const int64_t width = shape.q.inputs, queries = shape.q.outputs, keys = shape.k.outputs;
-    const int64_t inner = (rows * shape.gate.outputs + LANES - 1) / LANES * LANES;
-    static thread_local Scratch memory;
-    float* gate = memory.take<float>(rows * (width + 2 * queries + 2 * keys) + 2 * inner);
-    float *up = gate + inner, *q = up + inner, *k = q + rows * queries, *v = k + rows * keys;
-    float *attended = v + rows * keys, *update = attended + rows * queries;
-    const auto multiply = [&](const Weight& weight, const float* x, float* out) {
-        headstart_float_linear(&weight, x, rows, out, threads);
+    const int64_t most = HALF ? std::min(rows, CHUNK) : rows;
+    const int64_t inner = (most * shape.gate.outputs + LANES - 1) / LANES * LANES;
+    static thread_local Scratch memory, half_memory;
+    float* gate = memory.take<float>(most * (width + 2 * queries + 2 * keys) + 2 * inner);
+    float *up = gate + inner, *update = up + inner;
+    const Projected<float> part(update + most * width, most, queries, keys);
+    bf16* halves = HALF ? half_memory.take<bf16>(2 * rows * (queries + keys)) : nullptr;
+    const Projected<bf16> all(halves, rows, queries, keys);
+    const int among = rows < MANY_ROWS ? 1 : threads;
+    const auto multiply = [&](const Weight& weight, const float* x, int64_t some, float* out) {
+        headstart_float_linear(&weight, x, some, out, threads);
     };
-    // Adds `update` to the rows, normalised if there is a norm for it.
-    const auto add = [&](const Norm& norm) {
-        for (int64_t r = 0; r < rows; r++) {
-            float *row = hidden + r * width, *more = update + r * width;
-            if (norm.weight != nullptr) normalise(more, width, norm, more);
-            for (int64_t i = 0; i < width; i++) row[i] += more[i];
-        }
+    const auto project = [&](const Weight& weight, const float* x, int64_t some, float* out) {
+        multiply(weight, x, some, out);
+        parallel_each(HALF ? among : 1, HALF ? some : 0, [&](int64_t r) {
+            float* row = out + r * weight.outputs;
+            for (int64_t i = 0; i < weight.outputs; i++) row[i] = stored<HALF>(row[i]);
+        });
     };
-    // Writes the normalised rows to `update`.
-    const auto begin = [&](const Norm& norm) {
-        for (int64_t r = 0; r < rows; r++)
-            normalise(hidden + r * width, width, norm, update + r * width);
+    // Adds `update` to rows, normalised if there is a norm for it.
+    const auto add = [&](float* to, int64_t some, const Norm& norm) {
+        parallel_each(among, some, [&](int64_t r) {
+            float *row = to + r * width, *more = update + r * width;
+            if (norm.weight != nullptr) normalise<HALF>(more, width, norm, more);
+            for (int64_t i = 0; i < width; i++) row[i] = stored<HALF>(row[i] + more[i]);
+        });
     };
-    for (int64_t i = 0; i < count; i++) {
-        const Layer& layer = *runs[i].layer;
-        const auto *cos = static_cast<const float*>(runs[i].cos),
-                   *sin = static_cast<const float*>(runs[i].sin);
-        begin(layer.before);
-        multiply(layer.q, update, q);
-        multiply(layer.k, update, k);
-        multiply(layer.v, update, v);
-        for (int64_t r = 0; r < rows; r++) {
-            const int64_t dim = layer.head_dim, angle = r * dim;
-            turn(q + r * queries, queries, dim, layer.q_heads, cos + angle, sin + angle);
-            turn(k + r * keys, keys, dim, layer.k_heads, cos + angle, sin + angle);
-        }
-        const auto attend = [&](auto call, auto function) {
-            call.set_rows(q, k, v, attended, queries, keys, layer.head_dim);
-            function(runs[i].step, &call);
+    // Writes normalised rows to `update`.
+    const auto begin = [&](const float* from, int64_t some, const Norm& norm) {
+        parallel_each(among, some, [&](int64_t r) {
+            normalise<HALF>(from + r * width, width, norm, update + r * width);
+        });
+    };
+    const auto before = [&](const LayerRun& run, int64_t row, int64_t some) {
+        const Layer& layer = *run.layer;
+        const int64_t dim = layer.head_dim;
+        const auto *cos = static_cast<const float*>(run.cos) + row * dim,
+                   *sin = static_cast<const float*>(run.sin) + row * dim;
+        begin(hidden + row * width, some, layer.before);
+        project(layer.q, update, some, part.q);
+        project(layer.k, update, some, part.k);
+        project(layer.v, update, some, part.v);
+        parallel_each(among, some, [&](int64_t r) {
+            float *q = part.q + r * queries, *k = part.k + r * keys, *v = part.v + r * keys;
+            turn<HALF>(q, queries, dim, layer.q_heads, cos + r * dim, sin + r * dim);
+            turn<HALF>(k, keys, dim, layer.k_heads, cos + r * dim, sin + r * dim);
+            if (!HALF) return;
+            narrow(q, queries, all.q + (row + r) * queries);
+            narrow(k, keys, all.k + (row + r) * keys);
+            narrow(v, keys, all.v + (row + r) * keys);
+        });
+    };
+    const auto after = [&](const Layer& layer, int64_t row, int64_t some) {
+        if (HALF) widen(all.attended + row * queries, some * queries, part.attended);
+        project(layer.o, part.attended, some, update);
+        add(hidden + row * width, some, layer.attention_update);
+        begin(hidden + row * width, some, layer.after);
+        multiply(layer.gate, update, some, gate);
+        multiply(layer.up, update, some, up);
+        parallel_each(among, (some * layer.gate.outputs + LANES - 1) / LANES, [&](int64_t i) {
+            multiply_gates(layer.activation, gate + i * LANES, up + i * LANES, LANES);
+        });
+        project(layer.down, gate, some, update);
+        add(hidden + row * width, some, layer.mlp_update);
+    };
+    for (const LayerRun* run = runs; run < runs + count; run++) {
+        const Layer& layer = *run->layer;
+        const auto attend = [&](auto call, auto function, const auto& rows_of) {
+            call.set_rows(rows_of.q, rows_of.k, rows_of.v, rows_of.attended, queries, keys,
+                          layer.head_dim);
+            function(run->step, &call);
         };
-        if (runs[i].call->key_scales == nullptr)
-            attend(*reinterpret_cast<const Call<float>*>(runs[i].call), headstart_attend_float32);
+        for (int64_t row = 0; row < rows; row += most) before(*run, row, std::min(most, rows - row));
+        if constexpr (HALF)
+            attend(*run->call, headstart_attend, all);
+        else if (run->call->key_scales != nullptr)
+            attend(*reinterpret_cast<const Int8Call*>(run->call), headstart_attend_int8, part);
         else
-            attend(*reinterpret_cast<const Int8Call*>(runs[i].call), headstart_attend_int8);
-        multiply(layer.o, attended, update);
-        add(layer.attention_update);
-        begin(layer.after);
-        multiply(layer.gate, update, gate);
-        multiply(layer.up, update, up);
-        multiply_gates(layer.activation, gate, up, inner);
-        multiply(layer.down, gate, update);
-        add(layer.mlp_update);
+            attend(*reinterpret_cast<const Call<float>*>(run->call), headstart_attend_float32, part);
+        for (int64_t row = 0; row < rows; row += most) after(layer, row, std::min(most, rows - row));
     }
+}
+
+}  // namespace
+
+extern "C" void headstart_float_layers(const LayerRun* runs, int64_t count, float* hidden,
+                                       int64_t rows, int threads) {
+    run_layers<false>(runs, count, hidden, rows, threads);
+}
+
+// The same for rows of bf16 stored as floats.
+extern "C" void headstart_half_layers(const LayerRun* runs, int64_t count, float* hidden,
+                                      int64_t rows, int threads) {
+    run_layers<true>(runs, count, hidden, rows, threads);
 }

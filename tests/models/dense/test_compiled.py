@@ -1,9 +1,10 @@
-"""Layers of float32 rows as one compiled call, against float64 and against their modules."""
+"""Layers with products of float32 as one compiled call, against float64 and their modules."""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from headstart.models.dense.compiled import CompiledLayers, compile_layers
 from headstart.models.dense.layer import DecoderLayer
 from headstart.models.dense.modules import ACTIVATIONS, LayerStep, RMSNorm
 from headstart.models.shapes import DecoderShape, LayerShape
-from headstart.native import avx2_library
+from headstart.native import avx2_library, library
 from headstart.weights.bf16 import MANY_ROWS, Bf16Weight
 from headstart.weights.format import Linear
 from headstart.weights.quantize import quantize
@@ -32,11 +33,11 @@ Angles = dict[str, tuple[Tensor, Tensor]]
 
 
 class RandomReader:
-    """Weights drawn by a seed, in bfloat16 or of a kind."""
+    """Weights drawn by a seed, in bfloat16 or of a kind; all other numbers are in `dtype`."""
 
-    def __init__(self, seed: int, kind: str) -> None:
+    def __init__(self, seed: int, kind: str, dtype: torch.dtype = torch.float32) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._kind = kind
+        self._kind, self._dtype = kind, dtype
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         weight = (self.draw(outputs, inputs) / inputs**0.5).bfloat16()
@@ -52,7 +53,7 @@ class RandomReader:
         return self.draw(*shape)
 
     def draw(self, *size: int) -> Tensor:
-        return torch.randn(size, generator=self._generator)
+        return torch.randn(size, generator=self._generator).to(self._dtype)
 
 
 @st.composite
@@ -161,12 +162,15 @@ class Step:
 
     def apart(self, expected: Tensor) -> float:
         """Return the distance of the compiled rows, relative to the expected rows."""
-        return float((self.compiled - expected).norm() / (1 + expected.norm()))
+        return float((self.compiled.double() - expected).norm() / (1 + expected.norm()))
 
 
 @dataclass
 class Pair:
-    """Random layers as modules and as one compiled call, each with separate memory."""
+    """Random layers as modules and as one compiled call, each with separate memory.
+
+    Rows are in bfloat16 if the memory is, otherwise in float32.
+    """
 
     shape: DecoderShape
     kind: str
@@ -174,18 +178,20 @@ class Pair:
     seed: int
 
     def __post_init__(self) -> None:
-        self._reader = RandomReader(self.seed, self.kind)
+        is_half = self.memory_dtype == torch.bfloat16
+        self._dtype = torch.bfloat16 if is_half else torch.float32
+        self._reader = RandomReader(self.seed, self.kind, self._dtype)
         count = len(self.shape.layers)
         self.layers = [DecoderLayer(self.shape, at, "", self._reader) for at in range(count)]
-        compiled, library = compile_layers(self.layers, self.shape, torch.float32), avx2_library()
-        assert isinstance(compiled, CompiledLayers) and library is not None
+        compiled, kernels = compile_layers(self.layers, self.shape, self._dtype), avx2_library()
+        assert isinstance(compiled, CompiledLayers) and kernels is not None
         self._compiled = compiled
         layout = LayerLayout(self.shape.kv_heads, self.shape.head_dim, self.shape.head_dim)
         self._backends = []
         for _ in range(2):
             memory = PagedKVMemory([layout] * count, NUM_BLOCKS, BLOCK, self.memory_dtype, "cpu")
             spoil(memory)
-            self._backends.append(NativeAttention(memory, library))
+            self._backends.append(NativeAttention(memory, kernels))
 
     def run(self, counts: list[int]) -> Iterator[Step]:
         """A step of `counts` rows, and one of a row more for each sequence."""
@@ -202,14 +208,15 @@ class Pair:
             assert found is not None and torch.equal(hidden, given_rows)
             x = hidden
             for layer in self.layers:
-                x = layer(x, LayerStep(self._backends[1], angles))
+                x = layer(x, LayerStep(self._backends[1], angles, hooked=False))
             for backend in self._backends:
                 backend.end_step()
             yield Step(plan, hidden, angles, found, x)
 
     def _angles(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         turns = torch.rand(rows, self.shape.head_dim, generator=generator) * 6.3
-        return among_nonfinite(turns.cos()), among_nonfinite(turns.sin())
+        cos, sin = (among_nonfinite(part.to(self._dtype)) for part in (turns.cos(), turns.sin()))
+        return cos, sin
 
 
 @contextmanager
@@ -242,8 +249,13 @@ def test_layers_are_those_of_float64_and_of_their_modules(
             assert step.apart(exact.run(step.rows.double(), step.angles, step.plan)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int5", "int4"])
-@pytest.mark.parametrize("memory_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize(
+    ("kind", "memory_dtype"),
+    [
+        *(("bfloat16", dtype) for dtype in (torch.float32, torch.int8)),
+        *product(["int8", "int5", "int4"], [torch.float32, torch.int8, torch.bfloat16]),
+    ],
+)
 @given(shape=shapes(), counts=COUNTS, seed=SEEDS, threads=THREADS)
 def test_layers_that_round_numbers_are_their_modules(
     kind: str,
@@ -256,8 +268,10 @@ def test_layers_that_round_numbers_are_their_modules(
     """One of many draws must have the modules' rows; with a wrong layer none has them.
 
     Where a number in 8 bits is a near tie and goes the other way in the modules, so do later ones:
-    such a draw is a little apart, and none is far.
+    such a draw is a little apart, and none is far. In bfloat16 the same is true of every number.
     """
+    if memory_dtype == torch.bfloat16 and library() is None:
+        pytest.skip("no compiled kernels for bfloat16 here")
     with on_threads(threads):
         for at in range(ATTEMPTS):
             pair = Pair(shape, kind, memory_dtype, seed + at)
@@ -288,12 +302,12 @@ def test_output_rows_are_those_of_all_and_many_rows_are_left_to_modules() -> Non
     reader = RandomReader(1, "bfloat16")
     layers = [DecoderLayer(SHAPE, at, "", reader) for at in range(2)]
     compiled = compile_layers(layers, SHAPE, torch.float32)
-    library = avx2_library()
-    assert compiled is not None and library is not None
+    kernels = avx2_library()
+    assert compiled is not None and kernels is not None
     blocks = list(range(-(-MANY_ROWS // BLOCK)))
     layouts = [LayerLayout(2, 12, 12)] * 2
     memory = PagedKVMemory(layouts, len(blocks), BLOCK, torch.float32, "cpu")
-    backend = NativeAttention(memory, library)
+    backend = NativeAttention(memory, kernels)
     for rows in (5, MANY_ROWS - 1, MANY_ROWS):
         plan = StepPlan(torch.arange(rows), (Span(0, rows, rows, blocks),))
         hidden, turns = reader.draw(rows, 48), reader.draw(rows, 12)
@@ -308,6 +322,31 @@ def test_output_rows_are_those_of_all_and_many_rows_are_left_to_modules() -> Non
             assert torch.equal(some, found[kept])
         else:
             assert found is None and some is None
+
+
+@pytest.mark.skipif(library() is None, reason="no compiled kernels for bfloat16 here")
+def test_rows_in_bfloat16_have_the_same_bits_in_steps_of_any_size() -> None:
+    reader = RandomReader(1, "int8", torch.bfloat16)
+    layers = [DecoderLayer(SHAPE, at, "", reader) for at in range(2)]
+    compiled, kernels = compile_layers(layers, SHAPE, torch.bfloat16), library()
+    assert compiled is not None and kernels is not None
+    rows, blocks = 600, list(range(-(-600 // BLOCK)))
+    memory = PagedKVMemory([LayerLayout(2, 12, 12)] * 2, len(blocks), BLOCK, torch.bfloat16, "cpu")
+    backend = NativeAttention(memory, kernels)
+    hidden, turns = reader.draw(rows, 48), reader.draw(rows, 12)
+
+    def run(first: int, last: int) -> Tensor:
+        part = slice(first, last)
+        plan = StepPlan(torch.arange(first, last), (Span(0, last - first, last, blocks),))
+        backend.begin_step(plan)
+        out = compiled(hidden[part], {"": (turns[part].cos(), turns[part].sin())}, backend, None)
+        backend.end_step()
+        assert out is not None
+        return out
+
+    expected = run(0, rows)
+    edges = (0, 1, 300, 590, rows)
+    assert torch.equal(torch.cat([run(*edge) for edge in pairwise(edges)]), expected)
 
 
 @pytest.mark.parametrize(

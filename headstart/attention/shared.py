@@ -70,7 +70,7 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
     >>> plan.own_first
     (192, 192, 128)
     """
-    # The block of a span's last token is not shared, so every row reads some keys alone.
+    # The block of a span's last token is not shared, so no row has only shared keys.
     full = [span.block_ids[: (span.context - 1) // block_size] for span in spans]
     tables = [ids if isinstance(ids, list) else list(ids) for ids in full]
     order = sorted(range(len(spans)), key=tables.__getitem__)

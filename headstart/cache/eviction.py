@@ -392,7 +392,7 @@ class FairLru:
             yield next(cached[owner])
 
     def check(self) -> None:
-        """Raise AssertionError if a block counts for another owner than its identity's."""
+        """Raise AssertionError if a block counts for an owner other than its identity's."""
         assert self._num_cached == sum(map(len, self._cached.values())), (
             "cached blocks are miscounted"
         )

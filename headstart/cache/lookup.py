@@ -35,7 +35,7 @@ MAX_DEPTH = 16  # after a hit of more blocks, other adapters are not searched
 
 
 class PartialHit(NamedTuple):
-    """The first `num_rows` rows of a cached block are those of the sequence's next block."""
+    """A cached block whose first `num_rows` rows equal those of the sequence's next block."""
 
     block: KVCacheBlock
     num_rows: int
@@ -160,7 +160,7 @@ def find_continuation(index: PrefixIndex, sequence: TokenSequence, count: int) -
 def find_branch(sequence: TokenSequence, count: int) -> list[int]:
     """Return up to `count` tokens of the latest branch at the end of the sequence's hit.
 
-    The branch is of the same namespace, and is not the sequence itself. Empty without a hit.
+    The branch has the same namespace, and is not the sequence itself. Empty without a hit.
     """
     node, depth = sequence.node, sequence.num_reused
     for _ in range(sequence.num_indexed - depth):
@@ -227,7 +227,7 @@ def explain_end(
 
 
 def _find_other_adapter(index: PrefixIndex, computed: ComputedBlocks) -> RootNode | None:
-    """Return the root of another adapter and the same salt if it has more blocks of the sequence.
+    """Return the root of another adapter with the same salt, if it has more of the prefix cached.
 
     `MAX_ADAPTERS` and `MAX_DEPTH` bound the cost of an admission.
     """

@@ -14,8 +14,8 @@ saves: those since the checkpoint before it, counted `LAST` times for the last c
 The clock is the value of the checkpoint dropped last, so unused checkpoints lose value relative to
 new ones.
 
-Tiers store the checkpoints in `unsaved`. Of the checkpoints at regular intervals these are only the
-last one of a prompt that is at least half an interval before the prompt's end.
+Tiers store the checkpoints in `unsaved`. A prompt has at most one checkpoint of a regular interval
+there: the last one that is at least half an interval before the prompt's end.
 """
 
 from collections.abc import Sequence
@@ -149,8 +149,8 @@ class StatePool(LayerGroup):
     ) -> tuple[int, Checkpoint | None, str | None]:
         """Return the deepest checkpoint within `known` tokens and its position; see `LayerGroup`.
 
-        The writer of a deeper checkpoint is left out if that would save fewer than `MIN_GAIN`
-        tokens.
+        Also return the request that is writing a deeper checkpoint, or None if that checkpoint
+        would save fewer than `MIN_GAIN` more tokens.
         """
         sequence, blocks = computed.sequence, computed.blocks
         writer: str | None = None

@@ -1,9 +1,9 @@
 """The command line: `headstart run`, `chat`, `serve`, `cache`, `keys`, `models`, `replay`, ...
 
-Each error that headstart raises on purpose is one line on stderr with exit status 2, and so is a
-wrong call. After Ctrl-C the status is 130. If the reader of a pipe has ended, the command ends
-quietly with status 0. Replies go to stdout, the figures of `run` and `chat` to stderr, so that a
-reply can be piped.
+Each error that headstart raises on purpose is one line on stderr, with exit status 2. A wrong
+command or option has this status too. After Ctrl-C the status is 130. If the reader of a pipe has
+ended, the command ends quietly with status 0. Replies go to stdout, the figures of `run` and `chat`
+to stderr, so that a reply can be piped.
 """
 
 import os
@@ -59,7 +59,7 @@ class _Commands(click.Group):
     """A group of commands that shows each of headstart's errors as one line."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; the name of another program's command fails with a hint at ours."""
+        """Return a command; for the name of another program's command, fail with a hint."""
         if cmd_name in _ELSEWHERE:
             ctx.fail(f"no such command {cmd_name!r}; it is: headstart {_ELSEWHERE[cmd_name]}")
         return super().get_command(ctx, cmd_name)

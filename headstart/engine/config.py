@@ -161,7 +161,7 @@ def _quotas(root: Path) -> Iterator[float]:
         _, controllers, place = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # In a container this may be the host's path, of which only the last parts exist here.
+        # In a container this may be the host's path; then only its last parts exist here.
         group = Path(place.lstrip("/"))
         for part in (group, *group.parents):
             if controllers:

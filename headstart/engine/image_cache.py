@@ -430,7 +430,7 @@ class EncoderBudget:
             self.cache.leave((request, index), image)
 
     def _first(self, start: int) -> int:
-        """Return the first position that is computed when `start` is."""
+        """Return the first position that must be computed together with `start`."""
         return start if self._block_size is None else start // self._block_size * self._block_size
 
 

@@ -122,7 +122,7 @@ class Facade:
     manager: KVCacheManager = _part("engine.manager")
     """The cache manager, for the engine's thread."""
     tiers: Tiers | None = _part("engine.tiers")
-    """The tiers behind the pool, None for none."""
+    """The tiers behind the pool; None without tiers."""
     vllm_config: VllmView = _part("_view")
     """The configuration, in vLLM's names; its parts follow."""
     model_config: ModelView = _part("_view.model_config")

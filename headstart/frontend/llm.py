@@ -167,7 +167,7 @@ class LLM(SyncFacade):
         messages: dicts with "role" and "content", for the model's chat template. A content is a
         text or a list of OpenAI's parts, with images if the model has vision. In a later turn, a
         reply is recognized by its text and gets the token ids that were generated, even if
-        tokenizing it again gives others. Raises the same errors as `generate`.
+        tokenizing it again gives different ids. Raises the same errors as `generate`.
         """
         check_call(locals())
         make = partial(self.chats.prepare, template=TemplateOptions.pick(locals()))

@@ -1,8 +1,8 @@
 """LoRA adapters in PEFT's files. An adapter that is not fully supported is refused.
 
 `adapter_config.json` has the layers that an adapter changes, their ranks and scales. Training
-options are ignored. Options with another effect than adding `B @ A` to linear layers are refused,
-and so are unknown options of a later PEFT, unless they are off. Source: PEFT 0.18, `LoraConfig`,
+options are ignored. Options that do more than add `B @ A` to linear layers are refused, and so
+are unknown options of a later PEFT, unless they are off. Source: PEFT 0.18, `LoraConfig`,
 `check_target_module_exists`, `get_pattern_key`.
 
 An adapter's identity is a digest of the names, shapes, scales and bytes of its matrices, each field

@@ -174,8 +174,8 @@ def _check_keys(table: Mapping[str, Any], allowed: set[str], owner: str) -> None
 
 _SWITCHES = {"find_outputs", "autoregressive", "enable_prefix_caching"}
 _REFUSED = {
-    "dtype": "it is of the whole model: Omni(model, dtype=...)",
-    "device": "it is of the whole model: Omni(model, device=...)",
+    "dtype": "it applies to the whole model: Omni(model, dtype=...)",
+    "device": "it applies to the whole model: Omni(model, device=...)",
     "weights": "an omni model uses the checkpoint's weights unchanged",
     "encoder_cache_rows": "encoded audio and images are cached within cache_bytes",
     "max_images": "an omni model reads images by its own processor",
@@ -185,12 +185,12 @@ _REFUSED = {
     "max_lora_rank": "an omni model takes no adapters",
 }
 _OF_ALL = {
-    "enable_prefix_caching": "it is set next to a stage's options, or for all stages",
-    "num_threads": "it is of the process: among the options of all stages",
+    "enable_prefix_caching": "set it as a key of the stage, or for all stages",
+    "num_threads": "it applies to the process: set it in the options for all stages",
 }
 _OF_STORES = dict.fromkeys(
     ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"),
-    "blocks are named by those of the stage before: among the options of all stages",
+    "a stage needs the previous stage's blocks: set it in the options for all stages",
 )
 
 

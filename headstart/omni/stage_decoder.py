@@ -147,7 +147,7 @@ class StageDecoder(TransformersDecoder):
         if has_recurrent_layers(parts.text_model.config.get_text_config()):
             name = type(parts.text_model).__name__
             raise UnsupportedModelError(
-                f"{name} has recurrent layers; allowed in a stage: layers of attention alone"
+                f"{name} has recurrent layers; allowed in a stage: only layers of attention"
             )
         source = parts.checkpoint
         folder = source.folder if source is not None else None

@@ -57,8 +57,8 @@ class _Call:
 class Job:
     """A unit of work for a worker.
 
-    work: does it, and returns True if the job stays in the queue. spent: seconds of its calls of
-    stores so far. limit: the limit of `spent`. call: the current call of a store.
+    work: does the job, and returns True if the job stays in the queue. spent: seconds of its calls
+    of stores so far. limit: the limit of `spent`. call: the current call of a store.
     """
 
     work: Callable[[Any], bool]

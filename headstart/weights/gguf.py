@@ -253,7 +253,7 @@ class GGUFCheckpoint(Checkpoint):
                 self._tensors[name] = tensor
         rotated, query = metadata.get("rope.dimension_count"), self.shapes.get(_QUERY)
         if self._architecture in ("qwen35", "gemma4"):
-            rotated = None  # the head is partly rotated, or it is of another layer
+            rotated = None  # the head is rotated in part, or the number belongs to another layer
         if rotated is not None and query is not None and rotated * heads != query[0]:
             raise UnsupportedLayerError(f"{rotated} elements of each head are rotated, and not all")
 

@@ -87,8 +87,8 @@ class Grouped(NamedTuple):
 
         Steps become float16, in units of a power of two for each output. In these units the largest
         step is near 2048, or 256 with 8 bits, so starts are in the range of float16, to which they
-        are rounded. Steps that were float16 stay exact unless the output's largest is more than
-        2**21 times as large.
+        are rounded. Steps that were float16 stay exact unless the largest step of the output is
+        more than 2**21 times as large.
         """
         inputs = len(self.groups)
         padded = nn.functional.pad(self.groups, (0, -inputs % GROUP), value=-1).view(-1, GROUP)

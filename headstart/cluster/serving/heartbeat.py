@@ -56,7 +56,7 @@ async def send_heartbeats(handle: DeploymentHandle, server: str, silence: float)
             call = handle.broadcast("beat", server)
             async with asyncio.timeout(pause):  # `wait_for` may lose a cancellation
                 await call.results_async(return_exceptions=True)
-        except Exception as error:  # a replica hangs, or none runs
+        except Exception as error:  # a replica hangs, or no replica runs
             _LOG.info("a heartbeat did not reach every replica: %s", read_error(error))
 
 

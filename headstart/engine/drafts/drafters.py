@@ -20,7 +20,7 @@ class Drafter(Protocol):
 
 
 class TreeDrafter:
-    """Drafts of what followed the same tokens in an earlier request of the tenant."""
+    """Drafts of the tokens that followed the same tokens in an earlier request of the tenant."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -31,12 +31,13 @@ class TreeDrafter:
 
 
 class RepetitionDrafter:
-    """Drafts of what followed the latest three tokens when they last occurred.
+    """Drafts of the tokens that followed the latest three tokens when they last occurred.
 
-    They are searched in the request's own tokens, and before those in `earlier`, tokens of another
-    request. While new tokens repeat the text after such a place, drafts continue there. If a token
-    differs, such as a replaced word in a copy, and the latest three tokens did not occur, drafts
-    continue after that token. Costs constant time for each new token.
+    The three tokens are looked up in the request's own tokens, and in `earlier`, the tokens of
+    another request, which count as older. While new tokens repeat the text after such a place,
+    drafts continue there. If a token differs, such as a replaced word in a copy, and the latest
+    three tokens did not occur, drafts continue after that token. Costs constant time for each new
+    token.
     """
 
     def __init__(self, earlier: Sequence[int] = ()) -> None:
@@ -157,7 +158,7 @@ class Source:
         self._position = 0
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        """Return up to `count` tokens that may follow, and compare the last ones with what did."""
+        """Return up to `count` tokens that may follow, after measuring the previous draft."""
         for expected, token in zip(
             self._proposed, sequence.token_ids[self._position :], strict=False
         ):

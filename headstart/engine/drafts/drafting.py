@@ -5,8 +5,8 @@ is accepted if the sampler chooses it from the logits before it. So the answer, 
 the random numbers of each token are the same with and without drafts.
 
 Drafts come from the first of these sources that has any: the answer that the client expects; the
-tree of cached prefixes, which has what followed the same tokens in an earlier request of the
-tenant; the reply that the tiers have from an earlier process; the request's own tokens, which may
+tree of cached prefixes, in which an earlier request of the tenant continues the same tokens; the
+reply that the tiers have from an earlier process; the request's own tokens, which may
 have what followed the latest three before; and the latest request that branched off from the same
 prefix, such as the answer before an edit.
 

@@ -132,7 +132,7 @@ def _read_plain_angle(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
-    """Raise `UnsupportedLayerError` for a value of another type than its default."""
+    """Raise `UnsupportedLayerError` for a value whose type is not that of its default."""
     if name == "eos_token_id" or (value is None and name in _MAY_BE_NULL) or default is None:
         return
     wanted = (int, float) if isinstance(default, float) else type(default)

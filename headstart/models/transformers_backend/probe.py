@@ -1,6 +1,6 @@
 """Checks of a loaded model over paged K/V, before it serves requests.
 
-1. Its configuration: some kinds of layer have other state than K and V per token.
+1. Its configuration: some kinds of layer have more state than K and V per token.
 2. One recorded pass with attention replaced by zeros: gives the widths of each layer's K and V, and
    each layer's mask, which must equal the mask that we compute from positions.
 3. A prompt through transformers' own attention, and through ours cut into chunks, next to copies

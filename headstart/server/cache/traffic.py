@@ -247,7 +247,7 @@ def sort_key(tokens: Tokens) -> bytes:
 
 
 def count_common(first: Tokens, second: Tokens) -> int:
-    """Return the number of tokens that two prompts share from the first on."""
+    """Return the length of the common prefix of two prompts."""
     shorter = min(len(first), len(second))
     different = np.flatnonzero(first[:shorter] != second[:shorter])
     return int(different[0]) if len(different) else shorter

@@ -272,7 +272,7 @@ class ResponseAnswer(AnswerEvents):
         return self._event(step, "content_part", part=self._content(text), content_index=0)
 
     def _event(self, step: str, name: str = "", **data: Any) -> Event:
-        """Return an event of the last item; `name` defaults to that of the item's text."""
+        """Return an event of the last item. name: by default, the name for the item's text."""
         item = self._items[-1]
         if not name and self._open != "call":
             data |= {"content_index": 0} | ({"logprobs": []} if self._open == "content" else {})

@@ -201,9 +201,14 @@ def add_salt(key: BlockKey, salt: str) -> BlockKey:
     return BlockKey(_SALT_HEAD + struct.pack("<I", len(data)) + data + key)
 
 
+def has_salt(key: BlockKey) -> bool:
+    """Return True if a key begins with a salt."""
+    return key.startswith(_SALT_HEAD)
+
+
 def cut_salt(key: BlockKey) -> tuple[str | None, BlockKey]:
     """Return the salt at the beginning of a key, if any, and the key without it."""
-    if not key.startswith(_SALT_HEAD):
+    if not has_salt(key):
         return None, key
     end = _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key)[3]
     return key[_FRAME_HEAD.size : end].decode(), BlockKey(key[end:])

@@ -24,6 +24,7 @@ from headstart.cache.identity import (
     count_tokens,
     cut_salt,
     differs_in_item,
+    has_salt,
     read_tokens,
 )
 from headstart.cache.index import PrefixIndex
@@ -192,8 +193,10 @@ def _latest_child(
     All children of a public node are searched: with a limit, the result would depend on how many
     children belong to other salts.
     """
+    own = add_salt(BlockKey(b""), salt or "")
     for child in reversed(parent.children()):
-        if child.key != excluded and cut_salt(child.key)[0] in (None, salt):
+        key = child.key
+        if key != excluded and (key.startswith(own) or not has_salt(key)):
             return child
     return None
 

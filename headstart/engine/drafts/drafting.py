@@ -6,9 +6,9 @@ the random numbers of each token are the same with and without drafts.
 
 Drafts come from the first of these sources that has any: the answer that the client expects; the
 tree of cached prefixes, in which an earlier request of the tenant continues the same tokens; the
-reply that the tiers have from an earlier process; the request's own tokens, which may
-have what followed the latest three before; and the latest request that branched off from the same
-prefix, such as the answer before an edit.
+reply that the tiers have from an earlier process; the request's own tokens, in which the latest
+three may have occurred before; and the latest request that branched off from the same prefix, such
+as the answer before an edit.
 
 A draft of k tokens, each right with probability p, gives 1 + p + p^2 + ... + p^k tokens on average
 (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023). Each is a

@@ -4,8 +4,9 @@
     token     blank          blank       nothink  bos  eos  voice  pad  bos   frame 0 frame 1
     row       user's turns   answer 0-2  pad      pad  pad  pad    bos  3     4       5 ... eos pad
 
-Rows are the thinker's: of the user's turns, then of the answer's turn. From position U + 3 on, the
-token's embedding is added to the row; a frame's embedding is the sum of its codes' embeddings.
+Rows come from the thinker: first the rows of the user's turns, then those of the answer's turn.
+From position U + 3 on, the token's embedding is added to the row; a frame's embedding is the sum of
+its codes' embeddings.
 
 The talker generates a frame's first code. Then a small decoder predicts the frame's other codes,
 one after another, since the talker's next step needs them. It has no state between frames:
@@ -261,7 +262,10 @@ class CausalVocoder:
 
 
 def _reach(code2wav: Qwen3OmniMoeCode2Wav, delay: int) -> int:
-    """Return how many codes before a code influence its samples, which begin `delay` early."""
+    """Return the number of earlier codes on which the samples of a code depend.
+
+    These samples begin `delay` samples before the code.
+    """
     position = -delay
     for part in (code2wav.decoder, code2wav.upsample):
         for module in reversed(list(part.modules())):
@@ -350,7 +354,10 @@ class FrameTalkerFeed(TalkerFeed):
             frame += 1
 
     def _row(self, index: int) -> Tensor | None:
-        """Return the answer's row, `eos` or `pad` after its end, None if it has not arrived."""
+        """Return a row of the answer, or None if it has not arrived.
+
+        After the last row of the answer, return `eos` once, then `pad`.
+        """
         if index < len(self._answer):
             return self._answer[index]
         if not self._ended:

@@ -242,7 +242,9 @@ def _read_description(
     dtype = dtype.get("_data") if isinstance(dtype, Mapping) else dtype
     dtype = "int8" if kind == "Int8Tensor" else dtype
     if dtype not in ("int8", "int4"):
-        raise UnsupportedLayerError(f"its weights are torchao's of {dtype!r}, and not int8 or int4")
+        raise UnsupportedLayerError(
+            f"its weights have torchao's dtype {dtype!r}; allowed: int8, int4"
+        )
     _check_named_parts(parts, fields.get("_tensor_data_names"), text)
     shape, group = _fit_blocks(parts, data.get("block_size"), text)
     return shape, 8 if dtype == "int8" else 4, group

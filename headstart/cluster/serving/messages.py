@@ -28,7 +28,7 @@ try:
         RayTaskError,
     )
 
-    # Ray stores a large part of an answer on the replica's machine, with which it may be lost.
+    # Ray stores large parts of an answer on the replica's machine. They are lost if it dies.
     _LOST: tuple[Any, ...] = (RayActorError, NodeDiedError, ObjectLostError)
 except ModuleNotFoundError:  # without Ray nothing raises these
     ActorDiedError = RayTaskError = ()
@@ -107,7 +107,7 @@ class PromptResult(NamedTuple):
 
 
 class OutputDelta(NamedTuple):
-    """Tokens of one of a request's answers: its number, and the first token's position in it."""
+    """Tokens of one answer. number: the answer's number. start: position of the first token."""
 
     number: int
     start: int
@@ -130,7 +130,7 @@ class RequestDelta(NamedTuple):
     """New tokens of a request; only the first part has a `head`.
 
     Parts may overlap. A part can be ignored if tokens before it are missing, because the last part
-    has all tokens that the first part does not have. drafts: the request's drafted and accepted
+    has all tokens after those of the first part. drafts: the request's drafted and accepted
     tokens so far.
     """
 
@@ -211,7 +211,7 @@ class RequestDelta(NamedTuple):
 
 
 class Follow(NamedTuple):
-    """A subscription of a server, `follower`, to a replica, by its name in Ray Serve."""
+    """A subscription of the server `follower` to a replica, which has its name in Ray Serve."""
 
     replica: str
     follower: str
@@ -230,7 +230,7 @@ class Report(NamedTuple):
 
 
 def has_died(error: Exception) -> bool:
-    """Return True for a replica that died; an unreachable replica may return."""
+    """Return True if the replica died. A replica that is only unreachable may answer again."""
     return isinstance(error, ActorDiedError)
 
 
@@ -248,5 +248,5 @@ def read_error(error: Exception) -> HeadstartError:
         return EngineError(f"a replica failed with {type(cause).__name__}: {cause}")
     if isinstance(error, HeadstartError):
         return error
-    # Ray's own, such as an application that was deleted meanwhile.
+    # An error of Ray, for example because the application was deleted.
     return EngineError(f"the replicas cannot be called: {type(error).__name__}: {error}")

@@ -34,7 +34,7 @@ class PathSegment(NamedTuple):
 
     A segment also ends where public blocks end, so all its blocks have one owner: `namespace`.
 
-    parent: index of the segment before it, -1 for none. start: number of blocks before it. keys,
+    parent: index of the segment before it, or -1. start: number of blocks before it. keys,
     ids: the keys and ids of its cached blocks. num_held: the number of its blocks that requests
     hold.
     """

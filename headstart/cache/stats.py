@@ -105,7 +105,7 @@ class PrefixCacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Hit tokens per queried token of first admissions; 0 without any."""
+        """Hit tokens per queried token of first admissions; 0 if no token was queried."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     def admit(self, sequence: TokenSequence, hit_tokens: int, missed: MissExplanation) -> None:

@@ -466,7 +466,7 @@ class SentImages(NamedTuple):
 
 
 def send_images(fingerprint: bytes, extras: PromptExtras | None) -> SentImages | None:
-    """Return the images of a prompt that this process made, with their pixels; None without any."""
+    """Return the images of a prompt that this process made, with pixels; None without images."""
     if extras is None or not isinstance(extras.embeddings, PromptImages):
         return None
     images = [

@@ -23,7 +23,7 @@ class OutputConstraint(NamedTuple):
     """A constraint as text; the key of its compiled grammar.
 
     kind: json, regex, choice (a JSON list), grammar or structural_tag. whitespace: a regular
-    expression for the white space between JSON's tokens, "" for none.
+    expression for the white space between JSON's tokens; "" allows no white space.
     """
 
     kind: str

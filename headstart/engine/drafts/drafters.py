@@ -16,7 +16,7 @@ class Drafter(Protocol):
     """A source of tokens that may follow a request's tokens. Its state is of this request."""
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        """Return up to `count` tokens that may follow the sequence's tokens; empty for none."""
+        """Return up to `count` tokens that may follow the sequence's tokens, possibly none."""
 
 
 class TreeDrafter:
@@ -26,7 +26,7 @@ class TreeDrafter:
         self._manager = manager
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        """Return up to `count` tokens of the tree of cached prefixes; empty for none."""
+        """Return up to `count` tokens of the tree of cached prefixes, possibly none."""
         return self._manager.draft(sequence, count)
 
 
@@ -49,7 +49,7 @@ class RepetitionDrafter:
         self._may_skip = False  # if the next token differs, drafts may continue after it
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        """Return up to `count` tokens that may follow the sequence's tokens; empty for none."""
+        """Return up to `count` tokens that may follow the sequence's tokens, possibly none."""
         tokens = self._tokens
         new = sequence.token_ids[len(tokens) - self._start :]
         tokens += new
@@ -96,7 +96,7 @@ class AnswerDrafter:
         self._follows = True  # the answer continues there
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        """Return up to `count` tokens that may follow the sequence's tokens; empty for none."""
+        """Return up to `count` tokens that may follow the sequence's tokens, possibly none."""
         self._text = self._text or _as_text(self._expected)
         if not self._text:
             return []

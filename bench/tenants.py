@@ -146,7 +146,7 @@ def measure(options: argparse.Namespace, prefix: str) -> None:
         ),
         (
             *("answers", "demo", ask_answer, options.answers),
-            ["--public-prefix", prefix, "--speculation", "16"],
+            ["--public-prefix", prefix, "--speculation", "15"],
         ),
     ]
     table = Table("", "tenants", "by", "AUC", "limit", "standard error of guessing")

@@ -11,7 +11,7 @@ from headstart.engine.params import SEEDS
 from headstart.errors import ConfigError
 from headstart.validation import Either, Number, OneOf, check_fields, option
 
-MAX_DRAFT = 16  # tokens
+MAX_DRAFT = 15  # tokens
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _COUNTS = Number(int, 1)

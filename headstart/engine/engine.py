@@ -93,7 +93,7 @@ class EngineCore:
         on_cpu = self.model.device.type == "cpu"
         self._clock = time.thread_time if on_cpu else time.perf_counter
         if config.max_draft and hooks is None and states is None:
-            self.drafting = Drafting(self.manager, config.max_draft, self.max_model_len)
+            self.drafting = Drafting(self.manager, config, self.max_model_len)
         elif config.max_draft and config.speculation != "auto":
             _LOG.warning("speculation has no effect: recurrent layers and pipelines draft nothing")
         self._scheduler = Scheduler(

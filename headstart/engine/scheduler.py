@@ -161,7 +161,7 @@ class Scheduler:
         prompt_budget = self._max_prompt_tokens()
         append_slots, limited = self._manager.append_slots, self._limited
         if self._drafting is not None and self.running:
-            self._drafting.begin_step(len(self.running))
+            self._drafting.begin_step(self.running)
         scheduled: list[ScheduledTokens] = []
         index = 0
         while index < len(self.running) and budget:

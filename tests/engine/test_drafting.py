@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_smallest(tmp_path_factory.mktemp("model"))
 
 
-def load(folder: str | Path, speculation: int, **options: Any) -> LLM:
+def load(folder: str | Path, speculation: int | str, **options: Any) -> LLM:
     sizes: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "dtype": "float32"}
     llm = LLM(folder, speculation=speculation, debug=True, num_threads=1, **{**sizes, **options})
     return draft_always(llm)
@@ -216,7 +216,7 @@ def test_drafts_do_not_change_the_distribution(folder: Path) -> None:
 
 
 def test_a_repeated_prompt_takes_few_steps(folder: Path) -> None:
-    llm = load(folder, 16)
+    llm = load(folder, 15)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompt = [*range(3, 30)]
     [first] = llm.generate([prompt], params, use_tqdm=False)
@@ -232,7 +232,8 @@ def test_a_repeated_prompt_takes_few_steps(folder: Path) -> None:
     assert isinstance(by_position, engine_metrics.Vector)
     in_requests = [o.metrics.num_accepted_tokens for o in (first, output) if o.metrics is not None]
     assert sum(by_position.values) == accepted.value == sum(in_requests)
-    assert len(by_position.values) == llm.speculative_config.num_speculative_tokens == 16
+    drafts = llm.speculative_config
+    assert drafts is not None and len(by_position.values) == drafts.num_speculative_tokens == 15
     llm.close()
 
 
@@ -398,7 +399,7 @@ def test_a_prediction_is_followed_across_differences() -> None:
 
 
 def test_a_prediction_saves_steps_and_changes_nothing(folder: Path) -> None:
-    llm = load(folder, 16, enable_prefix_caching=False)
+    llm = load(folder, 15, enable_prefix_caching=False)
     prompt = list(range(3, 30))
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
@@ -534,7 +535,7 @@ def test_greedy_answers_have_the_bits_of_single_rows_by_default() -> None:
     """With the compiled kernels, neither drafts nor a hit of the whole prompt change a bit."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=2)
     answers = []
-    for speculation in ("off", 16):
+    for speculation in ("off", 15):
         llm = LLM(demo_model_path(), speculation=speculation, num_threads=1, num_blocks=64)
         draft_always(llm)
         for _ in range(2):
@@ -543,3 +544,18 @@ def test_greedy_answers_have_the_bits_of_single_rows_by_default() -> None:
         llm.close()
     assert output.metrics is not None and output.metrics.num_accepted_tokens > 20
     assert all(answer == answers[0] for answer in answers)
+
+
+def test_requests_that_share_attention_draft_only_with_a_number(folder: Path) -> None:
+    prompt, params = list(range(3, 83)), SamplingParams(temperature=0, max_tokens=8)
+    cases: list[tuple[int | str, bool]] = [("auto", False), (4, True)]
+    for speculation, drafts_together in cases:
+        llm = load(folder, speculation)
+        llm.generate([[*prompt, 5]], params, use_tqdm=False)
+        drafting = llm.engine.drafting
+        assert drafting is not None
+        llm.generate([[*prompt, 5], [*prompt, 5]], params, use_tqdm=False)
+        assert (drafting.num_drafted > 0) is drafts_together
+        llm.generate([[*prompt, 5]], params, use_tqdm=False)
+        assert drafting.num_drafted > 0
+        llm.close()

@@ -331,8 +331,8 @@ def test_drafts_are_configured_as_in_vllm() -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
     assert speculation(speculative_config=drafts) == 5
     assert speculation(speculative_config=drafts, speculation=5) == 5
-    assert speculation(speculative_config={"method": "suffix", "num_speculative_tokens": 64}) == 16
-    assert speculation(speculative_config={"method": "ngram"}) == 16
+    assert speculation(speculative_config={"method": "suffix", "num_speculative_tokens": 64}) == 15
+    assert speculation(speculative_config={"method": "ngram"}) == 15
     assert speculation(speculative_config=None, speculation=3) == 3
     with pytest.raises(ConfigError, match=r"^speculation is 3 and speculative_config is .*of the"):
         speculation(speculative_config=drafts, speculation=3)

@@ -80,7 +80,7 @@ def test_a_prediction_is_drafted_and_counted() -> None:
     """OpenAI's predicted outputs: the answer is the same, and the usage counts their tokens."""
     options = {"max_tokens": 60, "temperature": 0, "model": "tiny", "messages": MESSAGES}
     with (
-        running(speculation=16, enable_prefix_caching=False) as server,
+        running(speculation=15, enable_prefix_caching=False) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         draft_always(server.llm)

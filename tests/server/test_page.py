@@ -343,7 +343,7 @@ def test_a_reply_that_was_warm_from_the_start_says_what_it_saved(browser, served
 
 
 def test_accepted_drafts_are_shown(browser) -> None:  # type: ignore[no-untyped-def]
-    with running(num_blocks=512, speculation=16) as drafting:
+    with running(num_blocks=512, speculation=15) as drafting:
         draft_always(drafting.llm)
         page, problems = open_page(browser, drafting)
         costs = []

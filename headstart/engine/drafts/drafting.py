@@ -4,11 +4,11 @@ Decoding is limited by memory: a step reads all weights, for one row or for seve
 is accepted if the sampler chooses it from the logits before it. So the answer, its distribution and
 the random numbers of each token are the same with and without drafts.
 
-Drafts come from the first of these sources that has any: the answer that the client expects; the
-tree of cached prefixes, in which an earlier request of the tenant continues the same tokens; the
-reply that the tiers have from an earlier process; the request's own tokens, in which the latest
-three may have occurred before; and the latest request that branched off from the same prefix, such
-as the answer before an edit.
+Drafts come from the first of these sources with a draft that pays: the answer that the client
+expects; the tree of cached prefixes, in which an earlier request of the tenant continues the same
+tokens; the reply that the tiers have from an earlier process; the request's own tokens, in which
+the latest three may have occurred before; and the latest request that branched off from the same
+prefix, such as the answer before an edit.
 
 A draft of k tokens, each right with probability p, gives 1 + p + p^2 + ... + p^k tokens on average
 (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023). Each is a
@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from headstart.cache import KVCacheManager
+from headstart.engine.config import EngineConfig
 from headstart.engine.drafts.drafters import (
     AnswerDrafter,
     Drafter,
@@ -31,6 +32,7 @@ from headstart.engine.drafts.drafters import (
 from headstart.engine.request import Request
 from headstart.engine.step import Batch
 
+_SHARED = 40  # tokens; requests with fewer in common do not attend to them together
 _EARLIER = 2048  # tokens of another request that drafts are taken from
 _LENGTHS = (1, 3, 7, 15)  # with its own token, a request has as many rows as a size of `RowCost`
 # The least gain of a draft if several requests run. When the requests that draft have finished, the
@@ -93,23 +95,32 @@ class Drafting:
     accepted tokens by their position in a draft.
     """
 
-    def __init__(self, manager: KVCacheManager, max_tokens: int, max_model_len: int) -> None:
+    def __init__(self, manager: KVCacheManager, config: EngineConfig, max_model_len: int) -> None:
         self.num_drafts = self.num_drafted = self.num_accepted = 0
-        self.accepted_by_position = [0] * max_tokens
+        self.accepted_by_position = [0] * config.max_draft
         self.row_cost = RowCost()
         self._manager = manager
-        self._max_tokens = max_tokens
+        self._max_tokens = config.max_draft
         self._max_model_len = max_model_len
+        # A row that is attended to alone rounds differently from one in a group. Since measured
+        # times decide which rows are drafted, the same batch would give different answers.
+        shares = config.share_attention and not config.deterministic
+        self._avoids_sharing = shares and config.speculation == "auto"
         self._num_rows = 0  # of the next step, with the drafts so far
         self._num_tokens = 0.0  # that the next step is expected to give
         self._gain = 1.0  # the least gain of a draft
         self._pays = False
 
-    def begin_step(self, num_running: int) -> None:
-        """Begin the drafts of a step. num_running: requests that get a token."""
-        self._num_rows, self._num_tokens = num_running, num_running
-        self._gain = _GAIN if num_running > 1 else 1.0
+    def begin_step(self, running: Sequence[Request]) -> None:
+        """Begin the drafts of a step. running: the requests that get a token."""
+        self._num_rows, self._num_tokens = len(running), len(running)
+        self._gain = _GAIN if len(running) > 1 else 1.0
         self._pays = self._choose_length(_LIKELIEST, self._max_tokens) > 0
+        if self._pays and self._avoids_sharing:
+            index = _SHARED // self._manager.block_size
+            tables = (request.sequence.block_ids for request in running)
+            blocks = [table[index] for table in tables if len(table) > index]
+            self._pays = len(set(blocks)) == len(blocks)
 
     def propose(self, request: Request, budget: int) -> Sequence[int]:
         """Return a decoding request's draft. budget: tokens that the step may still compute."""
@@ -123,8 +134,8 @@ class Drafting:
             return ()
         for source in request.drafts or self._add_sources(request):
             tokens = source.propose(sequence, limit)
-            if tokens:
-                count = self._choose_length(source.acceptance, len(tokens))
+            count = self._choose_length(source.acceptance, len(tokens)) if tokens else 0
+            if count:
                 self._num_rows += count
                 self._num_tokens += expect_accepted(source.acceptance, count)
                 return tuple(tokens[:count])

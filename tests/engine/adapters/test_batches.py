@@ -98,7 +98,7 @@ def test_the_adapters_matter(world: World) -> None:
 
 
 def test_drafts_do_not_change_answers(llama: World) -> None:
-    llm = draft_always(llama.open(speculation=16))
+    llm = draft_always(llama.open(speculation=15))
     for _ in range(2):  # the second time all tokens are drafted
         assert answers(llm, llama.prompts, NAMES) == llama.expected
     assert llm.engine.drafting is not None

@@ -167,7 +167,7 @@ def test_greedy_equals_generate(oracle: Oracle, engines: Any, option: str) -> No
 
 @pytest.mark.parametrize("oracle", ["qwen2_5_vl"], indirect=True)
 def test_drafts_do_not_change_answers_about_images(oracle: Oracle, engines: Any) -> None:
-    llm = draft_always(engines(speculation=16))
+    llm = draft_always(engines(speculation=15))
     for _ in range(2):  # the second time all tokens are drafted
         check(oracle, llm, mixed(oracle))
     assert llm.engine.drafting.num_accepted >= 5 * (NEW_TOKENS - 2)

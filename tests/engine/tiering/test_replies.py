@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def opened(model: Path, folder: Path, **options: Any) -> Iterator[LLM]:
     llm = draft_always(
-        make_llm(model, debug=True, speculation=16, cache_dir=str(folder), **options)
+        make_llm(model, debug=True, speculation=15, cache_dir=str(folder), **options)
     )
     try:
         yield llm

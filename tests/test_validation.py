@@ -32,6 +32,7 @@ OWN_CHECK = {
     "bad_words",
     "logits_processors",
     "structured_outputs",
+    "prediction",
 }
 
 Make = Any
@@ -65,7 +66,7 @@ def _fits(name: str, kind: str, value: object) -> bool:
     """Return True if the annotation allows the value's type; another test covers ranges."""
     if name in ("logprobs", "prompt_logprobs") and value is True:
         return True  # is 1, as in vLLM
-    names = {"str": str, "bool": bool, "float": (int, float), "int": int}
+    names = {"int | str": int, "str": str, "bool": bool, "float": (int, float), "int": int}
     wanted = names[kind.removesuffix(" | None")]
     if isinstance(value, bool):
         return wanted is bool

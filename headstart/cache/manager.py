@@ -410,6 +410,12 @@ class KVCacheManager:
         """Return up to `count` tokens that another sequence has after this sequence's hit."""
         return find_branch(sequence, count)
 
+    def share_prefix(self, sequences: Sequence[TokenSequence], num_tokens: int) -> bool:
+        """Return True if two sequences hold the same block for token `num_tokens`."""
+        index = num_tokens // self.block_size
+        held = [s.block_ids[index] for s in sequences if len(s.block_ids) > index]
+        return len(set(held)) < len(held)
+
     # The index
 
     def _extend_to(self, sequence: TokenSequence, end: int) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[LLM]:
-    made = LLM("headstart-tiny", max_model_len=2048, num_blocks=400, debug=True)
+    options: dict[str, Any] = {"max_model_len": 2048, "num_blocks": 400, "speculation": "off"}
+    made = LLM("headstart-tiny", debug=True, **options)
     yield made
     made.close()
 
@@ -33,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[LLM]:
-    made = make_llm(folder, debug=True)
+    made = make_llm(folder, debug=True, speculation="off")
     yield made
     made.close()
 

@@ -25,7 +25,8 @@ LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
     folder: Path = save_smallest(tmp_path_factory.mktemp("mailbox"))
-    with closing(AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1)) as llm:
+    options: dict[str, Any] = {"num_blocks": 24, "num_threads": 1, "speculation": "off"}
+    with closing(AsyncLLM(folder, dtype="float32", **options)) as llm:
         yield llm
 
 

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -52,7 +53,8 @@ def test_what_slow_readers_do_not_read_is_bounded_and_goes_with_them(
     reader would grow with the square of its answer.
     """
     slow_ones = 3
-    with running(send_buffer=4096, num_blocks=512) as server, ExitStack() as stack:
+    options: dict[str, Any] = {"num_blocks": 512, "speculation": "off"}
+    with running(send_buffer=4096, **options) as server, ExitStack() as stack:
         num_others = count_outputs()  # of the servers of other tests
         expected = ask(server, max_tokens=8).json()["choices"]
         steps, watch = Steps(server, monkeypatch), Watch(server)

@@ -117,10 +117,8 @@ class Drafting:
         self._gain = _GAIN if len(running) > 1 else 1.0
         self._pays = self._choose_length(_LIKELIEST, self._max_tokens) > 0
         if self._pays and self._avoids_sharing:
-            index = _SHARED // self._manager.block_size
-            tables = (request.sequence.block_ids for request in running)
-            blocks = [table[index] for table in tables if len(table) > index]
-            self._pays = len(set(blocks)) == len(blocks)
+            sequences = [request.sequence for request in running]
+            self._pays = not self._manager.share_prefix(sequences, _SHARED)
 
     def propose(self, request: Request, budget: int) -> Sequence[int]:
         """Return a decoding request's draft. budget: tokens that the step may still compute."""

@@ -360,9 +360,11 @@ class StateMachine(RuleBasedStateMachine):
     @rule(pick=PICK, discards=st.booleans())
     def end(self, pick: int, discards: bool) -> None:
         sequence = self.running[pick % len(self.running)]
-        if discards:
+        if discards:  # after the model has written the step
+            for chunk in [c for c in self.engine._chunks if c[0] is sequence]:
+                self.engine.write(*chunk)
+                self.engine._chunks.remove(chunk)
             self.manager.discard([sequence])
-            self.engine._chunks = [c for c in self.engine._chunks if c[0] is not sequence]
         elif sequence in self.stepping:
             return
         else:

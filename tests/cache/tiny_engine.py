@@ -69,12 +69,16 @@ class TinyEngine:
             self.memory |= {target + row: content for row, content in enumerate(rows)}
         for sequence, start, stop in self._chunks:
             if sequence.blocks:
-                for at, slot in enumerate(sequence.slots(start, stop, size, -1), start):
-                    if slot >= 0:
-                        self.memory[slot] = self.content(sequence, at)
+                self.write(sequence, start, stop)
         self._slots = []
         self.manager.commit_step()
         self.end_step()
+
+    def write(self, sequence: TokenSequence, start: int, stop: int) -> None:
+        """Write the rows of a chunk."""
+        for at, slot in enumerate(sequence.slots(start, stop, self.size, -1), start):
+            if slot >= 0:
+                self.memory[slot] = self.content(sequence, at)
 
     def end_step(self) -> None:
         self._copies, self._chunks, self._slots = [], [], []

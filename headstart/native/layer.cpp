@@ -152,8 +152,8 @@ void after_attention(const Layer& layer, const bf16* attended, const bf16* hidde
     const auto update = [&](int64_t count, const bf16* x, const Weight& weight, const Norm& norm,
                             const bf16* residual, bf16* to) {
         const bool normed = norm.weight != nullptr;
-        project(count, Rows{x, weight.inputs, NO_NORM}, {{&weight, to, normed ? nullptr : residual}},
-                all, stages);
+        project(count, Rows{x, weight.inputs, NO_NORM},
+                {{&weight, to, normed ? nullptr : residual}}, all, stages);
         stages.finish(all);
         if (normed) normalise_update(to, residual, count, width, norm, thread, all, stages);
     };

@@ -190,14 +190,17 @@ void run_layers(const LayerRun* runs, int64_t count, float* hidden, int64_t rows
                           layer.head_dim);
             function(run->step, &call);
         };
-        for (int64_t row = 0; row < rows; row += most) before(*run, row, std::min(most, rows - row));
+        for (int64_t row = 0; row < rows; row += most)
+            before(*run, row, std::min(most, rows - row));
         if constexpr (HALF)
             attend(*run->call, headstart_attend, all);
         else if (run->call->key_scales != nullptr)
             attend(*reinterpret_cast<const Int8Call*>(run->call), headstart_attend_int8, part);
         else
-            attend(*reinterpret_cast<const Call<float>*>(run->call), headstart_attend_float32, part);
-        for (int64_t row = 0; row < rows; row += most) after(layer, row, std::min(most, rows - row));
+            attend(*reinterpret_cast<const Call<float>*>(run->call), headstart_attend_float32,
+                   part);
+        for (int64_t row = 0; row < rows; row += most)
+            after(layer, row, std::min(most, rows - row));
     }
 }
 

@@ -48,15 +48,16 @@ class RowCost:
     The sizes 1, 2, 4, 8, ... have an estimate each; between two sizes it is interpolated, and a
     step is measured for the nearest size. An estimate is the shortest of the last eight steps,
     since other work on the machine only makes a step longer. It is at least that of the next
-    smaller size and at most twice as much, which two steps would take. A size without steps is
-    expected to take a quarter more than the next smaller one, as usual while a step's time is that
-    of reading the weights. So drafts are tried, and the measured steps then decide. From time to
-    time larger sizes than the current one are forgotten and tried again, since the contexts, or the
-    load of the machine, may have changed.
+    smaller size and at most twice as much, which two steps would take. A size with fewer than three
+    steps is expected to take a quarter more than the next smaller one, as usual while a step's time
+    is that of reading the weights. So drafts are tried, and the measured steps then decide. From
+    time to time larger sizes than the current one are forgotten and tried again, since the
+    contexts, or the load of the machine, may have changed.
     """
 
     _PRIOR = 1.25  # of a size to the next smaller one
     _NUM_SIZES = 20
+    _LEAST = 3  # steps; the first of a size may take much longer
     _NUM_STEPS = 512  # until larger sizes are forgotten
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class RowCost:
         estimate = min(self._recent[smallest]) / self._PRIOR ** (smallest + 1)
         for size in range(self._NUM_SIZES):
             low, high, estimate = estimate, 2 * estimate, self._PRIOR * estimate
-            if size in self._recent and size > smallest:
+            if size > smallest and len(self._recent.get(size, ())) >= self._LEAST:
                 estimate = max(low, min(high, *self._recent[size]))
             self._estimates[size] = estimate
 

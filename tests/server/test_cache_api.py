@@ -165,7 +165,7 @@ def test_an_evicted_prompt_says_so(client: httpx.Client) -> None:
         ask(client, f"{count} " * 150)
     evicted = client.post("/cache/explain", json={"prompt": PEOPLE + "And?"}).json()
     assert evicted["reason"] == "evicted"
-    assert "of these were evicted" in evicted["text"]
+    assert "of these tokens were evicted" in evicted["text"]
     ask(client, PEOPLE + "And?")
     advice = client.get("/cache/advice").json()
     assert advice["memory"]["evicted_prompts"] == 1
@@ -204,7 +204,7 @@ def test_a_time_is_one_cause_whichever_digit_differs(client: httpx.Client) -> No
     assert fork["prompts"] == len(told) - 1 and fork["looks_like"] == "a date or time"
     usage = told[-1]["usage"]
     assert fork["tokens_computed_again"] > 0.8 * (len(told) - 1) * usage["prompt_tokens"]
-    assert re.search(r" at tokens \d+ to \d+ by ", fork["advice"])
+    assert re.search(r" at tokens \d+ to \d+ \(probably a date or time\)", fork["advice"])
 
 
 def test_a_fork_that_came_once_is_told_until_one_came_twice(client: httpx.Client) -> None:
@@ -214,15 +214,15 @@ def test_a_fork_that_came_once_is_told_until_one_came_twice(client: httpx.Client
     [fork] = client.get("/cache/advice").json()["forks"]
     assert fork["prompts"] == 1 and fork["looks_like"] == "a date or time"
     assert fork["advice"] == (
-        f"1 prompt parts from an earlier one at token {fork['position']} by what looks like a date "
-        "or time, and goes on alike (no fork came twice so far): moving it to the end would have "
+        f"1 prompt differs from an earlier prompt at token {fork['position']} (probably a date or "
+        "time) and continues with equal text: moving the differing text to the end would have "
         f"saved {fork['tokens_computed_again']} tokens"
     )
     assert fork["tokens_computed_again"] > 0.8 * told["usage"]["prompt_tokens"]
     for name in ("Zoe", "Yan", "Uma"):
         ask(client, f"A question for {name}: {PEOPLE}")
     [fork] = client.get("/cache/advice").json()["forks"]
-    assert fork["prompts"] == 2 and fork["advice"].startswith("2 prompts part from an earlier one")
+    assert fork["prompts"] == 2 and fork["advice"].startswith("2 prompts differ from")
 
 
 def test_a_block_that_is_not_there_is_not_found(client: httpx.Client) -> None:

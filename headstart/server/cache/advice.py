@@ -1,4 +1,4 @@
-"""Reasons of misses in words, and advice on the changes that would have saved most tokens."""
+"""Explanations of cache misses, and advice: changes that would have saved the most tokens."""
 
 from __future__ import annotations
 
@@ -12,18 +12,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.cache import MissExplanation, MissReason, Namespace
-from headstart.server.cache.traffic import Closest, Seen, Tokens, Traffic, count_again
+from headstart.server.cache.traffic import (
+    Closest,
+    PastPrompt,
+    Tokens,
+    Traffic,
+    count_repeated,
+)
 
-_BEFORE, _AFTER = 64, 512  # tokens shown to `describe_difference`
+_BEFORE, _AFTER = 64, 512  # tokens to decode before and after a difference
 _MOST_FORKS = 10
 _LONGEST_WORD = 16  # tokens
-_NUMBERED, _HEAD, _MOVED = 8, 40, 64  # tokens: a passage's number and head, and how far it moved
+# A passage begins with its number, of at most `_NUMBER` tokens. It counts as moved if its next
+# tokens, up to `_HEAD`, are in the other prompt at least `_MOVED` tokens after the difference.
+_NUMBER, _HEAD, _MOVED = 8, 40, 64
 
 
 class Adviser:
-    """Explains misses by the prompts that came before."""
+    """Explains misses by earlier prompts, and gives advice on them."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str] | None, block_size: int) -> None:
+        """Show texts of prompts by `decode`, or no texts if it is None."""
         self._decode = decode
         self._block_size = block_size
 
@@ -36,34 +45,34 @@ class Adviser:
     ) -> dict[str, Any]:
         """Return the reason why a prompt does not hit more tokens. missed: the cache's explanation.
 
-        closest: the closest earlier prompt, with the texts where the two differ; None if there is
-        none, or if it may not be shown.
+        The entry `closest` describes the closest earlier prompt and its first difference from this
+        prompt. It is None if no earlier prompt begins with the same token.
         """
         tokens = np.asarray(token_ids, np.int32)
         closest = traffic.closest(namespace, tokens)
         text, earlier = str(missed), None
         if closest is not None and closest.num_common:
             now = traffic.now()
-            seconds, difference = now - closest.seen.times.came, Difference()
-            text = f"the closest earlier prompt came {_ago(seconds)} and has the first "
-            text += f"{closest.num_common:,} of {len(tokens):,} tokens in common"
+            seconds, difference = now - closest.prompt.times.arrived, Difference()
+            text = f"the closest earlier prompt arrived {_ago(seconds)} and has the same first "
+            text += f"{closest.num_common:,} of {len(tokens):,} tokens"
             if closest.num_common < len(tokens):
                 difference = self._difference(tokens, closest)
             num_lost = closest.num_lost(missed.position, missed, now)
             if num_lost >= self._block_size:
                 missed = MissExplanation(MissReason.EVICTED, missed.position)
-                text += f"; since then {num_lost:,} of these were evicted"
+                text += f"; {num_lost:,} of these tokens were evicted since then"
             elif difference.looks_like not in (None, ENDS):
-                text += f"; what differs there looks like {difference.looks_like}"
+                text += f"; the difference looks like {difference.looks_like}"
             text = f"{missed}; {text}"
             earlier = {
-                "request_id": closest.seen.request_id,
+                "request_id": closest.prompt.request_id,
                 "common_tokens": closest.num_common,
                 "seconds_ago": round(seconds, 1),
                 **difference._asdict(),
             }
         elif missed.reason is not MissReason.SALT:  # prompts of another salt are not compared
-            text += "; no answered prompt begins like this one"
+            text += "; no recent prompt begins with the same token"
         return {
             "reason": missed.reason.name.lower(),
             "position": missed.position,
@@ -75,91 +84,95 @@ class Adviser:
         if self._decode is None:
             return Difference()
         start = closest.num_common
-        sides = tokens, closest.seen.tokens
+        sides = tokens, closest.prompt.tokens
         before = self._decode(tokens[max(0, start - _BEFORE) : start].tolist())
         here, there = (
-            # Decode the tokens before it too: a token's text may depend on the previous token.
+            # The text of a token may depend on the previous token, so decode from `_BEFORE` on.
             self._decode(side[max(0, start - _BEFORE) : start + _AFTER].tolist())[len(before) :]
             for side in sides
         )
         difference = describe_difference(before, here, there)
-        # Passages are longer than these texts. If two passages are swapped, the head of each one
-        # (possibly after a number) is found later in the other prompt. After an edit, that is true
-        # of at most one of them.
+        # Passages are longer than these texts. If two passages are swapped, the head of each is
+        # later in the other prompt. After an edit, at most one of the two heads is.
         if difference.looks_like == OTHER and all(
-            count_again(mine[start + _NUMBERED : start + _HEAD], theirs[start + _MOVED :])
+            count_repeated(mine[start + _NUMBER : start + _HEAD], theirs[start + _MOVED :])
             for mine, theirs in (sides, sides[::-1])
         ):
             return difference._replace(looks_like=PASSAGES)
         return difference
 
-    def sum_up(self, recent: Sequence[Sequence[Seen]]) -> dict[str, Any]:
-        """Return the causes that cost most tokens of each tenant's prompts.
+    def advise(self, recent: Sequence[Sequence[PastPrompt]]) -> dict[str, Any]:
+        """Return the causes that cost the most tokens. recent: each tenant's prompts, oldest first.
 
-        recent: each tenant's prompts, oldest first. If several prompts of a tenant begin to differ
-        at the same word, they count as one cause, even under different salts.
+        If several prompts of a tenant begin to differ at the same word, they have one cause, even
+        under different salts.
         """
-        forks: dict[tuple[Any, ...], list[Seen]] = defaultdict(list)
-        for place, prompts in enumerate(recent):
-            for seen in prompts:
-                if seen.num_lost < self._block_size and seen.num_again and seen.closest is not None:
-                    head = seen.tokens[: self._word_begins(seen.tokens, seen.closest.num_common)]
-                    forks[place, seen.namespace.adapter, head.tobytes()].append(seen)
+        forks: dict[tuple[Any, ...], list[PastPrompt]] = defaultdict(list)
+        for tenant, prompts in enumerate(recent):
+            for prompt in prompts:
+                closest = prompt.closest
+                if closest is None or not prompt.num_repeated:
+                    continue
+                if prompt.num_lost < self._block_size:
+                    head = prompt.tokens[: self._word_start(prompt.tokens, closest.num_common)]
+                    forks[tenant, prompt.namespace.adapter, head.tobytes()].append(prompt)
         # A cause that occurred once is reported only if no cause occurred twice.
         causes = [cause for cause in forks.values() if len(cause) > 1] or list(forks.values())
-        causes.sort(key=lambda cause: -sum(seen.num_again for seen in cause))
-        all_seen = [seen for prompts in recent for seen in prompts]
+        causes.sort(key=lambda cause: -sum(prompt.num_repeated for prompt in cause))
+        all_prompts = [prompt for prompts in recent for prompt in prompts]
         return {
-            "prompts": len(all_seen),
-            "prompt_tokens": sum(len(seen.tokens) for seen in all_seen),
-            "cached_tokens": sum(seen.num_cached for seen in all_seen),
+            "prompts": len(all_prompts),
+            "prompt_tokens": sum(len(prompt.tokens) for prompt in all_prompts),
+            "cached_tokens": sum(prompt.num_cached for prompt in all_prompts),
             "forks": [self._describe_fork(cause) for cause in causes[:_MOST_FORKS]],
-            "salts": [advice for seen in recent if (advice := _describe_salts(seen)) is not None],
+            "salts": [advice for prompts in recent if (advice := _describe_salts(prompts))],
         }
 
-    def _word_begins(self, tokens: Tokens, place: int) -> int:
-        """Return where the word with the token at `place` begins; `place` if no space is near.
+    def _word_start(self, tokens: Tokens, place: int) -> int:
+        """Return the start of the word with the token at `place`, or `place` if no space is near.
 
         Prompts that begin with a time may differ at any of its digits. Grouped by digit, this one
         cause would be reported as several.
         """
         if self._decode is None:
             return place
-        for begin in range(place, max(-1, place - _LONGEST_WORD), -1):
-            if self._decode([int(tokens[begin])])[:1].isspace():
-                return begin
+        for start in range(place, max(-1, place - _LONGEST_WORD), -1):
+            if self._decode([int(tokens[start])])[:1].isspace():
+                return start
         return place
 
-    def _describe_fork(self, cause: list[Seen]) -> dict[str, Any]:
-        forks = [(seen, seen.closest) for seen in cause if seen.closest is not None]
-        last, closest = forks[-1]
-        saved = sum(seen.num_again for seen in cause)
-        difference = self._difference(last.tokens, closest)
+    def _describe_fork(self, cause: list[PastPrompt]) -> dict[str, Any]:
+        closest = [prompt.closest for prompt in cause if prompt.closest is not None]
+        difference = self._difference(cause[-1].tokens, closest[-1])
         looks_like = difference.looks_like or OTHER
-        places = {closest.num_common for _, closest in forks}
+        saved = sum(prompt.num_repeated for prompt in cause)
+        places = {earlier.num_common for earlier in closest}
         position = f"token {min(places):,}"
         if len(places) > 1:
             position = f"tokens {min(places):,} to {max(places):,}"
-        part, on = f"{len(cause):,} prompts part", "go on alike"
+        differ, go_on = f"{len(cause):,} prompts differ", "continue"
         if len(cause) == 1:
-            part, on = "1 prompt parts", "goes on alike (no fork came twice so far)"
-        remedy = _REMEDIES.get(looks_like, "moving it to the end")
+            differ, go_on = "1 prompt differs", "continues"
+        advice = f"{differ} from an earlier prompt at {position}"
+        if looks_like != OTHER:
+            advice += f" (probably {looks_like})"
+        remedy = _REMEDIES.get(looks_like, "moving the differing text to the end")
+        advice += f" and {go_on} with equal text: {remedy} would have saved {saved:,} tokens"
+        if looks_like == OTHER:
+            advice += "; an edited turn needs no change"
         return {
-            "position": closest.num_common,
+            "position": closest[-1].num_common,
             "prompts": len(cause),
             "tokens_computed_again": saved,
             **difference._replace(looks_like=looks_like)._asdict(),
-            "advice": (
-                f"{part} from an earlier one at {position} by what looks like {looks_like}, "
-                f"and {on}: {remedy} would have saved {saved:,} tokens"
-            ),
+            "advice": advice,
         }
 
 
-def _describe_salts(seen: Sequence[Seen]) -> dict[str, Any] | None:
-    """Describe the cost of a tenant's equal prompts under several salts; None if there are none."""
-    equal: dict[tuple[str | None, bytes], dict[str | None, Seen]] = defaultdict(dict)
-    for prompt in seen:
+def _describe_salts(prompts: Sequence[PastPrompt]) -> dict[str, Any] | None:
+    """Return the cost of a tenant's equal prompts under several salts; None without any."""
+    equal: dict[tuple[str | None, bytes], dict[str | None, PastPrompt]] = defaultdict(dict)
+    for prompt in prompts:
         key = prompt.namespace.adapter, prompt.key
         equal[key].setdefault(prompt.namespace.salt, prompt)
     repeated = [prompt for salts in equal.values() for prompt in list(salts.values())[1:]]
@@ -167,20 +180,20 @@ def _describe_salts(seen: Sequence[Seen]) -> dict[str, Any] | None:
         return None
     salts = max(map(len, equal.values()))
     saved = sum(len(prompt.tokens) - 1 - prompt.num_cached for prompt in repeated)
-    part = f"{len(repeated):,} prompts equal" if len(repeated) > 1 else "1 prompt equals"
+    equals = f"{len(repeated):,} prompts equal" if len(repeated) > 1 else "1 prompt equals"
     return {
         "prompts": len(repeated),
         "salts": salts,
         "tokens_computed_again": saved,
         "advice": (
-            f"{part} an earlier one under another salt (up to {salts:,} salts), which shares "
-            f"nothing with it: one salt would have saved {saved:,} tokens"
+            f"{equals} an earlier prompt under another salt (up to {salts:,} salts), and salts "
+            f"share no K/V: one salt would have saved {saved:,} tokens"
         ),
     }
 
 
 def _ago(seconds: float) -> str:
-    """Return how long ago a prompt came, in words.
+    """Return a time span in words.
 
     >>> _ago(0.4), _ago(0.6), _ago(100)
     ('just now', '1 s ago', '2 min ago')
@@ -192,23 +205,22 @@ def _ago(seconds: float) -> str:
     return f"{seconds / 60:.0f} min ago" if seconds < 5400 else f"{seconds / 3600:.1f} h ago"
 
 
-ENDS = "one ends where the other goes on"
+ENDS = "one prompt is the beginning of the other"
 OTHER = "another text"
 PASSAGES = "the same passages in another order"
 _TOOLS = "the same tools in another order"
 _ENTRIES = "the same entries in another order"
 _SPACE = "white space"
 _REMEDIES = {
-    _TOOLS: "keeping one order of the tools",
-    _ENTRIES: "keeping one order of the entries",
-    PASSAGES: "sorting the passages, or moving them behind what stays the same,",
-    _SPACE: "writing it with the same white space",
-    OTHER: "if this is an edited turn, nothing needs to be done; otherwise moving it to the end",
+    _TOOLS: "sending the tools in one order",
+    _ENTRIES: "sending the entries in one order",
+    PASSAGES: "sorting the passages or moving them to the end",
+    _SPACE: "sending the same white space",
 }
-_AROUND = 80  # characters shown on either side
-_NEAR = 24  # characters in which a date or an id is looked for
-_FAR = 2000  # characters in which the same lines or keys in another order are looked for
-_MOST = 0.75  # share of the entries that must match; the last entry may be cut off
+_AROUND = 80  # characters to show before and after a difference
+_NEAR = 24  # characters to search for a date or an id
+_FAR = 2000  # characters to search for the same entries in another order
+_MOST = 0.75  # share of the entries that must be in both texts; the last may be cut off
 _MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
 _DAYS = "mon|tue|wed|thu|fri|sat|sun"
 _TIMES = re.compile(
@@ -222,13 +234,13 @@ _IDS = re.compile(
 )
 _KEYS = re.compile(r'"([^"\\]{1,80})"\s*:')
 _TOOL_WORDS = re.compile(r'"(parameters|input_schema|function)"')
-_NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # of tools, whose JSON keys are all equal
+_NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # tools have equal keys, but not names
 
 
 class Difference(NamedTuple):
-    """The text before a difference, the text of each prompt there, and the likely cause.
+    """The text before a difference, the text of each prompt from there on, and the likely cause.
 
-    All are None if texts may not be shown, or if one prompt is a prefix of the other.
+    All are None without a tokenizer, and if an earlier prompt begins with the whole prompt.
     """
 
     before: str | None = None
@@ -275,7 +287,7 @@ def _word(before: str, after: str) -> str:
 
 
 def _find_order(before: str, here: str, there: str) -> str | None:
-    """Return the kind of entries that are equal but in another order; None if they differ."""
+    """Return the kind of the entries if they differ only in their order; otherwise None."""
     line = before.rsplit("\n", 1)[-1]
     mine, theirs = line + here[:_FAR], line + there[:_FAR]
     if _is_moved(_NAMES.findall(mine), _NAMES.findall(theirs)):
@@ -288,7 +300,9 @@ def _find_order(before: str, here: str, there: str) -> str | None:
 
 
 def _is_moved(mine: list[str], theirs: list[str]) -> bool:
-    """Return True if most entries are in both lists, and each first entry comes later in the other.
+    """Return True if most entries are in both lists, in another order.
+
+    The first entry of each list after the common ones must come later in the other list.
 
     >>> _is_moved(["id", "a", "b"], ["id", "b", "a"]), _is_moved(["a", "b"], ["c", "b"])
     (True, False)
@@ -301,9 +315,9 @@ def _is_moved(mine: list[str], theirs: list[str]) -> bool:
     return (Counter(mine) & Counter(theirs)).total() >= _MOST * min(len(mine), len(theirs))
 
 
-_MOST_SAMPLES = 256  # evicted prompts to examine; if there are more, evenly spaced ones
-_SHARE = 0.9  # the advised size saves this share of the recomputed tokens
-_ANSWER = b""
+_MOST_SAMPLES = 256  # evicted prompts to examine, evenly spaced
+_SHARE = 0.9  # share of the recomputed tokens that the advised size saves
+_ANSWER = b""  # the key of a block whose tokens are unknown
 
 
 class PoolSize(NamedTuple):
@@ -315,23 +329,23 @@ class PoolSize(NamedTuple):
 
 
 def _number_blocks(
-    seen: Seen,
+    prompt: PastPrompt,
     numbers: dict[tuple[Namespace | int, bytes], int],
     fresh: Iterator[int],
     block_size: int,
 ) -> list[int]:
-    """Return numbers for the blocks of a prompt and its answer, equal for equal content.
+    """Return numbers for the blocks of a prompt and its answer. Equal blocks have equal numbers.
 
-    The tokens of answers are unknown. If a later prompt continues the conversation, its next
-    blocks are assumed to be the answer's.
+    The tokens of answers are unknown. The first later prompt that continues this prompt is assumed
+    to contain the answer, so its next blocks get the numbers of the answer's blocks.
     """
-    step = block_size * seen.tokens.itemsize
-    data = seen.tokens[: len(seen.tokens) // block_size * block_size].tobytes()
+    step = block_size * prompt.tokens.itemsize
+    data = prompt.tokens[: len(prompt.tokens) // block_size * block_size].tobytes()
     keys = [data[start : start + step] for start in range(0, len(data), step)]
-    keys += [_ANSWER] * (-(-seen.num_computed // block_size) - len(keys))
+    keys += [_ANSWER] * (-(-prompt.num_computed // block_size) - len(keys))
     path: list[int] = []
     for key in keys:
-        parent = path[-1] if path else seen.namespace
+        parent = path[-1] if path else prompt.namespace
         number = numbers.get((parent, key)) if key else None
         if number is None:
             number = numbers.pop((parent, _ANSWER), None) if key else None
@@ -343,41 +357,46 @@ def _number_blocks(
 
 
 def _reuse_distances(
-    prompts: Sequence[Seen], samples: Sequence[Seen], forgotten: float, block_size: int
+    prompts: Sequence[PastPrompt],
+    samples: Sequence[PastPrompt],
+    last_dropped: float,
+    block_size: int,
 ) -> Iterator[tuple[int, int]]:
-    """Yield the reuse distance of each evicted prefix in blocks, and its lost tokens.
+    """Yield the reuse distance in blocks and the lost tokens of each sample's evicted prefix.
 
-    The reuse distance is the number of blocks used between two uses of a prefix, plus its own
-    blocks. An LRU pool of that many blocks would not have evicted the prefix.
+    The reuse distance is the number of other blocks that were used between two uses of a prefix,
+    plus the prefix's blocks. An LRU pool of this size would not have evicted the prefix.
     """
     sample_ids = set(map(id, samples))
     by_content: dict[tuple[Namespace | int, bytes], int] = {}
     fresh = count()
     last_used: NDArray[np.float64] = np.full(0, -np.inf)
-    for seen in sorted(prompts, key=lambda seen: seen.times.looked_up):
-        numbers = np.array(_number_blocks(seen, by_content, fresh, block_size), np.int64)
+    for prompt in sorted(prompts, key=lambda prompt: prompt.times.looked_up):
+        numbers = np.array(_number_blocks(prompt, by_content, fresh, block_size), np.int64)
         num_new = max(0, int(numbers.max(initial=-1)) + 1 - len(last_used))
         last_used = np.pad(last_used, (0, num_new), constant_values=-np.inf)
-        if id(seen) in sample_ids and seen.closest is not None:
-            prefix = last_used[numbers[: seen.closest.num_common // block_size]]
-            if prefix[-1] > forgotten:
+        if id(prompt) in sample_ids and prompt.closest is not None:
+            prefix = last_used[numbers[: prompt.closest.num_common // block_size]]
+            if prefix[-1] > last_dropped:
                 since = np.count_nonzero(last_used > prefix[-1])
-                yield int(since + np.count_nonzero(prefix <= prefix[-1])), seen.num_lost
-        last_used[numbers] = np.maximum(last_used[numbers], seen.ended)
+                yield int(since + np.count_nonzero(prefix <= prefix[-1])), prompt.num_lost
+        last_used[numbers] = np.maximum(last_used[numbers], prompt.ended)
 
 
-def advise_memory(prompts: Sequence[Seen], forgotten: float, pool: PoolSize) -> dict[str, Any]:
+def advise_memory(
+    prompts: Sequence[PastPrompt], last_dropped: float, pool: PoolSize
+) -> dict[str, Any]:
     """Return how many more blocks would have saved most of the evicted tokens.
 
-    prompts: the prompts of all tenants. forgotten: the latest end of a prompt that is no longer
-    stored. Values are None if no reuse distance is known: the earlier use is older than
-    `forgotten`, or the prompts account for fewer blocks than the pool has.
+    prompts: the prompts of all tenants. last_dropped: see `Traffic`. The entries
+    for more blocks are None if no reuse distance is known and larger than the pool. A distance is
+    unknown if the earlier use ended before `last_dropped`.
     """
-    evicted = [seen for seen in prompts if seen.num_lost >= pool.block_size]
+    evicted = [prompt for prompt in prompts if prompt.num_lost >= pool.block_size]
     samples = evicted[:: -(-len(evicted) // _MOST_SAMPLES) or 1]
     more_blocks = saved = None
     if samples:
-        all_distances = _reuse_distances(prompts, samples, forgotten, pool.block_size)
+        all_distances = _reuse_distances(prompts, samples, last_dropped, pool.block_size)
         distances = sorted(entry for entry in all_distances if entry[0] > pool.num_blocks)
         if distances:
             sums = np.cumsum([lost for _, lost in distances])
@@ -386,7 +405,7 @@ def advise_memory(prompts: Sequence[Seen], forgotten: float, pool: PoolSize) -> 
             saved = int(sums[place]) * len(evicted) // len(samples)
     return {
         "evicted_prompts": len(evicted),
-        "tokens_computed_again": sum(seen.num_lost for seen in evicted),
+        "tokens_computed_again": sum(prompt.num_lost for prompt in evicted),
         "more_blocks": more_blocks,
         "more_bytes": more_blocks * pool.bytes_per_block if more_blocks is not None else None,
         "tokens_saved": saved,

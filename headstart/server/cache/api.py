@@ -1,4 +1,4 @@
-"""`/cache`: the state of the pool, explanations of hits, advice, prewarming and resets."""
+"""`/cache`: the state of the pool, explanations of misses, advice, prewarming and resets."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class CachePromptRequest(CacheFields, PromptFields):
     """A prompt: a text, token ids or messages.
 
-    The body of a completion or a chat is accepted too; its other fields have no effect.
-    `add_generation_prompt` adds the beginning of the model's reply to messages. Its default is
-    true for `explain`, as for a chat, and false for `prewarm`.
+    The whole body of a completion or chat is accepted. Fields that only change the answer have no
+    effect. `add_generation_prompt` adds the beginning of the model's reply to messages. Its default
+    is true for `explain`, and false for `prewarm`.
     """
 
     accepted = frozenset({*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields})
@@ -41,7 +41,7 @@ class CachePromptRequest(CacheFields, PromptFields):
 class CacheResetRequest(Body):
     """Options of a reset. reset_running_requests: preempt and recompute running requests.
 
-    reset_tiers: also forget the model's blocks on disk or on another machine.
+    reset_tiers: also remove the model's blocks from disk and from other machines.
     """
 
     reset_running_requests: Flag = False
@@ -50,7 +50,7 @@ class CacheResetRequest(Body):
 
 router = APIRouter(prefix="/cache")
 
-MAX_WATCHERS = 64  # streams of /cache/live at once
+MAX_WATCHERS = 64  # open streams of /cache/live
 
 
 @router.get("")
@@ -62,7 +62,7 @@ async def show_cache(request: Request) -> Response:
 
 @router.post("/explain")
 async def explain_prompt(body: CachePromptRequest, request: Request) -> Response:
-    """Explain what a prompt would hit, without running it."""
+    """Return how many tokens of a prompt would hit and why not more, without running it."""
     service = service_of(request)
     prepared = await prepare(service, body, request, begins_reply=True)
     sequence = prepared.requests[0].sequence
@@ -94,7 +94,7 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
 
 @router.post("/prewarm")
 async def prewarm_prompt(body: CachePromptRequest, request: Request) -> Response:
-    """Compute a prompt ahead of the requests that begin with it."""
+    """Compute and cache a prompt for later requests that begin with it."""
     service = service_of(request)
     prepared = await prepare(service, body, request, begins_reply=False)
     if body.retention:
@@ -113,18 +113,18 @@ async def prewarm_prompt(body: CachePromptRequest, request: Request) -> Response
 async def reset_cache(request: Request, body: CacheResetRequest | None = None) -> Response:
     """Empty the cache. Status 409 while requests run, unless `reset_running_requests` is set."""
     service = service_of(request)
-    reset_running = body is not None and body.reset_running_requests
-    tiers = body is not None and body.reset_tiers
-    done = True  # even if a tier does not answer: the pool is emptied first
+    options = body or CacheResetRequest()
+    is_empty = True  # also if the call raises: a tier fails only after the pool was emptied
     try:
-        done = await service.llm.reset_prefix_cache(
-            reset_running_requests=reset_running, reset_connector=tiers
+        is_empty = await service.llm.reset_prefix_cache(
+            reset_running_requests=options.reset_running_requests,
+            reset_connector=options.reset_tiers,
         )
     finally:
-        if done:
+        if is_empty:
             await service.llm.forget_inputs()
             await asyncio.to_thread(service.watch.clear)
-    if not done:
+    if not is_empty:
         raise ApiError(
             409,
             "requests are running; wait, or set reset_running_requests to compute them again",
@@ -134,7 +134,7 @@ async def reset_cache(request: Request, body: CacheResetRequest | None = None) -
 
 @router.get("/advice")
 async def show_advice(request: Request) -> Response:
-    """Show the changes that would have saved most tokens of the recent prompts.
+    """Show the changes that would have saved the most tokens of the recent prompts.
 
     With an administrator's key the advice covers the prompts of all tenants. With any other key it
     covers the prompts of the key's tenant, and `memory` is null, since evictions depend on other
@@ -146,17 +146,16 @@ async def show_advice(request: Request) -> Response:
 async def read_advice(request: Request) -> dict[str, Any]:
     """Return the advice that the caller may see. Raises ApiError (429) for a busy tenant."""
     service, tenant = service_of(request), tenant_of(request)
-    # Count it as a call of the tenant, to limit the threads that a busy tenant takes.
+    # Count this as a call of the tenant, which limits the threads that a tenant uses.
     with nullcontext() if tenant.is_admin else service.calls.call(tenant):
         return await asyncio.to_thread(service.watch.advise, tenant)
 
 
 @router.get("/live")
 async def stream_live(request: Request) -> Response:
-    """Stream the pool and the traffic, about one event a second.
+    """Stream snapshots of the pool and the recent requests, about one event a second.
 
-    Raises ApiError (429) for more than `MAX_WATCHERS` streams: a stream that its client does not
-    read buffers an event of about 200 KB.
+    At most 64 streams may be open (429), since each may buffer an event of about 200 KB.
     """
     service = service_of(request)
     live = service.live
@@ -188,10 +187,7 @@ async def show_block(block_id: int, request: Request) -> Response:
 async def prepare(
     service: Service, body: CachePromptRequest, request: Request, *, begins_reply: bool
 ) -> RequestGroup:
-    """Return a request of a body's prompt.
-
-    begins_reply: the default of `add_generation_prompt`.
-    """
+    """Return a request for a body's prompt. begins_reply: default of `add_generation_prompt`."""
     sampling = {"max_tokens": 1, "temperature": 0} | body.cache_sampling
     salt = service.salt(request, body.salt)
     name = service.new_id("prompt")

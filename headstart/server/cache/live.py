@@ -1,14 +1,15 @@
-"""The page's picture of the pool, made every second: cells colored by prefix, and the traffic.
+"""Snapshots of the pool for `/cache` and the page: blocks by state and owner, prefixes, requests.
 
-A snapshot of the pool takes time of the engine's thread. All viewers share a snapshot, and the next
-snapshot is made after fifty times the duration of the last one, so snapshots take at most 2 % of
-the thread's time. A pool of more than `MAX_CELLS` blocks is drawn with several blocks per cell.
+A snapshot takes time of the engine's thread. All viewers share a snapshot, and the next snapshot is
+made after fifty times the duration of the last one, so snapshots take at most 2 % of the thread's
+time. The map of a pool with more than `MAX_CELLS` blocks has several blocks per cell.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.cache import BlockKey, MissReason, Namespace, PathSegment, read_tokens
+from headstart.cache import MissReason, Namespace, PathSegment, read_tokens
 from headstart.cache.identity import PUBLIC, TOKEN_BYTES
-from headstart.server.cache.traffic import Seen
+from headstart.server.cache.traffic import PastPrompt
 
 if TYPE_CHECKING:
     from headstart.cache import KVCacheManager
@@ -30,12 +31,13 @@ MAX_CELLS = 8192
 EMPTY, CACHED, HELD = 0, 1, 2  # states of a cell
 _MOST_PREFIXES = 64
 _MOST_REQUESTS = 64
-_SHOWN_TOKENS = 48  # tokens shown of a prefix
-_SHOWN = 16  # characters shown of a salt or digest
-_SECONDS, _SHARE = 1.0, 50
+_SHOWN_TOKENS = 48  # tokens to show of a prefix
+_SHOWN = 16  # characters to show of a salt or digest
+_LEAST_PAUSE = 1.0  # seconds
+_PAUSE_RATIO = 50  # least ratio of the pause to the duration of a snapshot
 
 Tenancy = Mapping[str, tuple[str, str]] | None
-"""Kind and name of each tenant, by its own salt; None for a server without keys."""
+"""Kind and name of each tenant, by its salt; None for a server without keys."""
 
 
 class Live:
@@ -46,8 +48,8 @@ class Live:
         self._watch = watch
         self._tenants = tenants
         self._lock = asyncio.Lock()
-        self._began = -1e9  # when the last snapshot began, by `time.monotonic`
-        self._took = 0.0  # seconds that it took, in two threads together
+        self._began = -1e9  # start of the last snapshot, by `time.monotonic`
+        self._took = 0.0  # its duration in seconds: the sum of both threads
         self._shown: dict[str, Any] = {}
         self._segments: list[PathSegment] = []
         self.num_watchers = 0  # open streams of snapshots
@@ -55,17 +57,17 @@ class Live:
     @property
     def pause(self) -> float:
         """Seconds from one snapshot to the next."""
-        return max(_SECONDS, _SHARE * self._took)
+        return max(_LEAST_PAUSE, _PAUSE_RATIO * self._took)
 
     async def show(self, *, is_now: bool = False) -> dict[str, Any]:
-        """Return a snapshot of the pool and the traffic, at most `pause` seconds old.
+        """Return a snapshot of the pool and the recent requests, at most `pause` seconds old.
 
-        is_now: return a snapshot made after this call, even if that must wait.
+        is_now: return a snapshot that begins after this call, which may have to wait for it.
         """
         called = time.monotonic()
         async with self._lock:
             if is_now and self._began < called:
-                due = self._began + _SHARE * self._took
+                due = self._began + _PAUSE_RATIO * self._took
                 await asyncio.sleep(due - time.monotonic())
                 await self._refresh()
             elif time.monotonic() - self._began >= 0.9 * self.pause:
@@ -134,7 +136,7 @@ class Live:
 
 
 def _describe_engine(llm: AsyncLLM) -> dict[str, Any]:
-    """Return counts since the start, and the first requests of the batch; engine thread only."""
+    """Return counts since the start, and the running requests. Must run in the engine's thread."""
     stats = llm.manager.stats
     running, waiting = llm.requests
     drafting = llm.engine.drafting
@@ -214,7 +216,7 @@ def _count(
 
 
 def _count_checkpoints(manager: KVCacheManager) -> Counter[int]:
-    """Return the checkpoints of recurrent layers by the id of the block before them."""
+    """Return the number of recurrent layers' checkpoints after each block, by block id."""
     checkpoints = manager.states.checkpoints if manager.states is not None else ()
     nodes = (checkpoint.node for checkpoint in checkpoints)
     return Counter(node.block.block_id for node in nodes if node is not None and node.block)
@@ -234,9 +236,10 @@ def _choose(segments: Sequence[PathSegment]) -> list[int]:
 def _draw(
     num_blocks: int, segments: Sequence[PathSegment], held: Sequence[int], shown: set[int]
 ) -> dict[str, Any]:
-    """Return cells in the order of block ids, as runs of [cells, state, prefix or -1].
+    """Return the cells in the order of block ids, as runs of [cells, state, prefix or -1].
 
-    A cell of several blocks shows the first held block, or else the first cached block.
+    A cell of several blocks shows its first held block. Without a held block, it shows its first
+    cached block.
     """
     states: NDArray[np.int64] = np.full(num_blocks, EMPTY, np.int64)
     prefixes: NDArray[np.int64] = np.full(num_blocks, -1, np.int64)
@@ -259,48 +262,41 @@ def _draw(
 
 def count_hits(
     segments: Sequence[PathSegment],
-    places: Iterable[int],
-    prompts: Iterable[Seen],
+    places: Sequence[int],
+    prompts: Iterable[PastPrompt],
     block_size: int,
 ) -> Counter[int]:
     """Count the prompts that hit the first block of each segment, by the segment's index.
 
-    places: the indices to count; they include all parents. Only blocks of plain tokens are
-    compared. Keys with an image, or with a salt after a public prefix, cannot be rebuilt from a
-    stored prompt.
+    places: the indices to count, parents first; they include all parents. Only blocks of plain
+    tokens are compared. Keys with an image, or with a salt after a public prefix, cannot be rebuilt
+    from a stored prompt.
     """
-    # The index of each segment. Its key is the parent segment, the namespace (None unless the
-    # segment begins at the root), and the first block.
-    begins: dict[tuple[int, Namespace | None, BlockKey], int] = {}
-    for start in places:
-        segment = segments[start]
-        if segment.keys:  # otherwise its blocks were evicted
-            owner = segment.namespace if segment.parent < 0 else None
-            begins[segment.parent, owner, segment.keys[0]] = start
+    cached: dict[Namespace, list[bytes]] = {segments[place].namespace: [] for place in places}
+    for prompt in prompts:
+        num_tokens = prompt.num_cached // block_size * block_size
+        data = prompt.tokens[:num_tokens].astype("<i4").tobytes()
+        for namespace in {prompt.namespace, prompt.namespace._replace(salt=PUBLIC)}:
+            if namespace in cached:
+                cached[namespace].append(data)
+    for prefixes in cached.values():
+        prefixes.sort()
     hits: Counter[int] = Counter()
-    step = block_size * TOKEN_BYTES
-    for seen in prompts:
-        count = seen.num_cached // block_size  # at least one token is always computed
-        data = seen.tokens[: count * block_size].astype("<i4").tobytes()
-        owners: tuple[Namespace | None, ...]
-        owners = (seen.namespace._replace(salt=PUBLIC), seen.namespace)
-        parent, block = -1, 0
-        while block < count:
-            key = BlockKey(data[block * step : (block + 1) * step])
-            options = (begins.get((parent, owner, key)) for owner in owners)
-            place = next((place for place in options if place is not None), None)
-            if place is None:
-                break
-            hits[place] += 1
-            keys = segments[place].keys
-            parent, block, owners = place, block + len(keys), (None,)
-            if data[(block - 1) * step : block * step] != keys[-1]:
-                break
+    paths = {-1: b""}  # the tokens up to the end of each segment
+    for place in places:
+        segment = segments[place]
+        if not segment.keys or segment.parent not in paths:
+            continue  # blocks of the path were evicted
+        begin, prefixes = paths[segment.parent], cached[segment.namespace]
+        first = begin + segment.keys[0]
+        after = first + b"\xff" * TOKEN_BYTES  # greater than all that begin with `first`
+        hits[place] = bisect_left(prefixes, after) - bisect_left(prefixes, first)
+        paths[place] = begin + b"".join(segment.keys)
     return hits
 
 
 class _Owner(NamedTuple):
-    """The owner of blocks: the kind and name of a tenant or public prefix, or else a salt."""
+    """The owner of blocks: a tenant by kind and name, all tenants (kind "public"), or a salt."""
 
     adapter: str | None
     salt: str | None
@@ -309,7 +305,7 @@ class _Owner(NamedTuple):
 
 
 def _find_owner(namespace: Namespace, tenants: Tenancy) -> _Owner:
-    """Return the owner of a namespace: its tenant, even if a request has narrowed the salt.
+    """Return the owner of a namespace. A request may have narrowed the salt of its tenant.
 
     >>> _find_owner(Namespace(None, "d2a1/77f0"), {"d2a1": ("group", "research")})
     _Owner(adapter=None, salt=None, kind='group', name='research')

@@ -1,6 +1,6 @@
-"""The most recent prompts, to explain a miss by the closest earlier prompt.
+"""The most recent prompts, used to explain misses and for advice.
 
-Prompts of one namespace are sorted by their tokens. The prompt with the longest common prefix is
+The prompts of a namespace are sorted by their tokens. The prompt with the longest common prefix is
 next to the position at which a new prompt would be inserted, so a search compares two prompts.
 """
 
@@ -23,8 +23,8 @@ from headstart.cache import MissExplanation, MissReason, Namespace
 Tokens = NDArray[np.int32]
 _LOST = (MissReason.EVICTED, MissReason.UNSEEN, MissReason.TOKEN)
 _DIFFERENT = (MissReason.TOKEN, MissReason.ITEM, MissReason.UNSEEN)
-_FAR = 2048  # tokens after a difference in which moved text is searched
-_SPAN = 8  # tokens; shorter runs are not recognized at another position
+_FAR = 2048  # further tokens of the earlier prompt to search for repeated tokens
+_SPAN = 8  # least length of a run of repeated tokens
 _WEIGHTS: NDArray[np.int64] = np.array([31**n for n in range(_SPAN)], np.int64)
 _ONES: NDArray[np.int64] = np.ones(_SPAN, np.int64)
 _BY_KEY = attrgetter("key")
@@ -33,7 +33,7 @@ _BY_KEY = attrgetter("key")
 class Times(NamedTuple):
     """The times in seconds when a prompt arrived, was looked up, and had all its K/V."""
 
-    came: float = 0.0
+    arrived: float = 0.0
     looked_up: float = 0.0
     computed: float = 0.0
 
@@ -42,12 +42,13 @@ _NOW = Times()
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Seen:
+class PastPrompt:
     """A prompt that was answered.
 
-    key: bytes that sort like its tokens. num_again: computed tokens after the first difference
-    that the closest earlier prompt also contains. num_computed: tokens of prompt and answer with
-    K/V. ended: the end of the request, on the clock of `times`.
+    key: bytes that sort like its tokens. closest: the closest earlier prompt when it was answered.
+    num_repeated: computed tokens after the first difference that `closest` also contains.
+    num_computed: tokens of prompt and answer with K/V. ended: the end of the request, on the clock
+    of `times`.
     """
 
     request_id: str
@@ -58,33 +59,33 @@ class Seen:
     num_cached: int
     missed: MissExplanation | None
     closest: Closest | None
-    num_again: int
+    num_repeated: int
     num_computed: int
     ended: float
 
     @property
     def num_lost(self) -> int:
-        """Return how many tokens in common with the closest prompt were evicted since."""
+        """Return how many of the tokens shared with the closest prompt were evicted."""
         if self.closest is None:
             return 0
         return self.closest.num_lost(self.num_cached, self.missed, self.times.looked_up)
 
 
 class Closest(NamedTuple):
-    """An earlier prompt, and the length of its common prefix with another."""
+    """An earlier prompt, and the length of its common prefix with another prompt."""
 
-    seen: Seen
+    prompt: PastPrompt
     num_common: int
 
     def num_lost(self, num_cached: int, missed: MissExplanation | None, looked_up: float) -> int:
-        """Return how many of the common tokens were evicted: all but `num_cached`.
+        """Return how many of the common tokens were evicted: all beyond `num_cached`, or none.
 
-        The cache remembers only some evictions. If it reports none, the tokens count as evicted
-        only if the earlier prompt was computed before the lookup.
+        The cache remembers only some evictions. If it reports another reason, the tokens count as
+        evicted only if the earlier prompt was computed before the lookup.
         """
         if missed is None or missed.reason not in _LOST:
             return 0
-        if missed.reason is not MissReason.EVICTED and self.seen.times.computed > looked_up:
+        if missed.reason is not MissReason.EVICTED and self.prompt.times.computed > looked_up:
             return 0
         return max(0, self.num_common - num_cached)
 
@@ -92,7 +93,8 @@ class Closest(NamedTuple):
 class Traffic:
     """The most recent prompts: at most `max_prompts`, with at most `max_tokens` tokens in all.
 
-    Not thread-safe. `clock` returns seconds.
+    Not thread-safe. clock: returns seconds. last_dropped: the time at which the last of the dropped
+    prompts ended, or -inf.
     """
 
     def __init__(
@@ -104,13 +106,13 @@ class Traffic:
         self._max_prompts = max_prompts
         self._max_tokens = max_tokens
         self.now = clock
-        self._recent: deque[Seen] = deque()
+        self._recent: deque[PastPrompt] = deque()
         self._num_tokens = 0
-        self._sorted: dict[Namespace, list[Seen]] = {}  # the latest of equal prompts, by key
-        self.forgotten = -inf  # when the last prompt that is no longer stored ended
+        self._sorted: dict[Namespace, list[PastPrompt]] = {}  # the latest of equal prompts, by key
+        self.last_dropped = -inf
 
     @property
-    def recent(self) -> list[Seen]:
+    def recent(self) -> list[PastPrompt]:
         """All stored prompts, oldest first."""
         return list(self._recent)
 
@@ -123,23 +125,20 @@ class Traffic:
         missed: MissExplanation | None,
         ago: Times = _NOW,
         num_generated: int = 1,
-    ) -> Seen:
-        """Store a prompt that was answered just now; `ago` has its times, in seconds ago.
-
-        The time is proportional to the prompt's length.
-        """
+    ) -> PastPrompt:
+        """Store a prompt that was answered just now. ago: how many seconds ago its times were."""
         now, tokens = self.now(), np.asarray(token_ids, np.int32)
         closest = self.closest(namespace, tokens)
-        num_again = 0
+        num_repeated = 0
         if closest is not None:
-            # Drop the closest prompt's own closest prompt. Otherwise all earlier prompts would stay
-            # in memory as a chain.
-            closest = closest._replace(seen=replace(closest.seen, closest=None, key=b""))
+            # Without its own `closest`. Otherwise all earlier prompts would stay in memory.
+            closest = closest._replace(prompt=replace(closest.prompt, closest=None, key=b""))
             if missed is not None and missed.reason in _DIFFERENT:
                 new_tokens = tokens[max(closest.num_common, num_cached) :]
                 stop = closest.num_common + len(new_tokens) + _FAR
-                num_again = count_again(new_tokens, closest.seen.tokens[closest.num_common : stop])
-        seen = Seen(
+                earlier = closest.prompt.tokens[closest.num_common : stop]
+                num_repeated = count_repeated(new_tokens, earlier)
+        prompt = PastPrompt(
             request_id,
             namespace,
             tokens,
@@ -148,7 +147,7 @@ class Traffic:
             num_cached,
             missed,
             closest,
-            num_again,
+            num_repeated,
             len(tokens) + num_generated - 1,  # the K/V of the last token are not computed
             now,
         )
@@ -156,48 +155,48 @@ class Traffic:
             len(self._recent) >= self._max_prompts
             or self._num_tokens + len(tokens) > self._max_tokens
         ):
-            self._forget_oldest()
+            self._drop_oldest()
         if len(tokens) <= self._max_tokens:
             prompts = self._sorted.setdefault(namespace, [])
-            place = bisect_left(prompts, seen.key, key=_BY_KEY)
-            is_repeated = place < len(prompts) and prompts[place].key == seen.key
-            prompts[place : place + is_repeated] = [seen]
-            self._recent.append(seen)
+            place = bisect_left(prompts, prompt.key, key=_BY_KEY)
+            is_repeated = place < len(prompts) and prompts[place].key == prompt.key
+            prompts[place : place + is_repeated] = [prompt]
+            self._recent.append(prompt)
             self._num_tokens += len(tokens)
         else:
-            self.forgotten = now
-        return seen
+            self.last_dropped = now
+        return prompt
 
     def closest(self, namespace: Namespace, tokens: Tokens) -> Closest | None:
         """Return the stored prompt of the namespace with the longest common prefix."""
         prompts = self._sorted.get(namespace, [])
         place = bisect_left(prompts, sort_key(tokens), key=_BY_KEY)
         neighbors = prompts[max(0, place - 1) : place + 1]
-        matches = [Closest(seen, count_common(tokens, seen.tokens)) for seen in neighbors]
-        return max(matches, key=lambda m: (m.num_common, m.seen.times.came), default=None)
+        matches = [Closest(prompt, count_common(tokens, prompt.tokens)) for prompt in neighbors]
+        return max(matches, key=lambda m: (m.num_common, m.prompt.times.arrived), default=None)
 
     def clear(self) -> None:
-        """Forget every prompt."""
+        """Remove every prompt."""
         self._recent.clear()
         self._sorted.clear()
         self._num_tokens = 0
 
-    def _forget_oldest(self) -> None:
-        seen = self._recent.popleft()
-        self.forgotten = seen.ended
-        self._num_tokens -= len(seen.tokens)
-        prompts = self._sorted[seen.namespace]
-        place = bisect_left(prompts, seen.key, key=_BY_KEY)
-        if prompts[place] is seen:  # otherwise a later prompt has the same tokens
+    def _drop_oldest(self) -> None:
+        prompt = self._recent.popleft()
+        self.last_dropped = prompt.ended
+        self._num_tokens -= len(prompt.tokens)
+        prompts = self._sorted[prompt.namespace]
+        place = bisect_left(prompts, prompt.key, key=_BY_KEY)
+        if prompts[place] is prompt:  # otherwise a later prompt has the same tokens
             del prompts[place]
         if not prompts:
-            del self._sorted[seen.namespace]
+            del self._sorted[prompt.namespace]
 
 
-class Traffics:
+class TenantTraffic:
     """The most recent prompts of each tenant, in separate `Traffic` objects. Not thread-safe.
 
-    With shared storage, one tenant's prompts would displace another's, and the advice would show
+    In a shared `Traffic`, one tenant's prompts would displace another's, and the advice would show
     a tenant how many prompts the others sent. Beyond `MAX_TENANTS`, the prompts of the least
     recently active tenant are dropped.
     """
@@ -210,10 +209,10 @@ class Traffics:
         """Store prompts by tenant; `by_tenant` is False for a server without keys."""
         self._by_tenant = by_tenant
         self._traffic: dict[str, Traffic] = {}  # by tenant, the most recently active last
-        self._forgotten = -inf
+        self._last_dropped = -inf
 
     def of(self, salt: str | None) -> Traffic:
-        """Return the prompts of the tenant with this salt, narrowed or not."""
+        """Return the prompts of the tenant with this salt, which a request may have narrowed."""
         tenant = (salt or "").partition("/")[0] if self._by_tenant else ""
         traffic = self._traffic.pop(tenant, None)
         if traffic is None:
@@ -222,22 +221,23 @@ class Traffics:
         self._traffic[tenant] = traffic
         if len(self._traffic) > self.MAX_TENANTS:
             dropped = self._traffic.pop(next(iter(self._traffic)))
-            ends = [seen.ended for seen in dropped.recent]
-            self._forgotten = max(self._forgotten, dropped.forgotten, *ends)
+            ends = [prompt.ended for prompt in dropped.recent]
+            self._last_dropped = max(self._last_dropped, dropped.last_dropped, *ends)
         return traffic
 
     @property
-    def forgotten(self) -> float:
-        """The time when the last of the prompts that are no longer stored ended."""
-        return max([self._forgotten, *(traffic.forgotten for traffic in self._traffic.values())])
+    def last_dropped(self) -> float:
+        """The time at which the last of the dropped prompts ended, or -inf."""
+        ends = [traffic.last_dropped for traffic in self._traffic.values()]
+        return max([self._last_dropped, *ends])
 
     @property
-    def recent(self) -> list[list[Seen]]:
+    def recent(self) -> list[list[PastPrompt]]:
         """The stored prompts of each tenant, oldest first."""
         return [traffic.recent for traffic in self._traffic.values()]
 
     def clear(self) -> None:
-        """Forget every prompt."""
+        """Remove every prompt."""
         self._traffic.clear()
 
 
@@ -253,10 +253,10 @@ def count_common(first: Tokens, second: Tokens) -> int:
     return int(different[0]) if len(different) else shorter
 
 
-def count_again(tokens: Tokens, earlier: Tokens) -> int:
-    """Return how many of `tokens` are in `earlier` too, in runs of at least eight.
+def count_repeated(tokens: Tokens, earlier: Tokens) -> int:
+    """Return how many of `tokens` are in `earlier`, in runs of at least eight tokens.
 
-    >>> count_again(np.arange(20, dtype=np.int32), np.arange(10, 40, dtype=np.int32))
+    >>> count_repeated(np.arange(20, dtype=np.int32), np.arange(10, 40, dtype=np.int32))
     10
     """
     if len(tokens) < _SPAN or len(earlier) < _SPAN:

@@ -1,4 +1,4 @@
-"""Records of all requests, for metrics, explanations of misses, and advice.
+"""Records of ended requests, for metrics, explanations of misses, and advice.
 
 Metrics have vLLM's names where the meaning is the same.
 """
@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import Context
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -20,7 +21,7 @@ from prometheus_client.registry import Collector
 from headstart.cache import MissExplanation, Namespace
 from headstart.engine import metrics as engine_metrics
 from headstart.server.cache.advice import Adviser, PoolSize, advise_memory
-from headstart.server.cache.traffic import Seen, Times, Traffics
+from headstart.server.cache.traffic import PastPrompt, TenantTraffic, Times
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from headstart.server.tenants import Tenant
 
 
+# Upper bounds of the buckets of histograms.
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _COUNTERS = {
@@ -40,9 +42,9 @@ _COUNTERS = {
     "regretted": ("headstart:regretted_tokens", "Prompt tokens computed again after eviction"),
     "generated": ("vllm:generation_tokens", "Generated tokens of ended requests"),
 }
-_SECONDS_OF = {
+_TIMES = {
     "gap": ("vllm:inter_token_latency_seconds", "Time from a token to the next"),
-    "queue": ("vllm:request_queue_time_seconds", "Time that a request waited"),
+    "queue": ("vllm:request_queue_time_seconds", "Time from arrival to the first step"),
     "first": ("vllm:time_to_first_token_seconds", "Time to the first token"),
     "warm": (
         "headstart:warm_time_to_first_token_seconds",
@@ -52,17 +54,17 @@ _SECONDS_OF = {
     "total": ("vllm:e2e_request_latency_seconds", "Time to the last token"),
     "age": ("headstart:prefix_age_at_hit_seconds", "Age of the prompt that a request hits"),
 }
-_TOKENS_OF = {
+_LENGTHS = {
     "prompt": ("vllm:request_prompt_tokens", "Prompt tokens of a request"),
     "answer": ("vllm:request_generation_tokens", "Generated tokens of an answer"),
 }
 _STAGES = {
     "tokens": ("headstart:stage_tokens", "Tokens of prompts and answers"),
-    "cached_tokens": ("headstart:stage_cached_tokens", "Tokens not computed"),
-    "loaded_tokens": ("headstart:stage_loaded_tokens", "Tokens from disk or another machine"),
+    "cached_tokens": ("headstart:stage_cached_tokens", "Tokens read from the cache"),
+    "loaded_tokens": ("headstart:stage_loaded_tokens", "Tokens loaded from disk or a server"),
     "seconds": ("headstart:stage_seconds", "Time of a stage's steps"),
 }
-"""Metrics of a stage of a speaking model, by field of `StageMetrics`."""
+"""Metrics of a pipeline's stages, by field of `StageMetrics`."""
 
 
 _FAMILIES: Mapping[type, Any] = {
@@ -80,12 +82,12 @@ class _Registry:
         self._model = model
 
     def make(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
-        """Return a metric; if it has further labels, `count` must set them."""
+        """Return a metric. If it has a further label, use `count`, which sets the label."""
         metric = kind(name, text, ["model_name", *labels], registry=self.registry, **options)
         return metric if labels else metric.labels(self._model)
 
     def count(self, metric: Any, label: str, value: float = 1) -> None:
-        """Add to a counter that has one further label."""
+        """Add `value` to a counter for one value of its further label."""
         metric.labels(self._model, label).inc(value)
 
 
@@ -121,13 +123,13 @@ class Metrics(_Registry):
         }
         self._seconds = {
             key: self.make(Histogram, *arguments, buckets=_SECONDS)
-            for key, arguments in _SECONDS_OF.items()
+            for key, arguments in _TIMES.items()
         }
         self._tokens = {
             key: self.make(Histogram, *arguments, buckets=_TOKENS)
-            for key, arguments in _TOKENS_OF.items()
+            for key, arguments in _LENGTHS.items()
         }
-        text = "Answers by the reason why they ended"
+        text = "Answers by the reason of their end"
         self._ends = self.make(Counter, "vllm:request_success", text, "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
             self.count(self._ends, reason, 0)
@@ -135,9 +137,10 @@ class Metrics(_Registry):
     def finished(
         self, request: RequestGroup, output: RequestOutput, age: float | None, num_regretted: int
     ) -> None:
-        """Count an answered request. age: seconds since the prompt that it hit; None without a hit.
+        """Count an answered request.
 
-        num_regretted: computed tokens that had been cached and were evicted.
+        age: seconds since the arrival of the prompt that it hit, or None. num_regretted: computed
+        tokens that had been cached and were evicted.
         """
         self._count(request)
         self._counters["regretted"].inc(num_regretted)
@@ -159,7 +162,7 @@ class Metrics(_Registry):
                 self._seconds[name].observe(value)
 
     def cut_off(self, request: RequestGroup, reason: str) -> None:
-        """Count a request that ended without an answer: reason "abort", or "error"."""
+        """Count a request that ended without an answer. reason: "abort" or "error"."""
         self._count(request)
         for answer in request.requests:
             self.count(self._ends, answer.finish_reason or reason)
@@ -179,18 +182,18 @@ class Metrics(_Registry):
 
 
 class SpeechMetrics(_Registry):
-    """Metrics of a speaking model's requests and stages."""
+    """Metrics of the requests and stages of a model that generates speech."""
 
     def __init__(self, model: str) -> None:
         super().__init__(model)
         self._ends = self.make(
             Counter, "vllm:request_success", "Requests that ended", "finished_reason"
         )
-        self._under_way = self.make(
-            Gauge, "headstart:requests_in_pipeline", "Requests in the pipeline, computed or waiting"
+        self._in_pipeline = self.make(
+            Gauge, "headstart:requests_in_pipeline", "Requests that run or wait in a stage"
         )
         self._stages = {key: self.make(Counter, *of, "stage") for key, of in _STAGES.items()}
-        self._spoken = self.make(Counter, "headstart:speech_seconds", "Seconds of speech made")
+        self._spoken = self.make(Counter, "headstart:speech_seconds", "Seconds of generated speech")
         self._first = self.make(
             Histogram, "vllm:time_to_first_token_seconds", "Time to the first token of a text"
         )
@@ -209,52 +212,52 @@ class SpeechMetrics(_Registry):
         if first is not None:
             self._first.observe(first)
 
-    def read(self, under_way: int) -> bytes:
-        """Return the text of `/metrics`. under_way: requests in the pipeline."""
-        self._under_way.set(under_way)
+    def read(self, in_pipeline: int) -> bytes:
+        """Return the text of `/metrics`. in_pipeline: requests in the pipeline."""
+        self._in_pipeline.set(in_pipeline)
         return generate_latest(self.registry)
 
 
 _MOST_REQUESTS = 200  # ended requests to show on the page
-_MOMENT = 0.02  # seconds to wait, so that recording does not delay the clients' next requests
-_MOST_ENDED = 1024  # ended requests that may wait to be recorded
+_DELAY = 0.02  # seconds before recording, so that it does not delay the clients' next requests
+_MOST_ENDED = 1024  # ended requests that may wait for their recording
 
 
 class Watch:
     """Recorder of ended requests, in a thread. Thread-safe."""
 
     def __init__(self, llm: AsyncLLM, name: str, *, by_tenant: bool) -> None:
-        """Record the requests of `llm`. by_tenant: see `Traffics`."""
+        """Record the requests of `llm`. name: of the model. by_tenant: see `TenantTraffic`."""
         self._tokenizer = llm.tokenizer
         self.decode = self._decode if llm.tokenizer is not None else None
         blocks = llm.num_blocks
         self._pool = PoolSize(blocks, llm.block_size, llm.kv_cache_bytes // blocks)
         self._lock = threading.Lock()
-        # Each request, its last output or the reason of its end, and the time of its end by
-        # `monotonic` and `time`.
+        # Each request, its last output or the reason of its end, and its end by `time.monotonic`
+        # and `time.time`.
         self._ended: deque[tuple[RequestGroup, RequestOutput | str, float, float]] = deque()
         self._is_due = False
-        self._traffics = Traffics(by_tenant=by_tenant)
+        self._traffic = TenantTraffic(by_tenant=by_tenant)
         self._adviser = Adviser(self.decode, llm.block_size)
         self._recent: deque[dict[str, Any]] = deque(maxlen=_MOST_REQUESTS)
         self.metrics = Metrics(llm, name)
 
     def ended(self, request: RequestGroup, output: RequestOutput | str) -> None:
-        """Queue an ended request. If its prompt must not be stored, only its counts are recorded.
+        """Queue an ended request, to be recorded in a thread. Must run in the event loop.
 
-        output: the last output; "abort" or "error" if there is no answer. Called in the event
-        loop. Recording takes as long as several tokens of a small model, so a thread does it.
+        output: the last output; "abort" or "error" without an answer. Recording takes as long as
+        several tokens of a small model. If the prompt must not be stored, only counts are recorded.
         """
         self._ended.append((request, output, time.monotonic(), time.time()))
         if len(self._ended) > _MOST_ENDED:
             self.settle(1)
         if not self._is_due:
             self._is_due = True
-            # Outside of a call's context, so that one tenant's busy threads do not delay this.
+            # An empty context names no tenant, so recording does not wait behind a tenant's work.
             loop = asyncio.get_running_loop()
-            loop.call_later(_MOMENT, self._take_notes, context=Context())
+            loop.call_later(_DELAY, self._settle_in_thread, context=Context())
 
-    def _take_notes(self) -> None:
+    def _settle_in_thread(self) -> None:
         self._is_due = False
         asyncio.get_running_loop().run_in_executor(None, self.settle)
 
@@ -262,7 +265,7 @@ class Watch:
         """Record all ended requests, or at most `most`.
 
         Each method that reads records calls `settle` first. It takes the lock even if no request
-        waits, since another thread may be recording the last one.
+        waits, since another thread may be recording the last request.
         """
         for _ in range(most or max(1, len(self._ended))):
             with self._lock:
@@ -271,7 +274,7 @@ class Watch:
                 self._record(*self._ended.popleft())
 
     def _record(
-        self, request: RequestGroup, output: RequestOutput | str, since: float, ended: float
+        self, request: RequestGroup, output: RequestOutput | str, end: float, end_time: float
     ) -> None:
         if isinstance(output, str):
             self.metrics.cut_off(request, output)
@@ -280,25 +283,26 @@ class Watch:
         num_generated = sum(len(answer.token_ids) for answer in output.outputs)
         age, num_lost = None, 0
         if request.params.is_stored:
-            came = time.monotonic() - since + (metrics.total or 0.0)
-            first = metrics.time_to_first_token
-            seen = self._traffics.of(request.namespace.salt).add(
+            arrived = time.monotonic() - end + (metrics.total or 0.0)  # seconds ago
+            looked_up = arrived - (metrics.queue or 0.0)
+            computed = arrived - (metrics.time_to_first_token or 0.0)
+            prompt = self._traffic.of(request.namespace.salt).add(
                 output.request_id,
                 request.namespace,
                 output.prompt_token_ids,
                 output.num_cached_tokens,
                 missed,
-                Times(came, came - (metrics.queue or 0.0), came - (first or 0.0)),
+                Times(arrived, looked_up, computed),
                 num_generated,
             )
-            num_lost = seen.num_lost
-            if seen.num_cached and seen.closest is not None:
-                age = seen.times.came - seen.closest.seen.times.came
+            num_lost = prompt.num_lost
+            if prompt.num_cached and prompt.closest is not None:
+                age = prompt.times.arrived - prompt.closest.prompt.times.arrived
         self.metrics.finished(request, output, age, num_lost)
         self._recent.append(
             {
                 "id": output.request_id,
-                "time": round(ended, 3),
+                "time": round(end_time, 3),
                 "prompt_tokens": len(output.prompt_token_ids),
                 "cached_tokens": output.num_cached_tokens,
                 "generated_tokens": num_generated,
@@ -314,42 +318,42 @@ class Watch:
         """Return `Adviser.explain` for a prompt."""
         self.settle()
         with self._lock:
-            traffic = self._traffics.of(namespace.salt)
+            traffic = self._traffic.of(namespace.salt)
             return self._adviser.explain(traffic, namespace, token_ids, missed)
 
     def advise(self, tenant: Tenant) -> dict[str, Any]:
-        """Return the advice on recent prompts; see `Adviser.sum_up`.
+        """Return the advice on recent prompts; see `Adviser.advise`.
 
         An administrator gets the advice for all tenants. For any other tenant, `memory` is None,
         because it would depend on the data of other tenants.
         """
         self.settle()
         with self._lock:
-            recent, forgotten = self._traffics.recent, self._traffics.forgotten
+            recent, last_dropped = self._traffic.recent, self._traffic.last_dropped
             if not tenant.is_admin:
-                recent = [self._traffics.of(tenant.salt).recent]
+                recent = [self._traffic.of(tenant.salt).recent]
         memory = None
         if tenant.is_admin:
-            memory = advise_memory([seen for own in recent for seen in own], forgotten, self._pool)
-        return self._adviser.sum_up(recent) | {"memory": memory}
+            memory = advise_memory(list(chain(*recent)), last_dropped, self._pool)
+        return self._adviser.advise(recent) | {"memory": memory}
 
-    def recent_prompts(self) -> list[Seen]:
+    def recent_prompts(self) -> list[PastPrompt]:
         """Return the stored recent prompts of all tenants."""
         self.settle()
         with self._lock:
-            return [seen for tenant in self._traffics.recent for seen in tenant]
+            return list(chain(*self._traffic.recent))
 
     def recent_requests(self) -> list[dict[str, Any]]:
-        """Return the last answered requests, oldest first: counts and times, no text."""
+        """Return counts and times of the last answered requests, oldest first."""
         self.settle()
         with self._lock:
             return list(self._recent)
 
     def clear(self) -> None:
-        """Forget the recent prompts."""
+        """Remove the recent prompts."""
         self.settle()
         with self._lock:
-            self._traffics.clear()
+            self._traffic.clear()
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None

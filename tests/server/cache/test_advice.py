@@ -27,7 +27,7 @@ def advise(*prompts: str, salts: Sequence[str | None] = ()) -> dict[str, object]
         closest = traffic.closest(namespace, np.array(tokens, np.int32))
         hit = closest.num_common if closest is not None else 0  # nothing is evicted
         traffic.add(f"{at}", namespace, tokens, hit, MISSED)
-    return Adviser(decode, 16).sum_up([traffic.recent])
+    return Adviser(decode, 16).advise([traffic.recent])
 
 
 def tool(name: str) -> str:
@@ -46,14 +46,14 @@ REST = "Answer the question with what was found above, in one sentence. " * 3
 @pytest.mark.parametrize(
     ("first", "second", "looks_like", "remedy"),
     [
-        (tool("a") + tool("b") + REST, tool("b") + tool("a") + REST, "tools", "keeping one order"),
-        (f"{A}\n{B}\n{REST}", f"{B}\n{A}\n{REST}", "passages", "sorting the passages, or moving"),
+        (tool("a") + tool("b") + REST, tool("b") + tool("a") + REST, "tools", "sending the"),
+        (f"{A}\n{B}\n{REST}", f"{B}\n{A}\n{REST}", "passages", "sorting the passages or moving"),
         (f"[1] {A}\n[2] {B}{REST}", f"[1] {B}\n[2] {A}{REST}", "passages", "sorting the passages"),
-        (f"It is 10:15. {REST}", f"It is 10:16. {REST}", "a date or time", "moving it to the end"),
-        (f"Hello {A}{REST}", f"Hi you {A}{REST}", "another text", "if this is an edited turn"),
-        (f"{A}{REST}", f"{C}{REST}", "another text", "if this is an edited turn, nothing needs"),
-        (f"{A}{B}{REST}", f"{C}{A}{B}{REST}", "another text", "if this is an edited turn"),
-        (f"{C}{A}{B}{REST}", f"{A}{B}{REST}", "another text", "if this is an edited turn"),
+        (f"It is 10:15. {REST}", f"It is 10:16. {REST}", "a date or time", "moving the"),
+        (f"Hello {A}{REST}", f"Hi you {A}{REST}", "another text", "moving the"),
+        (f"{A}{REST}", f"{C}{REST}", "another text", "moving the"),
+        (f"{A}{B}{REST}", f"{C}{A}{B}{REST}", "another text", "moving the"),
+        (f"{C}{A}{B}{REST}", f"{A}{B}{REST}", "another text", "moving the"),
     ],
 )
 def test_each_cause_has_its_remedy(first: str, second: str, looks_like: str, remedy: str) -> None:
@@ -61,6 +61,7 @@ def test_each_cause_has_its_remedy(first: str, second: str, looks_like: str, rem
     [fork] = advise(head + first, head + second)["forks"]  # type: ignore[misc]
     assert looks_like in fork["looks_like"]
     assert f": {remedy}" in fork["advice"] and "would have saved" in fork["advice"]
+    assert ("an edited turn" in fork["advice"]) == (looks_like == "another text")
 
 
 def test_equal_prompts_under_several_salts_are_one_piece_of_advice() -> None:
@@ -69,6 +70,6 @@ def test_equal_prompts_under_several_salts_are_one_piece_of_advice() -> None:
     saved = 2 * (len(REST) - 1)
     assert (salts["prompts"], salts["salts"], salts["tokens_computed_again"]) == (2, 3, saved)
     assert salts["advice"] == (
-        "2 prompts equal an earlier one under another salt (up to 3 salts), which shares nothing "
-        f"with it: one salt would have saved {saved} tokens"
+        "2 prompts equal an earlier prompt under another salt (up to 3 salts), and salts share no "
+        f"K/V: one salt would have saved {saved} tokens"
     )

@@ -20,7 +20,9 @@ MODEL: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
 @pytest.fixture(scope="module")
 def small() -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headstart.server.cache.live._SHARE", 0)  # or each look waits for its time
+        patch.setattr(
+            "headstart.server.cache.live._PAUSE_RATIO", 0
+        )  # or each look waits for its time
         with running(shallow_built_in(), num_blocks=32, max_model_len=512) as server:
             yield server
 

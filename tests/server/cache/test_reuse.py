@@ -39,7 +39,7 @@ def run(trace: Trace, num_blocks: int, eviction: str) -> tuple[int, dict[str, An
         missed = allocation.missed
         traffic.add(f"{at}", PLAIN, prompt, found.num_tokens, missed, num_generated=generated)
     pool = PoolSize(num_blocks, SIZE, 1)
-    return hits, advise_memory(traffic.recent, traffic.forgotten, pool)
+    return hits, advise_memory(traffic.recent, traffic.last_dropped, pool)
 
 
 def documents(rng: random.Random, count: int, blocks: int) -> list[list[int]]:

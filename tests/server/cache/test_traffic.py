@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from headstart.cache import MissExplanation, MissReason, Namespace
 from headstart.server.cache import traffic
 from headstart.server.cache.advice import describe_difference
-from headstart.server.cache.traffic import Times, Traffic, Traffics, count_again, count_common
+from headstart.server.cache.traffic import (
+    TenantTraffic,
+    Times,
+    Traffic,
+    count_common,
+    count_repeated,
+)
 
 MISSED = MissExplanation(MissReason.TOKEN, 0)
 ORDER = "the same entries in another order"
@@ -46,7 +52,7 @@ def test_the_closest_of_the_last_prompts_is_found(
     assert (found is None) == (not known)
     if found is not None:
         assert found.num_common == max(common(prompt, one) for one in known)
-        assert found.num_common == count_common(np.array(prompt), found.seen.tokens)
+        assert found.num_common == count_common(np.array(prompt), found.prompt.tokens)
 
 
 @pytest.mark.parametrize("waited, num_lost", [(4.0, 0), (2.5, 0), (1.5, 6), (0.0, 6)])
@@ -90,10 +96,10 @@ def test_the_end_of_the_last_prompt_that_was_forgotten_is_known() -> None:
     for expected in (-math.inf, -math.inf, 1.0, 2.0):
         now += 1.0
         traffic.add("", PLAIN, [1, 2], 0, MISSED)
-        assert traffic.forgotten == expected
+        assert traffic.last_dropped == expected
     now = 5.0
     traffic.add("", PLAIN, [1] * 10, 0, MISSED)
-    assert traffic.forgotten == 5.0, "longer than all that is remembered"
+    assert traffic.last_dropped == 5.0, "longer than all that is remembered"
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=20), max_size=30))
@@ -108,13 +114,13 @@ def test_memory_is_bounded(earlier: list[list[int]]) -> None:
 
 def test_no_tenants_prompts_are_forgotten_for_anothers() -> None:
     """The number of its remaining blocks included those of other prompts."""
-    traffics = Traffics(by_tenant=True)
+    traffics = TenantTraffic(by_tenant=True)
     own, narrowed = traffics.of("bob"), traffics.of("bob/x")
     own.add("own", Namespace(None, "bob"), [1, 2, 3], 0, MISSED)
     narrowed.add("narrowed", Namespace(None, "bob/x"), [1, 2, 3], 0, MISSED)
     for at in range(2000):
         traffics.of("alice").add(str(at), Namespace(None, "alice"), [at], 0, MISSED)
-    long = [7] * Traffics.MAX_TOKENS_OF_TENANT
+    long = [7] * TenantTraffic.MAX_TOKENS_OF_TENANT
     traffics.of("alice").add("long", Namespace(None, "alice"), long, 0, MISSED)
     assert [seen.request_id for seen in traffics.of("bob/y").recent] == ["own", "narrowed"]
     told = [[seen.request_id for seen in those] for those in traffics.recent]
@@ -123,17 +129,17 @@ def test_no_tenants_prompts_are_forgotten_for_anothers() -> None:
 
 def test_the_prompts_of_few_tenants_are_kept() -> None:
     """Each may have a million tokens of them, and there may be a thousand keys."""
-    traffics = Traffics(by_tenant=True)
-    for at in range(Traffics.MAX_TENANTS + 2):
+    traffics = TenantTraffic(by_tenant=True)
+    for at in range(TenantTraffic.MAX_TENANTS + 2):
         traffics.of(f"{at}").add(f"{at}", Namespace(None, f"{at}"), [1], 0, MISSED)
         traffics.of("0")
-    kept = [*range(3, Traffics.MAX_TENANTS + 2), 0]
+    kept = [*range(3, TenantTraffic.MAX_TENANTS + 2), 0]
     assert [int(seen.request_id) for [seen] in traffics.recent] == kept
 
 
 def test_without_keys_salts_make_no_room_of_their_own() -> None:
     """A client may name as many as it likes."""
-    traffics = Traffics(by_tenant=False)
+    traffics = TenantTraffic(by_tenant=False)
     for at in range(2000):
         traffics.of(str(at)).add(str(at), Namespace(None, str(at)), [1], 0, MISSED)
     assert [len(those) for those in traffics.recent] == [1024]
@@ -147,13 +153,13 @@ def test_a_short_prompt_is_compared_with_no_more_of_a_long_one_than_could_be_ali
 
     def noted(mine: traffic.Tokens, earlier: traffic.Tokens) -> int:
         compared.append((len(mine), len(earlier)))
-        return count_again(mine, earlier)
+        return count_repeated(mine, earlier)
 
-    monkeypatch.setattr(traffic, "count_again", noted)
+    monkeypatch.setattr(traffic, "count_repeated", noted)
     known = Traffic()
     tail = list(range(100, 200))
     known.add("long", PLAIN, [1, 2, *range(5000, 7000), *tail, *range(9, 400_000)], 0, MISSED)
-    assert known.add("short", PLAIN, [1, 2, 7, *tail], 0, MISSED).num_again == len(tail)
+    assert known.add("short", PLAIN, [1, 2, 7, *tail], 0, MISSED).num_repeated == len(tail)
     assert compared == [(101, 101 + 2048)]
 
 
@@ -184,7 +190,7 @@ def test_tokens_that_come_again(mine: list[int], theirs: list[int]) -> None:
     for at in range(len(mine) - 7):
         if tuple(mine[at : at + 8]) in runs:
             covered.update(range(at, at + 8))
-    found = count_again(np.array(mine, np.int32), np.array(theirs, np.int32))
+    found = count_repeated(np.array(mine, np.int32), np.array(theirs, np.int32))
     assert found == len(covered)
 
 
@@ -211,7 +217,7 @@ def test_tokens_that_come_again(mine: list[int], theirs: list[int]) -> None:
         ("", "Hi! One.\n" + "Two.\n" * 9, "Be kind. One.\n" + "Two.\n" * 9, "another text"),
         ("page ", "7 of the book", "8 of the book", "a number"),
         ("I like ", "apples a lot", "pears a lot", "another text"),
-        ("I like ", "", "pears", "one ends where the other goes on"),
+        ("I like ", "", "pears", "one prompt is the beginning of the other"),
     ],
 )  # fmt: skip
 def test_what_a_difference_looks_like(before: str, here: str, there: str, looks_like: str) -> None:

@@ -45,19 +45,19 @@ def test_notes_are_no_tenant_s_work(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Queue[Call | None] = Queue()
     with running() as server:
         watch = server.service.watch
-        take_notes = watch._take_notes
+        settle = watch._settle_in_thread
 
         def take() -> None:
             calls.put(current_call())
-            take_notes()
+            settle()
 
-        monkeypatch.setattr(watch, "_take_notes", take)
+        monkeypatch.setattr(watch, "_settle_in_thread", take)
         ask(server, 2)
         assert calls.get(timeout=SECONDS) is None
 
 
 def test_few_wait_for_their_notes_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOMENT", 10 * SECONDS)
+    monkeypatch.setattr(module, "_DELAY", 10 * SECONDS)
     monkeypatch.setattr(module, "_MOST_ENDED", 2)
     with running() as server:
         noted = notes_of(server, monkeypatch)
@@ -69,7 +69,7 @@ def test_few_wait_for_their_notes_and_none_is_lost(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_prompt_is_known_as_soon_as_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOMENT", 10 * SECONDS)
+    monkeypatch.setattr(module, "_DELAY", 10 * SECONDS)
     with running() as server:
         url = f"{server.url}/cache/explain"
         prompt = "one two three four five six seven eight nine ten " * 5

@@ -1,11 +1,9 @@
-"""Cache events from an engine to a router: numbered batches of block names, and snapshots.
+"""Cache events from an engine to a router: numbered batches of block hashes, and snapshots.
 
-    epoch     number   meaning
-    the same  next     the batch follows the last one: apply it
-    the same  later    batches were lost: request a snapshot
-    another   any      the engine was restarted: forget its blocks
-
-A name is the hash of a prefix. A batch contains only names, so it can be sent unchanged.
+epoch     number   meaning
+the same  next     apply the batch
+the same  later    batches were lost: request a snapshot
+another   any      the engine was restarted: forget its blocks
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,10 +22,10 @@ HASH_BYTES = 32
 class EventBatch:
     """The net change of one replica's cache since the previous batch, or the whole cache.
 
-    epoch: identifies a start of the engine. number: counts the batches of an epoch from 0. cleared:
-    True if all earlier blocks in this tier must be forgotten first. snapshot: True if the batch has
-    the whole state after batch `number` instead of a change; `cleared` is then True. stored,
-    removed: concatenated names of prefixes, 32 bytes each; no name is in both.
+    epoch: differs for each start of the engine. number: counts the batches of an epoch from 0.
+    stored, removed: concatenated block hashes of 32 bytes; no hash is in both. cleared: forget the
+    replica's blocks in this tier first. snapshot: `stored` has all blocks that were cached after
+    batch `number`; `cleared` is then True.
     """
 
     replica: int
@@ -41,10 +39,7 @@ class EventBatch:
 
 
 class EventPublisher:
-    """Maker of batches and snapshots of one manager's events.
-
-    Memory: a set entry per cached block; the names are shared with the cache.
-    """
+    """Maker of batches and snapshots of one manager's events."""
 
     def __init__(self, replica: int, epoch: int = 0, tier: str = POOL) -> None:
         self.replica = replica
@@ -63,14 +58,12 @@ class EventPublisher:
                 stored.clear()
                 removed.clear()
                 self._held, cleared = set(), True
-                continue
-            block_hash = event.block_hash
-            if isinstance(event, BlockStored):
-                removed.pop(block_hash, None)
-                stored[block_hash] = None
+            elif isinstance(event, BlockStored):
+                removed.pop(event.block_hash, None)
+                stored[event.block_hash] = None
             else:
-                stored.pop(block_hash, None)
-                removed[block_hash] = None
+                stored.pop(event.block_hash, None)
+                removed[event.block_hash] = None
         return self.publish_hashes(stored, removed, cleared=cleared)
 
     def publish_hashes(

@@ -7,18 +7,17 @@ key is 3 in a million. The index is only a hint: an engine looks up its own bloc
 or a shared key may lead to a worse choice, never to a wrong answer.
 
 An engine evicts a prefix from its end, so a replica that holds a block holds all blocks before it.
-So a query bisects the prompt's blocks instead of looking up each block. After a lost event, or if a
-tier lost a block in the middle, a query may report too many blocks.
+A query therefore bisects the prompt's blocks instead of looking up each block. After a lost event,
+or if a tier lost a block in the middle, a query may report too many blocks.
 
-A removed replica disappears from answers at once. Its blocks stay in the tables until they are
-swept: each batch of events also examines several times as many blocks as it stores, and removes
-those of removed replicas.
+Queries ignore a removed replica at once. Its blocks stay in the tables until a sweep removes them.
+Every batch of events also continues the sweep.
 """
 
 from array import array
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, NewType, cast, overload
 
 from headstart.cache import BlockHash, BlockHasher, TokenSequence
@@ -27,14 +26,11 @@ from headstart.errors import ConfigError
 
 PrefixKey = NewType("PrefixKey", int)
 Holders = list[dict[PrefixKey, int]]
-"""A table in parts; key `k` is in part `k % num_parts`, as keys are uniformly distributed.
+"""A table, split into dictionaries: key `k` is in `holders[k % len(holders)]`.
 
-A dictionary that grows is copied at once. For a million blocks that would delay routing, so the
-table has parts of the size of a replica.
+A dictionary copies all entries when it grows. With a million entries that would delay routing.
 """
 
-MAX_BACKLOG = 1024
-"""Greatest number of batches to store for a replica until its snapshot arrives."""
 SWEPT = 4096
 """Blocks to examine in one step of a sweep."""
 _LEAST_PARTS = 64
@@ -47,8 +43,8 @@ _STRIDE = 64
 class Match(NamedTuple):
     """The number of a prompt's first blocks on each replica, by replica.
 
-    cached: blocks in the replica's KV pool. expected: these, and blocks that requests sent there
-    are computing. stored: these, and blocks in a slower tier, which must be loaded.
+    cached: blocks in the replica's KV pool. expected: `cached` plus blocks that its requests will
+    compute. stored: `expected` plus blocks that it can load from a slower tier.
     """
 
     cached: list[int]
@@ -70,8 +66,9 @@ def unpack_keys(packed: bytes) -> Sequence[PrefixKey]:
 class PromptKeys(Sequence[PrefixKey]):
     """The keys of a prompt's full blocks, computed when they are read.
 
-    Hashing takes most of a request's time in a router. If no replica holds a prompt's first blocks,
-    the other blocks can be hashed after the request is sent. Indices are not negative.
+    Hashing takes most of the time of routing a request. If no replica holds the first blocks, a
+    query reads no further keys, so they are hashed after the request is sent. Indices must not be
+    negative.
     """
 
     def __init__(self, hasher: BlockHasher, prompt: TokenSequence) -> None:
@@ -116,10 +113,7 @@ def add_bit(holders: Holders, keys: Iterable[PrefixKey], bit: int) -> None:
 
 
 def take_bits(holders: Holders, bits: int, singles: Sequence[int]) -> Generator[None, None, None]:
-    """Remove bits from a table, in steps of about `SWEPT` blocks or one larger part.
-
-    Blocks that are inserted meanwhile are swept only if their part is not swept yet.
-    """
+    """Remove bits from a table, in steps of about `SWEPT` blocks or one larger part."""
     num_examined = 0
     for part in holders:
         if num_examined >= SWEPT:
@@ -151,7 +145,6 @@ class _Feed:
     number: int = -1
     is_current: bool = True
     is_empty: bool = True  # True until a block is stored after `cleared`
-    backlog: list[EventBatch] = field(default_factory=list)
 
 
 class ReplicaIndex:
@@ -197,21 +190,19 @@ class ReplicaIndex:
     def apply(self, batch: EventBatch) -> bool:
         """Apply a batch or snapshot; return False if the index now needs a snapshot.
 
-        While a snapshot is awaited, batches are applied too, and newer ones again after the
-        snapshot. Raises ConfigError for an unknown replica or tier.
+        Batches are applied even while a snapshot is awaited. A snapshot older than the last batch
+        is ignored. Raises ConfigError for an unknown replica or tier.
         """
-        steps = self.steps(batch)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return bool(end.value)
+        for _ in self.steps(batch):
+            pass
+        return self.is_current(batch.replica, batch.tier)
 
-    def steps(self, batch: EventBatch) -> Generator[None, None, bool]:
+    def steps(self, batch: EventBatch) -> Generator[None, None, None]:
         """Apply a batch in steps of about a millisecond; requests may be routed between steps.
 
         A large replica's snapshot takes a tenth of a second in total. If the replica is removed
-        meanwhile, the remaining steps are skipped. Finish a replica's batch before the next.
+        meanwhile, the remaining steps are skipped. The caller must finish a batch before it begins
+        the next batch of the same replica.
         """
         feed = self._feeds.get((batch.replica, batch.tier))
         if feed is None:
@@ -220,47 +211,23 @@ class ReplicaIndex:
                 f"replicas below {self.num_replicas}, tiers {', '.join(TIERS)}"
             )
         applying = self._apply(feed, batch)
-        while True:
+        # After a removal, another replica may have the number.
+        while self._feeds[batch.replica, batch.tier] is feed:
             self.sweep()
-            try:
-                next(applying)
-            except StopIteration as end:
-                return bool(end.value)
+            if next(applying, self) is self:
+                return
             yield
-            if self._feeds[batch.replica, batch.tier] is not feed:
-                return True  # the replica was removed; a new replica may have its number
 
-    def _apply(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, bool]:
+    def _apply(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, None]:
         if batch.epoch != feed.epoch:
             if feed.epoch is not None:
                 yield from self._clear(feed, batch)
-            feed.epoch, feed.number, feed.is_current, feed.backlog = batch.epoch, -1, True, []
-        if batch.snapshot:
-            return (yield from self._replace(feed, batch))
-        if batch.number <= feed.number:
-            return feed.is_current  # a duplicate
-        if batch.number != feed.number + 1:
-            feed.is_current = False
+            feed.epoch, feed.number, feed.is_current = batch.epoch, -1, True
+        following = feed.number if batch.snapshot else feed.number + 1
+        if batch.number < following:
+            return  # a duplicate, or an old snapshot
+        feed.is_current = batch.snapshot or (feed.is_current and batch.number == following)
         feed.number = batch.number
-        if not feed.is_current:
-            feed.backlog = [*feed.backlog[1 - MAX_BACKLOG :], batch]
-        yield from self._change(feed, batch)
-        return feed.is_current
-
-    def _replace(self, feed: _Feed, snapshot: EventBatch) -> Generator[None, None, bool]:
-        newer = [batch for batch in feed.backlog if batch.number > snapshot.number]
-        if feed.is_current and feed.number > snapshot.number:
-            return True  # a late snapshot, and no batch is missing
-        last = snapshot.number + len(newer)
-        numbers = [batch.number for batch in newer]
-        if feed.number > last or numbers != [*range(snapshot.number + 1, last + 1)]:
-            return False  # older than a lost batch
-        feed.number, feed.is_current, feed.backlog = last, True, []
-        for batch in (snapshot, *newer):
-            yield from self._change(feed, batch)
-        return True
-
-    def _change(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, None]:
         if batch.cleared:
             yield from self._clear(feed, batch)
         bit, singles, count = self._bit_of[batch.replica], self._singles, self._num_parts
@@ -281,7 +248,7 @@ class ReplicaIndex:
                 yield
 
     def _clear(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, None]:
-        """Remove a replica's blocks; examines the whole table unless the replica stored nothing."""
+        """Remove a replica's blocks. This examines the whole table."""
         if not feed.is_empty:
             bit = self._bit_of[batch.replica]
             yield from take_bits(self._holders[batch.tier], bit, self._singles)
@@ -326,9 +293,9 @@ class ReplicaIndex:
     # Prefixes that are being computed
 
     def expect(self, replica: int, keys: Iterable[PrefixKey]) -> Sequence[PrefixKey]:
-        """Record that a replica will compute these blocks; return the new ones among them.
+        """Record that a replica will compute these blocks; return the newly recorded blocks.
 
-        The caller passes these to `unexpect` when they are computed or abandoned.
+        The caller passes the returned blocks to `unexpect` when they are computed or abandoned.
         """
         expected, bit, num_parts = self._expected, self._bit_of[replica], self._num_parts
         self._used |= bit
@@ -375,7 +342,7 @@ class ReplicaIndex:
         """
         depths, num_parts = [0] * self.num_replicas, self._num_parts
         is_of_first = True
-        # Sets of replicas, each with the least and the most blocks that they can have.
+        # Each of these sets of replicas has between `low` and `high` blocks.
         open_ranges = [(self._live, 0, reach)]
         while open_ranges:
             replicas, low, high = open_ranges.pop()

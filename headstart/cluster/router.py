@@ -1,14 +1,14 @@
 """Router: sends each request to one of many replicas, by a policy, and tracks their loads.
 
-    route         choose a replica; its blocks are expected there for the next request
-    catch_up      record these blocks, once the request is on its way
-    first_token   the prompt is computed: the replica's rate is measured
+    route         choose a replica for a request
+    catch_up      record in the index that this replica will have the request's blocks
+    first_token   the prompt is computed: measure the replica's rate
     finish        the reply is complete, or the request is given up
     index.apply   apply events of the replicas' caches
 
-`route` returns before the request's own blocks are recorded, so that the request is sent sooner.
-`catch_up`, or else the next call, records them. Not thread-safe. The caller passes the time, so a
-simulator can use its own clock.
+`route` does not record the request's own blocks, so that the request is sent sooner. Every other
+call records them, and `catch_up` does nothing else. Not thread-safe. The caller passes the time, so
+a simulator can use its own clock.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -22,11 +22,12 @@ from headstart.errors import ConfigError, RequestError
 FIRST_RATE = 15_000.0
 """Assumed prompt tokens per second of a replica before the first measurement."""
 _HALF_LIFE = 20.0
-"""Half-life of a measurement's weight, in busy seconds."""
+"""Seconds of computing prompts after which a measurement has half its weight."""
 _TRUST = 2.0
-"""Weight of the mean rate of all replicas in the rate of one replica, in busy seconds."""
+"""The mean rate of all replicas counts in a replica's rate like a measurement of this duration."""
 
 COMPUTE_WEIGHT = 4.0
+"""Weight of a token to compute, compared with a queued token."""
 DECODE_TOKENS = 512
 """Cost of a decoding request, as a number of tokens to compute."""
 SLACK, SLACK_SECONDS = 0.05, 0.01
@@ -55,7 +56,7 @@ class RouteRequest:
 
 
 class MeasuredRate:
-    """A mean of tokens per second in which older measurements have less weight; 0 at first."""
+    """A mean of tokens per second in which older measurements have less weight."""
 
     __slots__ = ("mean", "seconds", "tokens")
 
@@ -76,10 +77,9 @@ class MeasuredRate:
 class ReplicaLoad:
     """The unfinished work of one replica, and its speed.
 
-    queued_tokens: prompt tokens still to be computed. waiting: requests without a first token.
-    running: requests with a first token. routed_tokens: tokens to compute of all requests so far.
-    rate: prompt tokens per second while prompts waited, including the time of decoding. all_rate:
-    the rate of all replicas together, which replaces `rate` while there are few measurements.
+    all_rate: the mean rate of all replicas. queued_tokens: prompt tokens still to be computed.
+    waiting: requests without a first token. running: requests with a first token. routed_tokens:
+    sum of the tokens to compute of all requests so far.
     """
 
     replica: int
@@ -100,15 +100,15 @@ class ReplicaLoad:
 
     @property
     def rate(self) -> float:
-        """Prompt tokens computed per second."""
+        """Prompt tokens per second while prompts waited, including the time of decoding."""
         rate = self._own_rate
         return (rate.tokens + _TRUST * self.all_rate.mean) / (rate.seconds + _TRUST)
 
     def backlog(self, now: float) -> float:
         """Return the queued tokens, less the estimated progress since the last prompt ended.
 
-        Replicas report only the end of a prompt. So the estimated progress is at most the largest
-        prompt; otherwise a replica that hangs would soon seem idle.
+        Replicas report only the end of a prompt. The estimated progress is at most the largest
+        prompt, so that a replica that hangs does not seem idle.
         """
         if not self.waiting:
             return 0.0
@@ -137,7 +137,7 @@ class ReplicaLoad:
 
 @dataclass(slots=True)
 class Choice:
-    """The input of a policy. `match` is None for a policy that needs no prefixes."""
+    """The input of a policy. `match` is None if the policy does not need prefixes."""
 
     request: RouteRequest
     match: Match | None
@@ -149,15 +149,15 @@ class Choice:
 class RoutingPolicy:
     """Choice of a replica for each request; the router maintains the loads and the index.
 
-    `choose` is called once per request and changes none of its arguments. The other methods notify
-    policies that maintain their own counts; by default they do nothing.
+    The router calls `choose` once for each request. The other methods notify policies that maintain
+    their own counts.
     """
 
     needs_prefixes = True
-    """False for a policy that does not read `Choice.match`; that is then None."""
+    """False if the policy does not read `Choice.match`, which is then None."""
 
     needs_keys = True
-    """False for a policy that does not read a request's keys; they may then be empty."""
+    """False if the policy does not read the keys of requests, which may then be empty."""
 
     def choose(self, choice: Choice) -> ReplicaLoad:
         """Return one of `choice.alive`, which is not empty."""
@@ -183,14 +183,15 @@ class Expected(RoutingPolicy):
                    / its measured rate
                  + tokens to load from a slower tier / load rate
 
-    A block counts as held by a replica as soon as a request that computes it is sent there, so a
-    burst of requests with one new prefix goes to one replica. A hot prefix spreads: if the queue of
-    its replica costs more than computing the prefix elsewhere, the next request computes it there.
+    w is `weight`, and d is `DECODE_TOKENS`. A block counts as held by a replica as soon as a
+    request that computes it is sent there, so a burst of requests with one new prefix goes to one
+    replica. A hot prefix spreads to a second replica when the queue of the first one costs more
+    than computing the prefix again.
 
     w > 1, because a computed token also delays later requests and takes memory from cached blocks.
     With d > 0, a replica with many decoding requests costs more, so requests with prompts that are
     cheap to recompute go to other replicas. Among replicas of equal cost, the replica with the
-    fewest computed tokens is chosen, so new prefixes fill all pools equally.
+    fewest routed tokens is chosen, so new prefixes fill all pools equally.
     """
 
     def __init__(self, weight: float = COMPUTE_WEIGHT, load_rate: float = LOAD_RATE) -> None:
@@ -327,10 +328,10 @@ class Router:
         self._last: _Sent | None = None  # the request whose blocks are not recorded yet
 
     def set_alive(self, replica: int, is_alive: bool) -> None:
-        """Start or stop sending requests to a replica. A dead replica's blocks are forgotten.
+        """Start or stop sending requests to a replica. A stopped replica's blocks are forgotten.
 
-        A new replica may then use its number. Requests of the old replica that end later count in
-        the old load.
+        A new replica may then use its number and gets a new load. Unfinished requests of the old
+        replica refer to the old load.
         """
         self.catch_up()
         if is_alive and not self.loads[replica].is_alive:

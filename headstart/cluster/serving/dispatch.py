@@ -1,13 +1,11 @@
 """Dispatcher: the replicas that run, their metrics, and the router over them.
 
-    Ray Serve's thread    set_replicas, choose      which replicas run, and which gets a request
-    the server's thread   expect, first_token, finish, apply
+    Ray Serve's thread    set_replicas, choose
+    the driver's thread   expect, first_token, finish, apply
 
-One lock protects everything, as the router is not thread-safe. Ray Serve names replicas, the router
-numbers them; the number of a removed replica is used again.
-
-Ray Serve creates the request router inside the server's process and passes it only JSON, so the
-request router finds its dispatcher by the application's name.
+Ray Serve identifies a replica by a name, and the router by a number, which a later replica may get
+again. Ray Serve creates the request router inside the server's process and passes it only JSON, so
+the request router finds its dispatcher by the application's name.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ from headstart.engine.metrics import Counter, Gauge, Histogram, Metric
 DISPATCHERS: dict[str, Dispatcher] = {}
 """The dispatcher of each application whose server is in this process."""
 _TRIES = 3
-"""Attempts to send a request to a replica that does not accept it, before another one is used.
-Ray waits longer each time, up to a second.
+"""Attempts to send a request to a replica that does not accept it, before another is preferred.
+Ray waits before each further attempt, up to a second.
 """
 
 
 def dispatcher_of(application: str) -> Dispatcher | None:
     """Return an application's dispatcher; None in a process that is not its server.
 
-    The request router is pickled: it can refer to this function, but not to the table.
+    The class of the request router is pickled, so it cannot refer to `DISPATCHERS` itself.
     """
     return DISPATCHERS.get(application)
 
@@ -107,10 +105,7 @@ class Dispatcher:
             self.on_change()
 
     def note_silent(self, replica: str) -> set[str]:
-        """Stop sending requests to a replica; return the ids of its requests.
-
-        Its cached blocks are not forgotten: it may answer again.
-        """
+        """Stop sending requests to a replica, but remember its blocks; return its requests' ids."""
         with self._lock:
             number = self._numbers.get(replica)
             if number is None:
@@ -119,7 +114,7 @@ class Dispatcher:
             return self._router.requests_at(number)
 
     def note_heard(self, replica: str) -> bool:
-        """Send requests to a replica; return True if it was silent."""
+        """Send requests to a replica again; return True if it was silent."""
         with self._lock:
             was_silent = replica in self._silent
             self._silent.discard(replica)
@@ -131,9 +126,9 @@ class Dispatcher:
             self._waiting[request.request_id] = request, Counts()
 
     def choose(self, request_id: str) -> str | None:
-        """Return the replica for a request; None if none answers, or the request has ended.
+        """Return the replica for a request; None if no replica answers, or the request has ended.
 
-        If a replica has refused the request several times, another replica is preferred.
+        A replica that did not accept the request `_TRIES` times is avoided.
         """
         with self._lock:
             waiting = self._waiting.get(request_id)
@@ -169,10 +164,9 @@ class Dispatcher:
             self._router.finish(request_id)
 
     def apply(self, replica: str, batch: EventBatch) -> bool:
-        """Apply a replica's events; return False if events before them are missing.
+        """Apply a batch as `ReplicaIndex.apply`, and let other threads route between its steps.
 
-        Requests are routed between the steps of a long batch. One thread at a time may call this
-        for one replica.
+        One thread at a time may call this for one replica.
         """
         with self._lock:
             number = self._numbers.get(replica)
@@ -183,10 +177,8 @@ class Dispatcher:
             with self._lock:
                 if self._numbers.get(replica) != number:  # a new replica may have its number
                     return True
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    return bool(end.value)
+                if next(steps, self) is self:
+                    return self._router.index.is_current(number, batch.tier)
             time.sleep(0)  # let a thread run that waits for the lock
 
     def note_metrics(self, replica: str, metrics: list[Metric]) -> None:
@@ -203,7 +195,7 @@ class Dispatcher:
 
 
 def add_up(metrics: Iterable[Metric]) -> list[Metric]:
-    """Return one metric of each name and labels: the sum, or the mean of shares."""
+    """Return one metric for each name and labels: the sum, or the mean of a percentage."""
     groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[Metric]] = defaultdict(list)
     for metric in metrics:
         groups[metric.name, tuple(metric.labels.items())].append(metric)
@@ -217,8 +209,8 @@ def _add(metrics: list[Metric]) -> Metric:
         return Counter(name, labels, sum(counters))
     gauges = [metric.value for metric in metrics if isinstance(metric, Gauge)]
     if gauges:
-        is_share = name == "vllm:kv_cache_usage_perc"
-        return Gauge(name, labels, sum(gauges) / (len(gauges) if is_share else 1))
+        is_percentage = name == "vllm:kv_cache_usage_perc"
+        return Gauge(name, labels, sum(gauges) / (len(gauges) if is_percentage else 1))
     histograms = [metric for metric in metrics if isinstance(metric, Histogram)]
     bounds = histograms[0].buckets
     buckets = {bound: sum(metric.buckets[bound] for metric in histograms) for bound in bounds}

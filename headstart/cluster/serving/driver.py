@@ -1,7 +1,7 @@
 """Frontend and driver of replicas: prepare requests in the server's process, and route them.
 
-A replica receives token ids and returns token ids. So the router knows the hashes of a prompt's
-blocks, and earlier turns of chats are stored in one place, whichever replica answers.
+Replicas receive and return token ids. The server tokenizes prompts, so the router knows the hashes
+of their blocks. The server also stores the earlier turns of chats, whichever replica answers.
 
     submitted ──▶ routed ──▶ sent ──first tokens──▶ answered, token by token ──▶ finished
                     ▲          │                        │
@@ -10,10 +10,10 @@ blocks, and earlier turns of chats are stored in one place, whichever replica an
 
 A replica is lost when it died, or when it missed two heartbeats (`heartbeat.py`). A request that
 returns its tokens only at the end is always computed again, as the client has seen no token. A
-request fails when `MAX_LOST` replicas died while they computed it.
+request fails when `MAX_LOST` replicas were lost while they computed it.
 
-One thread with its own event loop does all work, including Ray Serve's calls. The done callback of
-a request's task sends the last update, because a task that is cancelled before it starts runs no
+One thread with an event loop runs all requests, including Ray Serve's calls. The done callback of a
+request's task sends the last update, because a task that is cancelled before it starts runs no
 code.
 """
 
@@ -75,21 +75,19 @@ CLOSED = "the engine is closed"
 class ReplicaAdapters(AdapterNames):
     """LoRA adapters of replicas, by name. Thread-safe.
 
-        load        a replica reads the folder and returns the adapter's digest
-        a request   has name, folder and digest, which is part of its prefix's identity
-        a replica   without an adapter of this name and digest reads the folder before it answers
+    To load an adapter, one replica reads its folder and returns its digest. A request contains the
+    adapter's name, folder and digest. A replica that does not have this adapter loads it before it
+    answers. So the folder must have the same files on every machine with replicas.
 
-    So the folder must have the same files on every machine with replicas.
+    read: lets a replica load an adapter, from its name and folder.
     """
 
     def __init__(self, read: Callable[[str, Path], Adapter]) -> None:
-        """Load adapters by `read`: a replica reads the adapter with a name in a folder."""
         super().__init__()
         self._read = read
         self._changing = threading.Lock()  # one thread at a time may change the names
 
     def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
-        """Let a replica read the adapter in a folder, and give it a name: `AdapterNames.load`."""
         check_name("an adapter's name", name, ConfigError, required=True)
         adapter = self._read(name, adapter_folder(path))
 
@@ -101,7 +99,6 @@ class ReplicaAdapters(AdapterNames):
         return in_engine(add)
 
     def unload(self, name: str) -> None:
-        """Remove a name: `AdapterNames.unload`."""
         with self._changing:
             super().unload(name)
 
@@ -120,7 +117,7 @@ class ReplicaFrontend(Frontend):
         adapters: ReplicaAdapters,
         tokenizer_folder: str | Path | None = None,
     ) -> None:
-        """Prepare requests for replicas with `config`; up to `max_replicas` run. Raises ModelError.
+        """Prepare requests for up to `max_replicas` replicas with `config`. Raises ModelError.
 
         tokenizer_folder: None for the model's own tokenizer.
         """
@@ -164,9 +161,9 @@ Answer = TypeVar("Answer")
 class _Running:
     """An unfinished request. every_step: False if only its last update is needed.
 
-    The result of `task` is the last update. is_aborted, error: how the request ends if its task is
-    cancelled. name: its name in this server and in replicas. The name is the request's id, or
-    another name while an earlier request with that id has not ended everywhere.
+    name: the request's id in replicas, which differs from the group's id while an earlier request
+    with the same id has not ended. task: returns the last update. error, is_aborted: if the task is
+    cancelled, the request ends with this error or with finish reason "abort".
     """
 
     group: RequestGroup
@@ -207,7 +204,7 @@ class _Running:
 
 @dataclass(eq=False, slots=True)
 class _Attempt:
-    """A request sent to a replica. parts: received tokens that are not added to it yet."""
+    """An attempt to compute a request. parts: received and not yet added to the request."""
 
     running: _Running
     sent: float
@@ -216,10 +213,7 @@ class _Attempt:
     is_lost: bool = False
 
     def add_parts(self, *, send: bool) -> None:
-        """Add the parts to the request, and send an update.
-
-        Raises EngineError if an output cannot be made or sent.
-        """
+        """Add the parts to the request. send: send an update; raises EngineError if that fails."""
         group = self.running.group
         try:
             for part in self.parts:
@@ -246,9 +240,10 @@ class ReplicaDriver:
         put: Callable[[SentImages], Awaitable[SentImages]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Send requests to replicas. put: stores images for replicas, as `ray.put`.
+        """Send requests to replicas.
 
-        clock: returns seconds, to detect silent replicas.
+        put: stores images for replicas, as `ray.put`. clock: returns seconds, to detect silent
+        replicas.
         """
         self._replicas = handle.options(stream=True)
         self._handle = handle
@@ -290,10 +285,7 @@ class ReplicaDriver:
             self._take_orders()
 
     def cancel(self, groups: Sequence[RequestGroup], *, wait: bool = True) -> None:
-        """Cancel requests that are unfinished; return at once.
-
-        The next requests may use their ids.
-        """
+        """Cancel unfinished requests; return at once. Later requests may use their ids."""
 
         def forget() -> None:
             for group in groups:
@@ -325,7 +317,7 @@ class ReplicaDriver:
         return self.call(function)
 
     def fail_all(self, reason: str) -> None:
-        """End every request with an EngineError when the replicas are lost, and accept no more."""
+        """End every request with an EngineError that has this reason, and accept no more."""
         self._frontend.close(reason)
         asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
 
@@ -382,7 +374,7 @@ class ReplicaDriver:
     # In the thread
 
     def _take_orders(self) -> None:
-        """Execute the calls of other threads; once this driver is closed, refuse requests."""
+        """Execute the orders of other threads."""
         while self._orders:
             try:
                 order = self._orders.popleft()
@@ -448,7 +440,7 @@ class ReplicaDriver:
             return read_error(error)
 
     async def _stream(self, running: _Running, request: AnswerRequest) -> None:
-        """Make an attempt. Its first and last tokens arrive here, other tokens with the reports.
+        """Send a request to a replica, and add its first and last tokens; reports have the others.
 
         Raises the errors of Ray and of the replica.
         """
@@ -472,7 +464,7 @@ class ReplicaDriver:
                 if running.every_step:
                     attempt.add_parts(send=True)
         except asyncio.CancelledError:
-            # No local variable may refer to the task, which refers to this frame: see `_end`.
+            # No local variable refers to the task: with this frame it would be a cycle, see `_end`.
             if attempt.is_lost and running.task is not None and running.task.uncancel() == 0:
                 raise ReplicaLostError("the replica stopped answering") from None
             raise
@@ -516,8 +508,8 @@ class ReplicaDriver:
             owner=None if owner is None else (owner, facts.shares.weight(owner)),
             priority=group.priority,
             marks=tuple(sequence.marks),
-            follower=self._name if running.every_step else None,
             server=self._name,
+            every_step=running.every_step,
             num_public=sequence.num_public,
             adapter=group.adapter,
             images=images_ref,

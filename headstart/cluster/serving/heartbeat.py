@@ -6,9 +6,9 @@
     server    Feeds: a replica that missed two heartbeats gets no requests until its next report
     server    watch_ray: a process of the server's Ray that accepts no connection is dead
 
-Ray does not end the calls of a process that was killed, so a replica ends the calls of a dead
-server. Ray does not end the calls of a replica that hangs either, so the server sends these
-requests to other replicas.
+Ray does not end the calls from a process that was killed, so a replica ends the calls of a dead
+server. Nor does Ray end the calls to a replica that hangs, so the server sends these requests to
+other replicas.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 SILENCE = 120.0
 """Seconds without a heartbeat until a server counts as dead."""
 HEARTBEAT = 9.0
-"""Seconds until a replica without news sends an empty report.
-
-A replica that misses two heartbeats is detected in less than 20 seconds.
-"""
+"""Seconds until a replica without news sends an empty report."""
 _BEATS = 4  # heartbeats per allowed silence
 _LOOK_RAY = 2.0  # seconds between checks of Ray's processes
 _PATIENCE = 5.0  # seconds that a process of Ray may take to accept a connection
@@ -92,20 +89,17 @@ class Heartbeats:
 async def with_heartbeats(
     reports: AsyncGenerator[Report], period: float = HEARTBEAT
 ) -> AsyncGenerator[Report]:
-    """Yield the reports, and an empty one whenever there is none for `period` seconds."""
-    coming: asyncio.Future[Report] | None = None
+    """Yield the reports, and an empty report whenever there was none for `period` seconds."""
+    coming: asyncio.Future[Report | None] | None = None
     try:
         while True:
-            coming = coming or asyncio.ensure_future(anext(reports))
-            done, _ = await asyncio.wait([coming], timeout=period)
-            if not done:
+            coming = coming or asyncio.ensure_future(anext(reports, None))
+            if not (await asyncio.wait([coming], timeout=period))[0]:
                 yield Report()
                 continue
-            try:
-                report = coming.result()
-            except StopAsyncIteration:
+            report, coming = coming.result(), None
+            if report is None:
                 return
-            coming = None
             yield report
     finally:
         if coming is not None:
@@ -116,7 +110,7 @@ async def with_heartbeats(
 
 
 class Feeds:
-    """The feeds of running replicas' reports, one task each. Not thread-safe."""
+    """Readers of the reports of running replicas, one task for each replica. Not thread-safe."""
 
     def __init__(
         self,
@@ -127,10 +121,10 @@ class Feeds:
         lose: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build the feeds of a server.
+        """Create no tasks yet; `match` does.
 
-        replicas: a streaming handle. follower: the name of this server. lose: called with a replica
-        that stopped answering. clock: returns seconds.
+        replicas: a streaming handle. follower: the name of this server. lose: called with the name
+        of a replica that stopped answering. clock: returns seconds.
         """
         self._replicas = replicas
         self._dispatcher = dispatcher
@@ -169,13 +163,12 @@ class Feeds:
             task.add_done_callback(partial(self._drop, name))
 
     async def watch(self) -> None:
-        """Check for silent replicas periodically."""
         while True:
             await asyncio.sleep(_LOOK)
             self.look()
 
     def look(self) -> None:
-        """Report the replicas that have been silent for too long."""
+        """Call `lose` for each replica that has been silent for too long."""
         now = self._clock()
         if now - self._looked > HEARTBEAT:  # this process itself was suspended
             self._beats.restart()
@@ -187,7 +180,7 @@ class Feeds:
     def _drop(self, name: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(name) is task:
             del self._tasks[name]
-        # The replica may still run: Ray cancelled the stream, or the replica recovered at once.
+        # Follow the replica again if it still runs.
         asyncio.get_running_loop().call_later(_AGAIN, self.match)
 
     async def _follow(self, replica: str) -> None:
@@ -198,7 +191,7 @@ class Feeds:
                 await self._read(replica)
             except Exception as error:  # the feed broke, or the replica died
                 _LOG.info("the feed of replica %s ended: %s", replica, read_error(error))
-            # Wait: each start of a feed sends a snapshot, which is expensive for both sides.
+            # Each start of a feed sends a snapshot, which is expensive for both sides.
             await asyncio.sleep(start + _AGAIN - loop.time())
 
     async def _read(self, replica: str) -> None:

@@ -28,7 +28,7 @@ try:
         RayTaskError,
     )
 
-    # Ray stores large parts of an answer on the replica's machine. They are lost if it dies.
+    # Ray stores large results on the replica's machine. They are lost if the machine dies.
     _LOST: tuple[Any, ...] = (RayActorError, NodeDiedError, ObjectLostError)
 except ModuleNotFoundError:  # without Ray nothing raises these
     ActorDiedError = RayTaskError = ()
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
 
 RequestKey = tuple[str, int]
-"""A request's id, and the number of the attempt."""
+"""The id and the attempt of an `AnswerRequest`."""
 
 
 class EngineFacts(NamedTuple):
-    """Properties that all replicas share and the server needs.
+    """Properties of a replica's engine that the server needs; they are equal for all replicas.
 
     model_name: the model's fingerprint in block hashes; "" without tiers. silence: seconds without
-    a heartbeat after which a server counts as dead. vision: None for a model without vision.
+    a heartbeat after which a replica considers a server dead.
     """
 
     vocab_size: int
@@ -63,12 +63,11 @@ class EngineFacts(NamedTuple):
 class AnswerRequest:
     """A checked and tokenized request.
 
-    owner: the tenant and its weight, if any. follower: the server that gets tokens as they are
-    computed; None if they are sent only at the end. server: the sender; the request ends if the
-    sender is silent for too long. attempt: how often it was sent before. num_public: first blocks
-    of the prompt that all tenants share. adapter: loaded if the replica has no adapter with this
-    name and digest. images: a reference to the prompt's images in Ray's store, so that a second
-    attempt does not send the pixels again; None without images.
+    owner: the tenant and its weight. server: the name of the server that sends the request and
+    follows the replica's reports. every_step: report each step's tokens to the server; otherwise
+    send them only at the end. attempt: number of earlier attempts. num_public: number of the
+    prompt's first blocks that all tenants share. images: a reference to the images in Ray's object
+    store, so that another attempt does not send the pixels again.
     """
 
     request_id: str
@@ -78,8 +77,8 @@ class AnswerRequest:
     owner: tuple[str, float] | None
     priority: int
     marks: tuple[Mark, ...]
-    follower: str | None
     server: str
+    every_step: bool
     attempt: int = 0
     num_public: int = 0
     adapter: Adapter | None = None
@@ -87,17 +86,17 @@ class AnswerRequest:
 
     @property
     def key(self) -> RequestKey:
-        """The key of the request's tokens, which differs between attempts."""
+        """The key of this attempt in reports."""
         return self.request_id, self.attempt
 
     @property
     def engine_id(self) -> str:
-        """The request's id in a replica, in which an earlier attempt may still run."""
+        """The id in the replica's engine, which may still run an earlier attempt."""
         return f"{self.request_id}-{self.attempt}" if self.attempt else self.request_id
 
 
 class PromptResult(NamedTuple):
-    """Results of a computed prompt. queued: seconds until the request ran."""
+    """Results of computing a prompt. queued: seconds until the request was scheduled."""
 
     num_cached_tokens: int
     loaded_tokens: Mapping[str, int]
@@ -107,7 +106,7 @@ class PromptResult(NamedTuple):
 
 
 class OutputDelta(NamedTuple):
-    """Tokens of one answer. number: the answer's number. start: position of the first token."""
+    """New tokens of one answer. number: index of the answer. start: index of the first token."""
 
     number: int
     start: int
@@ -127,11 +126,11 @@ class OutputDelta(NamedTuple):
 
 
 class RequestDelta(NamedTuple):
-    """New tokens of a request; only the first part has a `head`.
+    """New tokens of a request.
 
-    Parts may overlap. A part can be ignored if tokens before it are missing, because the last part
-    has all tokens after those of the first part. drafts: the request's drafted and accepted
-    tokens so far.
+    head: results of the prompt, only in the first delta. drafts: numbers of drafted and accepted
+    tokens of the request so far. The last delta repeats all tokens after those of the first delta,
+    so the deltas between them may be lost.
     """
 
     head: PromptResult | None
@@ -141,7 +140,7 @@ class RequestDelta(NamedTuple):
 
     @classmethod
     def of(cls, output: RequestOutput, counts: Counter[int], *, is_first: bool) -> RequestDelta:
-        """Build a part from one delta output, and add its tokens to the counts by answer."""
+        """Build a delta from an engine's delta output. counts: sent tokens by answer; updated."""
         head = None
         if is_first:
             head = PromptResult(
@@ -167,7 +166,7 @@ class RequestDelta(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[RequestDelta]) -> RequestDelta:
-        """Join consecutive parts to one; copies each token once."""
+        """Return one delta with the tokens of consecutive deltas. Copies each token once."""
         answers: dict[int, OutputDelta] = {}
         for new in (answer for part in parts for answer in part.answers):
             joined = answers.get(new.number) or OutputDelta(new.number, new.start, [], None, None)
@@ -211,16 +210,20 @@ class RequestDelta(NamedTuple):
 
 
 class Follow(NamedTuple):
-    """A subscription of the server `follower` to a replica, which has its name in Ray Serve."""
+    """A server's subscription to a replica's reports.
+
+    replica: its name in Ray Serve. follower: the name of the server.
+    """
 
     replica: str
     follower: str
 
 
 class Report(NamedTuple):
-    """Changes in a replica: its cache, the engine's counts, tokens of the follower's requests.
+    """News of a replica for one follower. A field is None if nothing changed.
 
-    A field is None without news. process: the replica's process and machine, in the first report.
+    progress: new tokens of the follower's requests. process: the replica's process and machine,
+    only in the first report.
     """
 
     batch: EventBatch | None = None
@@ -235,9 +238,9 @@ def has_died(error: Exception) -> bool:
 
 
 def read_error(error: Exception) -> HeadstartError:
-    """Return the error that a call of a replica raised, as if it had been raised here.
+    """Return the error of headstart for an exception of a call to a replica.
 
-    ReplicaLostError: the replica died, or cannot be reached.
+    It is a ReplicaLostError if the replica died or cannot be reached.
     """
     if isinstance(error, _LOST):
         return ReplicaLostError(str(error).partition("\n")[0])

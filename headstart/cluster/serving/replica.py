@@ -5,13 +5,13 @@
                       tokens ──▶ their follower's queue, every `_TOGETHER` seconds
 
 A follower that reads too slowly loses a batch. It notices the gap in the batch numbers and follows
-again, which begins with a snapshot. Tokens are not lost: they wait until there is space.
+again, which begins with a snapshot. Tokens are not lost: they wait until the queue has space.
 
 Blocks of the store are reported as a separate tier: the last `_MOST_STORED` blocks that this engine
 saved or loaded. A store reports neither evictions nor the blocks of other processes.
 
-A message through Ray Serve is expensive at both ends. So the tokens of all streams are sent
-together, instead of a message for each token of each stream.
+A message through Ray Serve is expensive at both ends, so one message has the new tokens of all of a
+follower's streams.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ _MOST_STORED = 1 << 18  # blocks of the store to report
 
 
 class CachePublisher:
-    """The reports of one engine, for the tasks of one event loop."""
+    """Publisher of the reports of one engine. All calls must come from one event loop."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        # The follower chooses the replica's number; the epoch identifies this start.
+        # The follower chooses the replica's number.
         self._events = EventPublisher(replica=0, epoch=time.time_ns())
         self._store_events = EventPublisher(replica=0, epoch=time.time_ns(), tier=DISK)
         self._stored: dict[BlockHash, None] = {}  # in the order in which they were seen
@@ -88,7 +88,7 @@ class CachePublisher:
     def end(self) -> None:
         """Note the end of a request."""
         self._num_running -= 1
-        # Start no task here: a loop that ends closes generators after it has ended all tasks.
+        # Start no task here: a loop that ends closes generators after its last task.
         self._is_busy.set()
 
     async def publish(self) -> None:
@@ -98,10 +98,7 @@ class CachePublisher:
             self._send(await self._llm.call(self._read_stored))
 
     async def reset(self, running: bool, tiers: bool) -> bool:
-        """Reset the cache, `AsyncLLM.reset_prefix_cache`, and report it to all followers at once.
-
-        Raises TierError or EngineError.
-        """
+        """Reset the cache as `AsyncLLM.reset_prefix_cache`, and report it to all followers."""
         report = await self._llm.call(lambda: self._reset(running, tiers))
         if report is not None:
             self._send(report)
@@ -133,7 +130,7 @@ class CachePublisher:
             await asyncio.sleep(_TOGETHER)
 
     async def follow(self, follower: str) -> AsyncGenerator[Report]:
-        """Yield the cached blocks, then all changes, until the engine is closed or `drop`."""
+        """Yield the cached blocks, then all changes, until `drop` is called."""
         queue: asyncio.Queue[Report | None] = asyncio.Queue(_MOST_QUEUED)
         self._followers[follower] = queue  # first, so that changes after the snapshot are queued
         try:
@@ -147,7 +144,7 @@ class CachePublisher:
                 del self._followers[follower]
 
     def drop(self, follower: str) -> None:
-        """End a follower's stream, if there is one."""
+        """End a follower's stream, if it has one."""
         queue = self._followers.pop(follower, None)
         if queue is not None:
             while not queue.empty():  # make space for the end marker
@@ -178,8 +175,8 @@ class CachePublisher:
     def _reset(self, running: bool, tiers: bool) -> Report | None:
         """Reset the cache; return None if it was not reset.
 
-        The manager's own event may wait until the tiers take it in the next step. It must be
-        reported before the blocks of that step, or these would count as forgotten.
+        With tiers, the manager reports the reset only in the next step. This report then precedes
+        the blocks of that step, which would otherwise count as forgotten.
         """
         done = self._llm.engine.reset_prefix_cache(
             reset_running_requests=running, reset_tiers=tiers
@@ -191,7 +188,7 @@ class CachePublisher:
         return Report(self._events.snapshot(), self._llm.read_metrics(), process=process)
 
     def _read_stored(self) -> Report | None:
-        """Return the store's blocks seen since the last call; they replace the oldest ones."""
+        """Return the blocks that the store saved or loaded since the last call."""
         tiers = self._llm.tiers
         assert tiers is not None
         self._is_saving = tiers.saver.is_saving  # first, so that no saved block is missed
@@ -218,7 +215,6 @@ except ModuleNotFoundError:  # a replica without Ray reports no metrics
 
 _LOG = logging.getLogger("headstart.server")
 
-
 _VALUES: dict[type, dict[str, str]] = {
     Counter: {"_total": "value"},
     Gauge: {"": "value"},
@@ -227,17 +223,15 @@ _VALUES: dict[type, dict[str, str]] = {
 
 
 class RayGauges:
-    """The engine's metrics for Ray: `vllm:...` as `ray_vllm_...`, by replica.
+    """The engine's metrics for Ray: `vllm:...` as `ray_vllm_...`, tagged with the replica by Ray.
 
-    Ray Serve tags them with the replica. Counts are gauges here, because Ray's counters can only be
-    increased and not set. A histogram becomes its count and its sum.
+    Counts are gauges, because Ray's counters cannot be set. A histogram becomes its count and sum.
     """
 
     def __init__(self) -> None:
         self._gauges: dict[str, Any] = {}
 
     def update(self, values: list[Metric]) -> None:
-        """Set the gauges to the values."""
         for metric in values:
             for ending, attribute in _VALUES[type(metric)].items():
                 name = metric.name.replace(":", "_") + ending
@@ -251,7 +245,7 @@ class EngineReplica:
     """An engine that answers requests of servers and reports its cache.
 
     Ray Serve creates the replica, checks its health, waits for its requests before stopping it, and
-    replaces it if it dies. A new replica can get cached blocks only from tiers.
+    replaces it if it dies.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], silence: float = SILENCE) -> None:
@@ -283,10 +277,10 @@ class EngineReplica:
         )
 
     async def answer(self, request: AnswerRequest) -> AsyncGenerator[RequestDelta]:
-        """Yield the first part when the prompt is computed, and all other tokens at the end.
+        """Yield the first delta when the prompt is computed, and all other tokens at the end.
 
-        Meanwhile tokens are reported to the request's follower, together with tokens of its other
-        requests: see `CachePublisher`. Raises RequestError or EngineError.
+        With `request.every_step`, tokens are also reported as they are computed. Raises
+        RequestError or EngineError.
         """
         self._servers.beat(request.server)
         params = request.params.clone()
@@ -304,8 +298,8 @@ class EngineReplica:
         try:
             async with aclosing(self._llm.outputs(group)) as outputs:
                 async for part in self._parts(outputs, request):
-                    if group not in self._server_of:
-                        return  # Ray would try for a second to send an error to the dead server
+                    if group not in self._server_of:  # the server is dead
+                        return  # without an error, which Ray would try for a second to send
                     yield part
         finally:
             self._server_of.pop(group, None)
@@ -326,8 +320,8 @@ class EngineReplica:
             later.append(part)
             if part.finished:
                 yield RequestDelta.joined(later)
-            elif request.follower is not None:
-                self._publisher.add_progress(request.follower, request.key, part)
+            elif request.every_step:
+                self._publisher.add_progress(request.server, request.key, part)
 
     async def _prepare(self, request: AnswerRequest, params: SamplingParams) -> RequestGroup:
         """Prepare a request, and load its adapter if necessary.
@@ -363,7 +357,6 @@ class EngineReplica:
         return group
 
     async def load_adapter(self, name: str, path: Path) -> Adapter:
-        """Load an adapter: `AsyncLLM.load_adapter`."""
         async with self._naming:
             return await self._llm.load_adapter(name, path)
 
@@ -382,22 +375,19 @@ class EngineReplica:
                 yield report
 
     async def beat(self, server: str) -> None:
-        """Record a server's heartbeat; after `silence` seconds without one its calls end."""
         self._servers.beat(server)
 
     async def reset(self, running: bool, tiers: bool) -> bool:
-        """Reset the cache: `AsyncLLM.reset_prefix_cache`; report it to followers at once."""
         return await self._publisher.reset(running, tiers)
 
     async def forget_inputs(self) -> None:
-        """Forget inputs: `AsyncLLM.forget_inputs`."""
         await self._llm.forget_inputs()
 
     async def check_health(self) -> None:
         """End the calls of silent servers, and update the metrics; called by Ray Serve.
 
-        Raises EngineError if the engine is closed or has failed. The engine's thread must answer
-        too, so that Ray replaces a replica whose thread hangs.
+        Raises EngineError if the engine is closed or has failed. This waits for the engine's
+        thread, so that Ray replaces a replica whose thread hangs.
         """
         values = await self._llm.call(self._llm.read_metrics)
         for server in self._servers.take_silent():

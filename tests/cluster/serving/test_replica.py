@@ -32,7 +32,7 @@ ASKED = AnswerRequest(
     owner=None,
     priority=0,
     marks=(),
-    follower=None,
+    every_step=False,
     server="s",
 )
 

@@ -26,8 +26,8 @@ class LayerLayout:
     """The K and V of one token in one layer: `[kv_heads, key_dim]` and `[kv_heads, value_dim]`.
 
     The two widths differ if a model compresses keys and values differently (DeepSeek-V3). `window`
-    is the layer's sliding window; None if its rows see all tokens before them. It is left out of
-    `repr`, which is part of the identity of K/V in tiers.
+    is the layer's sliding window; None if its rows see all tokens before them. `repr` leaves it
+    out, since `repr` is part of the identity of K/V in tiers.
     """
 
     kv_heads: int

@@ -20,9 +20,9 @@ INT8_REVISION = 1
 
 _LEVELS = 127  # steps on either side of zero
 _SMALLEST = torch.finfo(torch.float32).tiny
-_LARGEST = float.fromhex("0x1.020406p+121")  # 127 times the next number is infinite
+_LARGEST = float.fromhex("0x1.020406p+121")  # 127 times the next float32 is infinite
 _CACHE_LINE = 64  # bytes
-_PREFAULTED = 64 << 20  # most bytes that `prefault` gets
+_PREFAULTED = 64 << 20  # most bytes of `prefault`
 
 
 class PagedKVMemory:
@@ -31,9 +31,9 @@ class PagedKVMemory:
     Slot `block_id * block_size + offset` holds one token. The last slot, `scratch_slot`, belongs
     to no block and takes rows that are discarded. Memory starts as zeros.
 
-    With `num_window_blocks`, layers with a sliding window have a pool of that many blocks instead,
-    with slots and a `window_scratch_slot` of the same kind. Then K and V before the windows need
-    no memory, but a block no longer has the K and V of all layers, which tiers need.
+    With `num_window_blocks`, layers with a sliding window have a separate pool of that many blocks,
+    whose last slot is `window_scratch_slot`. Then K and V before the windows need no memory. Tiers
+    are not possible, since they need blocks with the K and V of all layers.
 
     In `torch.int8` rows are rounded when written (`quantize_rows`): `key_scales[layer]` is float32
     `[slots + 1, kv_heads]`, `value_scales` likewise. In other dtypes there are no scales.
@@ -76,7 +76,7 @@ class PagedKVMemory:
         return self.num_window_blocks > 0 and self.layouts[layer_idx].window is not None
 
     def plans(self, plan: StepPlan) -> list[StepPlan]:
-        """Return the plan of the pool of blocks, and of the pool of window blocks if there is one.
+        """Return the plan of the main pool, and of the pool of window blocks if it exists.
 
         Raises `EngineError` if the plan has no part for window blocks.
         """
@@ -84,13 +84,13 @@ class PagedKVMemory:
             return [plan]
         if plan.window is None or len(plan.window.slots) != len(plan.slots):
             raise EngineError(
-                f"the memory has {self.num_window_blocks} window blocks, and the step no slots in "
-                f"them; allowed: a plan with `window`, of {len(plan.slots)} slots"
+                f"the memory has {self.num_window_blocks} window blocks, but the plan has no slots "
+                f"in them; allowed: a plan with {len(plan.slots)} slots in `window`"
             )
         return [plan, plan.window]
 
     def check_window(self, layer_idx: int, window: int | None) -> None:
-        """Raise `EngineError` if a layer needs more than window blocks retain."""
+        """Raise `EngineError` if a layer's window is wider than window blocks allow."""
         if self.has_windows(layer_idx) and not 0 < (window or 0) <= self.window:
             raise EngineError(
                 f"layer {layer_idx} attends to a window of {window} tokens; allowed: 1 to "
@@ -165,10 +165,10 @@ class PagedKVMemory:
             start += rows.shape[1]
 
     def prefault(self, num_blocks: int) -> threading.Thread | None:
-        """Get the pages of the first blocks, 64 MB at most, before a step needs them.
+        """Allocate the pages of the first blocks, at most 64 MB, before a step needs them.
 
-        The system clears each page of new memory at its first use, which a thread does here in
-        advance. It changes no byte. Returns the thread; None for memory that is not on a CPU, and
+        The system allocates and clears each page at its first use. A thread triggers this in
+        advance, without changing a byte. Return the thread; None if the memory is not on a CPU, and
         on systems other than Linux.
         """
         count = min(num_blocks, self.num_blocks, _PREFAULTED // max(1, self.block_bytes))
@@ -222,10 +222,10 @@ class PagedKVMemory:
     def copy_rows(self, copies: Sequence[tuple[int, ...]]) -> None:
         """Copy rows in every layer: (source block, target block, number of rows from the first).
 
-        For a memory with window blocks, two more numbers are the source and the target in window
-        blocks. A copy with -1 is not made in that pool. In each layer all sources are read before
-        any target is written. So a block may be the source of one copy and the target of another,
-        and the order of `copies` does not matter.
+        For a memory with window blocks, a copy also has a source and a target window block. A block
+        of -1 means no copy in that pool. In each layer all sources are read before any target is
+        written. So a block may be the source of one copy and the target of another, and the order
+        of `copies` does not matter.
         """
         if not copies:
             return
@@ -257,7 +257,7 @@ class StateMemory:
 
     `layers[i]` has the states of the i-th recurrent layer as views `[slots, *shape]`, one for each
     shape of its layout. The last slot, `scratch_slot`, takes states that are discarded.
-    `recurrence` is that of the step under way.
+    `recurrence` is the current step's.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class StateMemory:
         return sum(layout.elements for layout in layouts) * torch.float32.itemsize
 
     def read_slot(self, slot: int) -> Tensor:
-        """Return a slot as bytes, uint8 on the CPU; they are not copied if it is there."""
+        """Return a slot as bytes, uint8 on the CPU; a view if the memory is on the CPU."""
         return self.rows[slot].cpu().view(torch.uint8)
 
     def write_slot(self, slot: int, data: memoryview) -> None:
@@ -310,7 +310,7 @@ def contiguous_runs(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the first id and a view `[blocks, block_bytes]` of each run of blocks.
 
-    The ids of a run are consecutive, and its bytes are evenly spaced in one buffer.
+    The blocks of a run have consecutive ids, and are evenly spaced in one buffer.
     """
     rows = [np.frombuffer(block, dtype=np.uint8) for block in blocks]
     starts = [int(row.ctypes.data) for row in rows]

@@ -47,7 +47,7 @@ _FUNCTIONS = {
     torch.float32: "headstart_attend_float32",
     torch.int8: "headstart_attend_int8",
 }
-# The fewest keys for which waking another thread and merging its result pays.
+# With at least so many keys in a part, another thread saves more time than it costs.
 SPLIT_KEYS = 512
 _GRAIN = 16  # the length of a part of keys is a multiple of this
 # Spans of at most this many rows, such as drafts, are computed row by row.
@@ -435,7 +435,7 @@ class NativeStep:
     ) -> bool:
         """Update this step to `plan` if `plan` only continues its decoding.
 
-        Return False, and change nothing, if more than the contexts' lengths differ.
+        Return False, and change nothing, if not only the contexts' lengths differ.
         """
         contexts = _decoding_contexts(plan)
         if (
@@ -517,9 +517,9 @@ class NativeStep:
 
 
 def _key_borders(first: int, stop: int, most: int) -> list[int]:
-    """Return the borders of the parts, `most` at the most, into which keys are split.
+    """Return the borders of at most `most` parts of the keys.
 
-    Most next keys change no border, so that a step can often be updated.
+    One more key seldom changes them, so `NativeStep.update` often succeeds.
     """
     splits = min(most, (stop - first) // SPLIT_KEYS)
     if splits < 2:
@@ -529,12 +529,11 @@ def _key_borders(first: int, stop: int, most: int) -> list[int]:
 
 
 def _row_borders(plan: StepPlan, span: Span) -> list[int]:
-    """Return the rows of a span at which its segments begin, and their number.
+    """Return the first row of each segment of a span, then the span's number of rows.
 
     The bf16 kernel rounds the rows of a long segment differently from a decoding row, whose keys
-    may also be split. So the last row of a prompt and the rows of a draft, whose logits choose
-    tokens, have segments like those of a decoding row. Then the choice is the same after a prefix
-    hit and with drafts as without them.
+    may also be split. Logits of a prompt's last row and of a draft's rows choose tokens. So each of
+    these rows is one segment, like a decoding row. Prefix hits and drafts then change no token.
     """
     count = span.num_rows
     if plan.contiguous_gather:

@@ -33,8 +33,8 @@ from headstart.native.bindings import (
 )
 
 CHUNK = 64  # positions
-_DTYPES = (torch.float32, torch.bfloat16)  # that the kernels support
-_MOST_TAPS = 4  # the kernels' limit of a convolution's width
+_DTYPES = (torch.float32, torch.bfloat16)  # of rows that the kernels support
+_MOST_TAPS = 4  # the widest convolution that the kernels support
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Recurrence:
     targets: Tensor
     """The slot of the state after each sequence's last row: `[n]`."""
     positions: Tensor
-    """The position of each sequence's first row in its prompt: `[n]`."""
+    """The position of each sequence's first row in the sequence: `[n]`."""
     saves: Tensor = field(default_factory=lambda: torch.empty((0, 2), dtype=torch.int32))
     """Ascending row numbers, and the slots to which the states after them are written: `[m, 2]`."""
 
@@ -290,8 +290,8 @@ def _delta_rule(
         q, k, v = (
             part.transpose(1, 2) for part in (q * q.shape[-1] ** -0.5, k, _take(value, numbers))
         )
-        # Value t is written after subtracting the state's current output for key t. That state
-        # includes the chunk's earlier writes, so the written values solve a triangular system.
+        # The state's output for key t is subtracted from value t before the value is written. The
+        # state includes the chunk's earlier writes, so written values solve a triangular system.
         system = beta * (k @ k.mT) * _pairwise(decay)
         missing = beta * (v - decay.exp().unsqueeze(-1) * (k @ state))
         written = torch.linalg.solve_triangular(system, missing, upper=False, unitriangular=True)

@@ -47,7 +47,7 @@ AttentionFunction = Callable[[LayerCall], Tensor]
 
 
 class CallOrder:
-    """The number of a layer by the order of the calls of attention in a pass.
+    """Numbers of layers in the order of their calls of attention in a pass.
 
     A layer's `layer_idx` also counts layers without attention, and is missing in a module that is
     part of several layers (Zamba2).
@@ -75,10 +75,8 @@ def attend_with(
 ) -> AttentionFunction:
     """Return a function that passes a layer's call to a backend, whose step must have begun.
 
-    number: returns the number of the layer in the backend's memory.
-
-    transformers holds the function forever, so the function has only a weak reference to the
-    backend: otherwise the backend's K/V memory would never be freed.
+    number: returns the index of a layer in the backend's memory. transformers holds the function
+    forever. So that the backend's memory can be freed, the function refers to it weakly.
     """
     reference = weakref.ref(backend)
 

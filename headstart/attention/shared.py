@@ -12,6 +12,7 @@ matrix products. A row's outputs from its groups and from the rest of its contex
 Only decoding rows, one per sequence, are grouped. A prefill has enough rows without grouping.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -100,14 +101,10 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
 
 def _common_blocks(first: list[int], second: list[int], least: int) -> int:
     """Return the length of two tables' common prefix in blocks, by bisection; at least `least`."""
-    low, high = least, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    stops = range(least + 1, min(len(first), len(second)) + 1)
+    return least + bisect_left(
+        stops, True, key=lambda stop: first[least:stop] != second[least:stop]
+    )
 
 
 class SharedPlanner:

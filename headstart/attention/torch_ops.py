@@ -9,11 +9,11 @@ batched product, a softmax and a batched product. On a CPU this is several times
 `scaled_dot_product_attention`, which repeats K and V per query head. Contiguous block ids have no
 separate path, since products over a strided view of the memory are slower than a gather.
 
-All layers with the same sliding window read the same memory rows, so these are computed once in a
-step. A prefix that decoding sequences share (`shared.py`) is read once. The rest of their contexts
-are grouped by similar length: a group is one gather, padded to its longest context, with at most a
-quarter of padding. Every other span is cut into chunks of rows; a chunk reads no key after its last
-row.
+All layers with the same sliding window read the same memory rows, so the row numbers are computed
+once in a step. A prefix that decoding sequences share (`shared.py`) is read once. The rest of their
+contexts are grouped by similar length. One gather reads a group, padded to its longest context; at
+most a quarter is padding. Every other span is cut into chunks of rows; a chunk reads no key after
+its last row.
 """
 
 from collections.abc import Sequence

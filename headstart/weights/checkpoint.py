@@ -30,7 +30,7 @@ SAVED_SO = "in the file itself: it is damaged, or was saved so; download the mod
 
 
 class Checkpoint(ABC):
-    """The tensors of a model by name; a context manager, which closes its files at the end."""
+    """The tensors of a model by name; a context manager that calls `release` at the end."""
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +60,7 @@ class Checkpoint(ABC):
         return None
 
     def log(self, tied: bool) -> None:  # noqa: B027 - most have nothing to log
-        """Log what quantized tensors become. tied: the LM head shares the embedding."""
+        """Log how quantized tensors will be stored. tied: the LM head shares the embedding."""
 
     @abstractmethod
     def release(self) -> None:

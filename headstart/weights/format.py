@@ -39,8 +39,8 @@ def find_kind(name: str) -> WeightKind | None:
 class WeightFormat(ABC):
     """A matrix `[outputs, inputs]` as it is stored, and its bias `[outputs]` or None.
 
-    kind: None for floats. name, table_name: the names of a `Linear` and an `Embedding` with such a
-    matrix in cache identities. They must not change.
+    kind: None for floats. name, table_name: the names, in cache identities, of a `Linear` and of an
+    `Embedding` with this format. They must not change.
     """
 
     kind: WeightKind | None = None
@@ -76,7 +76,7 @@ class WeightFormat(ABC):
         return self.rows(torch.arange(self.outputs))
 
     def struct(self, dtype: torch.dtype) -> Weight | None:
-        """Return the kernels' struct for rows in `dtype`, if compiled code can multiply them."""
+        """Return the kernels' struct for rows in `dtype`; None if no kernel multiplies them."""
         if self.product is None or self.product.dtype != dtype:
             return None
         return self.product.struct
@@ -131,13 +131,6 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.matrix.multiply(x)
 
-    def extra_repr(self) -> str:
-        bias = self.bias is not None
-        return (
-            f"{self.matrix.name}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={bias}"
-        )
-
 
 class Embedding(nn.Module):
     """Rows of a stored matrix by token id, in `dtype`; the LM head may share the matrix."""
@@ -182,8 +175,8 @@ def multiply_tiles(
 ) -> Tensor:
     """Return rows float32 times a matrix that becomes float32 tile by tile.
 
-    make_tile: returns its outputs `first` to `last - 1`, `[some, inputs]`, valid until the next
-    call. multiple: tiles begin at multiples of this.
+    make_tile: returns outputs `first` to `last - 1`, `[outputs, inputs]`, valid until it is called
+    again. multiple: tiles begin at multiples of this number of outputs.
     """
     out = rows.new_empty((len(rows), outputs))
     step = max(1, tile_outputs(rows.shape[1]) // multiple) * multiple

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file, llama.cpp's format, under transformers' names, one at a time.
 
-Its formats of 4, 5 and 8 bits become weights with the same values, and steps in float16:
+Weights in its formats of 4, 5 and 8 bits are stored with the same values and float16 steps:
 
     Q4_0    32 weights: d, 16 bytes                     weight = d * (value - 8)
     Q4_1    32 weights: d, m, 16 bytes                  weight = d * value + m
@@ -62,11 +62,11 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_GEMMA = _NAMES | {
+_OLMO2 = _NAMES | {
     "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GEMMA = _OLMO2 | {"ffn_norm": "pre_feedforward_layernorm"}
 _GEMMA4 = _GEMMA | {
     "layer_output_scale.weight": "layer_scalar",
     "inp_gate": "per_layer_input_gate",
@@ -77,27 +77,11 @@ _GEMMA4 = _GEMMA | {
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 _PHI3 = _NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_OLMO2 = _NAMES | {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 _LFM2 = _NAMES | {
     "token_embd_norm": "model.norm",
     "shortconv.conv": "mixer.conv",
     "shortconv.in_proj": "mixer.in_proj",
     "shortconv.out_proj": "mixer.out_proj",
-}
-_QWEN35 = _NAMES | {
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_qkv": "mixer.in_proj_qkv",
-    "attn_gate": "mixer.in_proj_z",
-    "ssm_alpha": "mixer.in_proj_a",
-    "ssm_beta": "mixer.in_proj_b",
-    "ssm_conv1d": "mixer.conv1d",
-    "ssm_a": "mixer.A_log",
-    "ssm_dt.bias": "mixer.dt_bias",
-    "ssm_norm": "mixer.norm",
-    "ssm_out": "mixer.out_proj",
 }
 _GRANITE_HYBRID = _NAMES | {
     "ssm_in": "mixer.in_proj",
@@ -107,6 +91,13 @@ _GRANITE_HYBRID = _NAMES | {
     "ssm_dt.bias": "mixer.dt_bias",
     "ssm_norm": "mixer.norm",
     "ssm_out": "mixer.out_proj",
+}
+_QWEN35 = _GRANITE_HYBRID | {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "mixer.in_proj_qkv",
+    "attn_gate": "mixer.in_proj_z",
+    "ssm_alpha": "mixer.in_proj_a",
+    "ssm_beta": "mixer.in_proj_b",
 }
 ARCHITECTURES = {
     "llama": _NAMES,
@@ -143,7 +134,7 @@ _NARROW = frozenset(
 )
 _FACTORS = ("rope.scaling.factor", "rope.scale_linear")
 _QUERY = "model.layers.0.self_attn.q_proj.weight"
-_PLACE = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_0-9.]+?)(\.weight|\.bias)?")
+_TENSOR_NAME = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_0-9.]+?)(\.weight|\.bias)?")
 _CONVOLUTIONS = (".conv.weight", ".conv1d.weight")
 _TABLES = ("model.embed_tokens.weight", "model.embed_tokens_per_layer.weight")
 _FLAT = (".mixer.A_log", ".mixer.D", ".mixer.norm.weight")  # have two dimensions in some files
@@ -170,7 +161,7 @@ class Metadata:
         return value
 
     def by_layer(self, name: str, layers: int) -> list[int]:
-        """Return a whole number for each layer, where the file may have one for all."""
+        """Return a whole number for each layer. The file may have one number for all layers."""
         values = self.get(name)
         if not isinstance(values, list):
             return [self.count(name)] * layers
@@ -239,11 +230,11 @@ class GGUFCheckpoint(Checkpoint):
             width = metadata.count("ssm.inner_size") // values
             self._tiled = TiledHeads(metadata.count("ssm.group_count"), values, width)
         self._tensors: dict[str, Any] = {}
-        # The last layers predict further tokens, and are not used here.
+        # headstart does not use the last layers, which predict further tokens.
         further = metadata.count("nextn_predict_layers", 0)
         last = metadata.count("block_count") - further if further else None
         for tensor in reader.tensors:
-            match = _PLACE.fullmatch(tensor.name)
+            match = _TENSOR_NAME.fullmatch(tensor.name)
             if last is not None and match and match[1] and int(match[1]) >= last:
                 continue
             if tensor.name not in _OWN_TENSORS:
@@ -253,7 +244,7 @@ class GGUFCheckpoint(Checkpoint):
                 self._tensors[name] = tensor
         rotated, query = metadata.get("rope.dimension_count"), self.shapes.get(_QUERY)
         if self._architecture in ("qwen35", "gemma4"):
-            rotated = None  # the head is rotated in part, or the number belongs to another layer
+            rotated = None  # only a part of the head is rotated, or the number is another layer's
         if rotated is not None and query is not None and rotated * heads != query[0]:
             raise UnsupportedLayerError(f"{rotated} elements of each head are rotated, and not all")
 
@@ -284,7 +275,7 @@ class GGUFCheckpoint(Checkpoint):
         return shapes
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
-        """Return the dtypes of floats; float32 for quantized tensors."""
+        """Return the tensors' dtypes; float32 for quantized tensors."""
         return [_FLOATS.get(self._type(name), torch.float32) for name in names]
 
     def tensor(self, name: str) -> Tensor:
@@ -325,7 +316,7 @@ class GGUFCheckpoint(Checkpoint):
         return read_weight(self._rows(name), type_name, self._gguf, groups)
 
     def log(self, tied: bool) -> None:
-        """Log the formats of the converted tensors; as a warning if weights are rounded."""
+        """Log the tensors' formats in the file and here; as a warning if weights are rounded."""
         counts = Counter((self._type(n), self._becomes(n, tied)) for n in self._tensors)
         texts = [
             f"{count} {type_name} {becomes}"
@@ -347,7 +338,7 @@ class GGUFCheckpoint(Checkpoint):
         return f"{_ROUNDED} to {'int8' if is_head else kind}"
 
     def release(self) -> None:
-        """Release the pages of the file that were read. Tensors are copies."""
+        """Release the memory of pages of the file that were read. Tensors are copies."""
         if isinstance(self._mapped, np.memmap) and self._mapped.mode == "r":
             drop_pages(self._mapped.ctypes.data, self._mapped.nbytes)
 
@@ -355,7 +346,7 @@ class GGUFCheckpoint(Checkpoint):
         return str(self._tensors[name].tensor_type.name)
 
     def _name(self, name: str) -> str:
-        match = _PLACE.fullmatch(name)
+        match = _TENSOR_NAME.fullmatch(name)
         if match is None:
             return name
         names, suffix = ARCHITECTURES[self._architecture], match[3] or ""

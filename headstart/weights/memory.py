@@ -1,9 +1,9 @@
 """The memory of weights: one block for many weights, in huge pages of 2 MiB.
 
-Decoding reads all weights, and with pages of 4 KiB would need an address translation for each page.
-Many systems use huge pages only on request. If they were requested before weights are written, each
-first write would wait until 2 MiB are found and cleared. So they are requested afterwards, or made
-by a separate thread once the model is loaded.
+Decoding reads all weights, and needs an address translation for each page. Many systems use huge
+pages only on request. The first write to a huge page waits until the system has found and cleared
+2 MiB. So huge pages are requested after the weights are written, or a separate thread makes them
+once the model is loaded.
 """
 
 import threading
@@ -63,7 +63,7 @@ class Arena:
 
 
 def map_pages(weights: Iterable[Tensor]) -> None:
-    """Map the pages of memory-mapped weights in one call, four times as fast as page faults.
+    """Map all pages of memory-mapped weights, which is four times as fast as page faults.
 
     Does nothing for subclasses of `Tensor`, and without the kernels.
     """
@@ -73,9 +73,10 @@ def map_pages(weights: Iterable[Tensor]) -> None:
 
 
 def move_to_huge_pages(module: nn.Module) -> threading.Thread | None:
-    """Start a thread that moves a module's weights on the CPU; None if there are few bytes.
+    """Start a thread that moves a module's weights on the CPU to huge pages.
 
-    The weights must not be in mapped files. The thread has only addresses, so weights may be freed.
+    Return None if there are few bytes. The weights must not be in mapped files. The thread has only
+    their addresses, so they may be freed.
     """
     sizes: dict[int, int] = {}
     for part in module.modules():
@@ -84,7 +85,7 @@ def move_to_huge_pages(module: nn.Module) -> threading.Thread | None:
         for tensor in (*stored, *part.parameters(recurse=False), *part.buffers(recurse=False)):
             if tensor.device.type == "cpu":
                 sizes[tensor.data_ptr()] = tensor.nbytes
-    spans: list[tuple[int, int]] = []  # ranges of addresses; near tensors share one
+    spans: list[tuple[int, int]] = []  # ranges of addresses; tensors nearby share a range
     for start, size in sorted(sizes.items()):
         if spans and start - spans[-1][1] < _APART:
             spans[-1] = (spans[-1][0], max(spans[-1][1], start + size))

@@ -1,6 +1,6 @@
 """Checkpoints whose weights are already quantized: AWQ, GPTQ, compressed-tensors, torchao.
 
-The layouts of a weight's integers, where an int32 word has several fields:
+The layouts of a weight's integers. A field is an integer of 4 or 8 bits within an int32 word:
 
     AWQ                 qweight int32 [inputs, outputs / 8]: the fields of a word are the outputs
                         0 2 4 6 1 3 5 7 of eight; qzeros [groups, outputs / 8] likewise
@@ -36,25 +36,32 @@ from headstart.weights.grouped import (
     pack_groups,
 )
 from headstart.weights.int8 import Int8Values
-from headstart.weights.layout import NAMES, Module, find_described, find_modules
+from headstart.weights.layout import (
+    NAMES,
+    QuantizedWeight,
+    find_torchao_weights,
+    find_weights,
+)
 from headstart.weights.quantize import StoredValues
 from headstart.weights.scheme import Scheme
 
 _log = logging.getLogger(__name__)
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # fields of a word, in the order of the outputs
 _TINY = 1e-30
-# By bits: the largest step of an output is below 2**(this), so starts, which are at most 16 or 128
-# times as large, are in the range of float16.
-_STEP_BITS = {4: 11, 8: 8}
+# By bits: every step of an output is below 2**exponent. Starts, at most 16 or 128 times as large,
+# are then in the range of float16.
+_STEP_EXPONENTS = {4: 11, 8: 8}
 _MIDDLE = 128
 _MOST = 512.0  # twice the largest distance of a value from its zero point
 
 
 class Grouped(NamedTuple):
-    """weight[o, i] = steps[o, g] * (values[o, i] - zeros[o, g]), where g is the group of input i.
+    """A weight whose values have a step and a zero point for each group of inputs.
 
-    values uint8 `[outputs, inputs]`; steps and zeros float32 `[outputs, groups]`; groups int64
-    `[inputs]`.
+        weight[o, i] = steps[o, groups[i]] * (values[o, i] - zeros[o, groups[i]])
+
+    values: uint8 `[outputs, inputs]`. steps, zeros: float32 `[outputs, groups]`. groups: int64
+    `[inputs]`, the group of each input.
     """
 
     values: Tensor
@@ -76,7 +83,7 @@ class Grouped(NamedTuple):
         ]
 
     def describe(self) -> str:
-        """Return a text about its bits, groups, zero points and order of inputs."""
+        """Return a text about the bits, groups, zero points and order of inputs."""
         size = int(torch.bincount(self.groups).max())
         zeros = "" if (self.zeros == 1 << (self.bits - 1)).all() else " with zero points"
         order = "" if (self.groups.diff() >= 0).all() else ", and its inputs are out of order"
@@ -85,20 +92,20 @@ class Grouped(NamedTuple):
     def in_groups(self) -> GroupedValues | None:
         """Return the weight with the same values; None if its bits or groups are not supported.
 
-        Steps become float16, in units of a power of two for each output. In these units the largest
-        step is near 2048, or 256 with 8 bits, so starts are in the range of float16, to which they
-        are rounded. Steps that were float16 stay exact unless the largest step of the output is
-        more than 2**21 times as large.
+        Each output has a unit, a power of two. Steps and starts are divided by it and rounded to
+        float16. The unit makes the largest step nearly 2048, or 256 with 8 bits, so that starts are
+        in the range of float16. Steps that were float16 stay exact unless the largest step of the
+        output is more than 2**21 times as large.
         """
         inputs = len(self.groups)
         padded = nn.functional.pad(self.groups, (0, -inputs % GROUP), value=-1).view(-1, GROUP)
         first = padded[:, :1]
-        if self.bits not in _STEP_BITS or not ((padded == first) | (padded < 0)).all():
+        if self.bits not in _STEP_EXPONENTS or not ((padded == first) | (padded < 0)).all():
             return None
         steps, zeros = self.steps[:, first.squeeze(1)], self.zeros[:, first.squeeze(1)]
         units = torch.frexp(steps.abs().amax(dim=1, keepdim=True).clamp_min_(_TINY))[1]
         units = torch.ldexp(
-            torch.ones_like(units, dtype=torch.float32), units - _STEP_BITS[self.bits]
+            torch.ones_like(units, dtype=torch.float32), units - _STEP_EXPONENTS[self.bits]
         )
         steps = steps / units
         values = nn.functional.pad(self.values, (0, -inputs % GROUP))
@@ -107,9 +114,9 @@ class Grouped(NamedTuple):
         return pack_groups(grid, form, units.squeeze(1), inputs=inputs)
 
     def as_int8(self) -> Int8Values | None:
-        """Return the weight with the same values.
+        """Return the weight with the same values, if int8 can store it.
 
-        None if it does not have 8 bits, or has several steps for an output, or a zero point.
+        int8 needs 8 bits, one step for each output, and no zero points.
         """
         if self.bits != 8 or self.steps.shape[1] != 1 or not (self.zeros == _MIDDLE).all():
             return None
@@ -117,84 +124,68 @@ class Grouped(NamedTuple):
         return Int8Values(values, self.steps.squeeze(1))
 
 
-class _Parts(NamedTuple):
-    """A module's tensors by suffix, with its steps and zero points.
-
-    zeros: None if all are the middle of the range.
-    """
-
-    by_suffix: Mapping[str, Tensor]
-    steps: Tensor
-    zeros: Tensor | None
-    module: Module
-    zero_offset: int
-
-
-def read_grouped(scheme: Scheme, module: Module, parts: Mapping[str, Tensor]) -> Grouped:
-    """Return the weight of a module from its tensors by suffix."""
-    names, (outputs, inputs) = NAMES[scheme.method], module.shape
-    steps, zeros = parts[names.scales].float(), parts.get(names.zeros)
-    read = _READERS[scheme.method]
-    values, steps, zeros = read(_Parts(parts, steps, zeros, module, scheme.zero_offset))
+def read_grouped(scheme: Scheme, weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Grouped:
+    """Return a weight from its tensors by the last part of their names."""
+    values, steps, zeros = _READERS[scheme.method](scheme, weight, parts)
     if zeros is None:
-        zeros = torch.full_like(steps, 1 << (module.bits - 1))
-    groups = parts.get(names.order or "")
+        zeros = torch.full_like(steps, 1 << (weight.bits - 1))
+    groups = parts.get(NAMES[scheme.method].group_index)
     is_compressed = scheme.method == "compressed-tensors"
     if groups is None or (is_compressed and (groups == -1).all()):  # old versions write -1
-        groups = torch.arange(inputs) // module.group
-    assert values.shape == (outputs, inputs) and steps.shape == zeros.shape
-    values, steps, zeros = values.contiguous(), steps.contiguous(), zeros.float().contiguous()
-    return Grouped(values, steps, zeros, groups.long(), module.bits)
+        groups = torch.arange(weight.shape[1]) // weight.group
+    assert values.shape == weight.shape and steps.shape == zeros.shape
+    values, steps, zeros = (part.contiguous() for part in (values, steps.float(), zeros.float()))
+    return Grouped(values, steps, zeros, groups.long(), weight.bits)
 
 
 _Read = tuple[Tensor, Tensor, Tensor | None]
 """Values, steps and zero points `[outputs, ...]`; None for zero points in the middle."""
 
 
-def _read_awq(parts: _Parts) -> _Read:
-    assert parts.zeros is not None
+def _read_awq(scheme: Scheme, weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> _Read:
     order = torch.tensor(_AWQ_FIELDS)
     values, zeros = (
         _fields(words, 4).view(len(words), -1, 8).index_select(2, order).flatten(1).T
-        for words in (parts.by_suffix["qweight"], parts.zeros)
+        for words in (parts["qweight"], parts["qzeros"])
     )
-    return values, parts.steps.T, zeros
+    return values, parts["scales"].T, zeros
 
 
-def _read_gptq(parts: _Parts) -> _Read:
-    assert parts.zeros is not None
-    bits, outputs = parts.module.bits, parts.module.shape[0]
+def _read_gptq(scheme: Scheme, weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> _Read:
+    bits, outputs = weight.bits, weight.shape[0]
     # GPTQ's code subtracts from whole words, so a zero point of 0 borrows from the next field.
     # Adding to whole words reverses this.
     ones = sum(1 << shift for shift in range(0, 32, bits))
-    sums = (parts.zeros.long() + parts.zero_offset * ones).contiguous()
+    sums = (parts["qzeros"].long() + scheme.zero_offset * ones).contiguous()
     lower_halves = sums.view(torch.int32)[..., ::2]
     zeros = _fields(lower_halves, bits)[:, :outputs].T
-    return _fields(parts.by_suffix["qweight"].T, bits), parts.steps.T, zeros
+    return _fields(parts["qweight"].T, bits), parts["scales"].T, zeros
 
 
-def _read_compressed_tensors(parts: _Parts) -> _Read:
-    zeros, bits = parts.zeros, parts.module.bits
-    outputs, inputs = parts.module.shape
-    if "weight_packed" in parts.by_suffix:
-        values = _fields(parts.by_suffix["weight_packed"], bits)[:, :inputs]
-        zeros = _fields(zeros.T, bits)[:, :outputs].T if zeros is not None else None
+def _read_compressed_tensors(
+    scheme: Scheme, weight: QuantizedWeight, parts: Mapping[str, Tensor]
+) -> _Read:
+    zeros, (outputs, inputs) = parts.get("weight_zero_point"), weight.shape
+    if "weight_packed" in parts:
+        values = _fields(parts["weight_packed"], weight.bits)[:, :inputs]
+        zeros = _fields(zeros.T, weight.bits)[:, :outputs].T if zeros is not None else None
     else:
-        values = parts.by_suffix["weight"].view(torch.uint8) ^ _MIDDLE
-        zeros = zeros.float() + (1 << (bits - 1)) if zeros is not None else None
-    return values, parts.steps, zeros
+        values = parts["weight"].view(torch.uint8) ^ _MIDDLE
+        zeros = zeros.float() + (1 << (weight.bits - 1)) if zeros is not None else None
+    return values, parts["weight_scale"], zeros
 
 
-def _read_torchao(parts: _Parts) -> _Read:
-    steps, zeros, middle = parts.steps, parts.zeros, 1 << (parts.module.bits - 1)
-    values = parts.by_suffix["_weight_qdata"].view(torch.uint8) + middle  # wraps around
-    rows = parts.module.shape[0] // len(steps)
+def _read_torchao(scheme: Scheme, weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> _Read:
+    steps, zeros = parts["_weight_scale"], parts.get("_weight_zero_point")
+    middle = 1 << (weight.bits - 1)
+    values = parts["_weight_qdata"].view(torch.uint8) + middle  # wraps around
+    rows = weight.shape[0] // len(steps)
     if zeros is not None:
         zeros = zeros.float().repeat_interleave(rows, dim=0) + middle
     return values, steps.repeat_interleave(rows, dim=0), zeros
 
 
-_READERS: dict[str, Callable[[_Parts], _Read]] = {
+_READERS: dict[str, Callable[[Scheme, QuantizedWeight, Mapping[str, Tensor]], _Read]] = {
     "awq": _read_awq,
     "gptq": _read_gptq,
     "compressed-tensors": _read_compressed_tensors,
@@ -220,70 +211,70 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         is_torchao = scheme.method == "torchao"
         if is_torchao and (pickles := [file for file in files if file.suffix != ".safetensors"]):
             raise UnsupportedModelError(
-                f"{pickles[0]} is a pickle of torchao's tensors, which is not read: load the model "
-                "with the torchao that wrote it, or quantize it again, and let save_pretrained of "
-                "transformers 5 or later write it as safetensors"
+                f"{pickles[0]} is a pickle of torchao's tensors, which is not supported: load the "
+                "model with the torchao that wrote it, or quantize it again, and let "
+                "save_pretrained of transformers 5 or later write it as safetensors"
             )
         super().__init__(files)
         self._folder = folder = files[0].parent
         self._scheme = scheme
         if is_torchao:
-            self._modules = find_described(folder, self.entries, self.metadata)
+            self._weights = find_torchao_weights(folder, self.entries, self.metadata)
         else:
-            self._modules = find_modules(folder, scheme, self.entries, super().tensor)
+            self._weights = find_weights(folder, scheme, self.entries, super().tensor)
 
     @cached_property
     def _parts(self) -> frozenset[str]:
-        return frozenset(part for module in self._modules.values() for part in module.parts)
+        return frozenset(part for weight in self._weights.values() for part in weight.parts)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all float tensors and quantized weights."""
         plain = {n: shape for n, shape in super().shapes.items() if n not in self._parts}
-        return plain | {name: module.shape for name, module in self._modules.items()}
+        return plain | {name: weight.shape for name, weight in self._weights.items()}
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
         """Return the dtypes of these tensors; for a quantized weight, the dtype of its scales."""
         scales = NAMES[self._scheme.method].scales
         return super().dtypes(
-            f"{name.removesuffix('weight')}{scales}" if name in self._modules else name
+            f"{name.removesuffix('weight')}{scales}" if name in self._weights else name
             for name in names
         )
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor; a quantized weight in float32, in separate memory."""
-        return self._read(name).weight() if name in self._modules else super().tensor(name)
+        return self._read(name).weight() if name in self._weights else super().tensor(name)
 
     def kind(self, name: str) -> WeightKind | None:
-        """Return int8, the kind for unsupported bits, for a quantized weight; None for a float."""
-        return "int8" if name in self._modules else None
+        """Return int8 for a quantized weight, which is its kind without `packed`; else None."""
+        return "int8" if name in self._weights else None
 
     def packed(self, name: str) -> StoredValues | None:
-        """Return the weight in its own bits; None if no kind supports them."""
+        """Return a quantized weight with unchanged values; None if no format supports it."""
         read = self._read(name)
         packed = read.as_int8() or read.in_groups()
         if packed is None:
-            _log.info("%s is rounded again, to int8: its %s", name, read.describe())
+            _log.info("%s is rounded again to int8, since its %s", name, read.describe())
         return packed
 
     def log(self, tied: bool) -> None:
         """Log the number of quantized weights and their bits in one line."""
-        bits = sorted({module.bits for module in self._modules.values()})
+        bits = sorted({weight.bits for weight in self._weights.values()})
         _log.info(
             "%d weights of the %s checkpoint have %s bits",
-            len(self._modules),
+            len(self._weights),
             self._scheme.method,
             " or ".join(map(str, bits)) or "no",
         )
 
     def _read(self, name: str) -> Grouped:
-        """Return a weight; raises `DamagedModelError` for values out of range."""
-        module, prefix = self._modules[name], name.removesuffix("weight")
+        """Return a weight; raises `DamagedModelError` for numbers out of range."""
+        weight, prefix = self._weights[name], name.removesuffix("weight")
         parts = {
             part.removeprefix(prefix): super(PrequantizedCheckpoint, self).tensor(part)
-            for part in module.parts
+            for part in weight.parts
         }
-        read = read_grouped(self._scheme, module, parts)
+        read = read_grouped(self._scheme, weight, parts)
         wrong = None
         middle, most = 1 << (read.bits - 1), int(read.values.max())
         first_zero, last_zero = (int(end) for end in torch.aminmax(read.zeros))
@@ -291,16 +282,16 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         if not torch.isfinite(read.steps * _MOST).all():
             wrong = "scales that are not finite"
         elif most >> read.bits:
-            wrong = f"a value that is {most} above its smallest possible, and {read.bits} bits"
+            wrong = f"the value {most - middle}; allowed: up to {middle - 1} in {read.bits} bits"
         elif first_zero < 0 or last_zero >> read.bits:
             wrong = (
-                f"zero points from {first_zero - middle} to {last_zero - middle}; those of "
-                f"{read.bits} bits are {-middle} to {middle - 1}"
+                f"zero points from {first_zero - middle} to {last_zero - middle}; allowed: "
+                f"{-middle} to {middle - 1} in {read.bits} bits"
             )
         elif first_group < 0 or last_group >= read.steps.shape[1]:
             wrong = (
-                f"inputs of the groups {first_group} to {last_group}, of {read.steps.shape[1]} "
-                "groups"
+                f"inputs of the groups {first_group} to {last_group}; allowed: 0 to "
+                f"{read.steps.shape[1] - 1}"
             )
         if wrong is not None:
             raise DamagedModelError(f"{name} in {self._folder} has {wrong}")

@@ -163,7 +163,7 @@ def test_steps_that_do_not_fit_window_blocks_are_refused(path: str) -> None:
     backend = make_backend(path, memory)
     slots = torch.tensor([0])
     plan = StepPlan(slots, (Span(0, 1, 1, [2]),))
-    with pytest.raises(EngineError, match="2 window blocks, and the step no slots in them"):
+    with pytest.raises(EngineError, match="2 window blocks, but the plan has no slots in them"):
         backend.begin_step(plan)
     window = StepPlan(slots, (Span(0, 1, 1, [1]),))
     backend.begin_step(StepPlan(slots, plan.spans, window=window))

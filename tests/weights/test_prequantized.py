@@ -236,7 +236,7 @@ def test_why_a_weight_is_rounded_again_is_told(
     save(tmp_path, LlamaConfig(**BASE), GPTQ | about, quantize)
     load_model(tmp_path, "float32")
     [told] = [line for line in lines if line.startswith("model.layers.1.mlp.down_proj")]
-    assert told.endswith(f"is rounded again, to int8: its values have {why}")
+    assert told.endswith(f"is rounded again to int8, since its values have {why}")
 
 
 def test_weights_that_are_rounded_again_are_named(
@@ -248,7 +248,7 @@ def test_weights_that_are_rounded_again_are_named(
     save(tmp_path, LlamaConfig(**BASE), about, quantize)
     load_model(tmp_path, "float32")
     assert lines[0] == "14 weights of the compressed-tensors checkpoint have 4 bits"
-    named = "model.layers.1.mlp.up_proj.weight is rounded again, to int8: its values have 4 bits in"
+    named = "model.layers.1.mlp.up_proj.weight is rounded again to int8, since its values have 4 "
     assert len(lines) == 15 and any(line.startswith(named) for line in lines)
 
 
@@ -320,16 +320,16 @@ def test_weights_may_be_asked_for_all_the_same(weights: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes'"),
-        ({"version": "gemv"}, "version 'gemv'"),
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
+        ({"version": "gemv"}, "version is 'gemv'"),
         ({"bits": 3}, "bits is 3; allowed: 4"),
         ({"bits": True}, "bits is True; allowed: 4"),
         ({"group_size": 0}, "group_size is 0"),
-        ({"quant_method": "gptq", "bits": 2}, "bits is 2; allowed: 4 or 8"),
-        ({"quant_method": "gptq", "dynamic": {"+:x": {}}}, "gptq's with dynamic"),
-        ({"quant_method": "gptq", "rotation": "hadamard"}, "gptq's with rotation"),
-        ({"quant_method": "gptq", "pack_dtype": "int8"}, "packed in 'int8'"),
-        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 2}, "bits is 2; allowed: 4, 8"),
+        ({"quant_method": "gptq", "dynamic": {"+:x": {}}}, "dynamic is"),
+        ({"quant_method": "gptq", "rotation": "hadamard"}, "rotation is 'hadamard'"),
+        ({"quant_method": "gptq", "pack_dtype": "int8"}, "pack_dtype is 'int8'"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "float-quantized"),
     ],
 )

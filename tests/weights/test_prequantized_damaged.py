@@ -101,7 +101,7 @@ def test_what_config_json_promises_is_needed(tmp_path: Path) -> None:
         (symmetric, partial(compressed, theirs, layout), "symmetric, without weight_zero_point"),
         (compressed_config(kept), without_shape, "there is no weight_shape"),
         (GPTQ | {"desc_act": True}, without_order, "there is no g_idx"),
-        (GPTQ | {"group_size": 48}, gptq, "groups, by config.json of"),
+        (GPTQ | {"group_size": 48}, gptq, "groups; config.json has groups of"),
     ]
     for config, quantize, said in cases:
         save(tmp_path, LlamaConfig(**BASE), config, quantize)

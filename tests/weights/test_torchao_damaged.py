@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
 from headstart.models.loader import load_model
 from headstart.weights.checkpoint import Entry
-from headstart.weights.layout import find_described
+from headstart.weights.layout import find_torchao_weights
 from headstart.weights.scheme import Scheme, UnsupportedLayerError, read_scheme
 from tests.weights.written import BASE, Tensors, save
 
@@ -149,16 +149,16 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     ),
     "a float beside it": (
         lambda tensors, header: tensors.update({f"{UP}.weight": torch.zeros(3)}),
-        "next to a weight in float",
+        "there is also a float weight",
     ),
     "no description": (
         lambda tensors, header: header.pop(f"{UP}.weight"),
         "no header describes how values",
     ),
     "described as a float": (describing(_type="Tensor"), "no header describes how"),
-    "a description that ends too early": (saying('{"_type":'), "and not in JSON"),
-    "a description of a list": (saying("[]"), "and not in JSON"),
-    "a description that nests": (saying("[" * 10_000), "and not in JSON"),
+    "a description that ends too early": (saying('{"_type":'), "allowed: a JSON object"),
+    "a description of a list": (saying("[]"), "allowed: a JSON object"),
+    "a description that nests": (saying("[" * 10_000), "allowed: a JSON object"),
     "no data": (describing(_data=None), "has no _data"),
     "no names": (describing(_tensor_data_names=None), "there is no _weight_qdata"),
     "names of numbers": (describing(_tensor_data_names=["qdata"]), "there is no _weight_scale"),
@@ -173,7 +173,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
             [tensors.pop(name) for name in list(tensors) if "._weight_" in name],
             header.clear(),
         ),
-        "torchao quantized weights, and none is",
+        "no quantized weights, but config.json",
     ),
     "a weight that is nowhere": (
         lambda tensors, header: header.update({"x.weight": json.dumps(describe(3))}),
@@ -216,12 +216,12 @@ CONTRADICTIONS: dict[str, tuple[About, Any, str]] = {
     "values of more than 4 bits": (
         config("IntxWeightOnlyConfig", **FOUR),
         intx("int4"),
-        "above its smallest possible, and 4 bits",
+        "the value .*; allowed: up to 7 in 4 bits",
     ),
     "zero points of more than 4 bits": (
         config("IntxWeightOnlyConfig", **FOUR),
         zeros_beyond,
-        r"up_proj\.weight .* zero points from -9 to 0; those of 4 bits are -8 to 7",
+        r"up_proj\.weight .* zero points from -9 to 0; allowed: -8 to 7 in 4 bits",
     ),
 }
 
@@ -294,7 +294,7 @@ def test_any_description_is_read_or_refused(about: Any) -> None:
         "a._weight_scale": Entry(Path("x"), (4, 1), "F32"),
     }
     try:
-        found = find_described(Path("x"), entries, {"a.weight": json.dumps(about)})
+        found = find_torchao_weights(Path("x"), entries, {"a.weight": json.dumps(about)})
     except (DamagedModelError, UnsupportedLayerError):
         return
     assert found["a.weight"].shape == (4, 64) and found["a.weight"].group == 64
@@ -355,14 +355,14 @@ MIXED = config(
 @pytest.mark.parametrize(
     ("about", "reason"),
     [
-        (config("Float8WeightOnlyConfig"), "torchao's of .*Float8WeightOnlyConfig.*: Int8Weight"),
-        (config("Int4WeightOnlyConfig", group_size=32), "of .*Int4WeightOnlyConfig"),
-        (config("Int8StaticActivationInt8WeightConfig"), "of .*Int8StaticActivation"),
+        (config("Float8WeightOnlyConfig"), "quant_type is .*Float8WeightOnlyConfig.*: Int8Weight"),
+        (config("Int4WeightOnlyConfig", group_size=32), "is .*Int4WeightOnlyConfig"),
+        (config("Int8StaticActivationInt8WeightConfig"), "is .*Int8StaticActivation"),
         (MIXED, "Float8WeightOnlyConfig"),
-        ({"quant_method": "torchao"}, "torchao's of None"),
+        ({"quant_method": "torchao"}, "quant_type is None"),
         ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "'int4_weight_only'"),
-        ({"quant_method": "torchao", "quant_type": {"default": None}}, "torchao's of {'default'"),
-        ({"quant_method": "torchao", "quant_type": {"other": {}}}, "torchao's of {'other'"),
+        ({"quant_method": "torchao", "quant_type": {"default": None}}, "quant_type is {'default'"),
+        ({"quant_method": "torchao", "quant_type": {"other": {}}}, "quant_type is {'other'"),
     ],
 )
 def test_other_configurations_are_not_read(about: About, reason: str) -> None:

@@ -11,13 +11,29 @@ transformers.
 import os
 from typing import TYPE_CHECKING
 
+from headstart.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    CacheError,
+    ConfigError,
+    DamagedAdapterError,
+    DamagedModelError,
+    EngineError,
+    HeadstartError,
+    ModelError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    RequestError,
+    UnsupportedAdapterError,
+    UnsupportedModelError,
+)
 from headstart.imports import load_module
 from headstart.version import __version__, __version_tuple__
 
-# torch's threads spin while they wait for one another. If another process takes the core of the
-# thread that they wait for, a step takes 2 to 10 times as long. So a waiting thread gives up its
-# core after a thousand iterations, which costs nothing on an idle machine. OpenMP reads the
-# variable when torch is imported.
+# torch's threads spin while they wait for one another. If another process has the core of a thread
+# that others wait for, a step takes 2 to 10 times as long. So a waiting thread gives up its core
+# after a thousand iterations, which costs nothing on an idle machine. OpenMP reads the variable
+# when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
@@ -25,22 +41,6 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, RequestOutput
     from headstart.engine.params import SamplingParams
     from headstart.engine.structured_outputs import StructuredOutputsParams
-    from headstart.errors import (
-        AdapterError,
-        AdapterNotFoundError,
-        CacheError,
-        ConfigError,
-        DamagedAdapterError,
-        DamagedModelError,
-        EngineError,
-        HeadstartError,
-        ModelError,
-        ModelNotFoundError,
-        OutOfMemoryError,
-        RequestError,
-        UnsupportedAdapterError,
-        UnsupportedModelError,
-    )
     from headstart.frontend.async_llm import AsyncLLM, AsyncLLMEngine
     from headstart.frontend.llm import LLM, LLMEngine
     from headstart.frontend.vllm_compat import (
@@ -90,35 +90,27 @@ __all__ = [
     "__version_tuple__",
 ]
 
-_HOMES = {
-    "LLM": "headstart.frontend.llm",
-    "AsyncLLM": "headstart.frontend.async_llm",
-    "AsyncLLMEngine": "headstart.frontend.async_llm",
-    "LLMEngine": "headstart.frontend.llm",
-    "SamplingParams": "headstart.engine.params",
-    "StructuredOutputsParams": "headstart.engine.structured_outputs",
-    "LoRARequest": "headstart.engine.adapter_names",
-    "PromptType": "headstart.frontend.vllm_compat",
-    "TextPrompt": "headstart.frontend.vllm_compat",
-    "TokensPrompt": "headstart.frontend.vllm_compat",
-    "EngineArgs": "headstart.frontend.vllm_compat",
-    "AsyncEngineArgs": "headstart.frontend.vllm_compat",
-    "RequestOutput": "headstart.engine.outputs",
-    "CompletionOutput": "headstart.engine.outputs",
-    "Omni": "headstart.omni.omni",
-    "AsyncOmni": "headstart.omni.omni",
-    "OmniParams": "headstart.omni.params",
-    "OmniOutput": "headstart.omni.params",
+_MODULES = {
+    "engine.adapter_names": ("LoRARequest",),
+    "engine.outputs": ("CompletionOutput", "RequestOutput"),
+    "engine.params": ("SamplingParams",),
+    "engine.structured_outputs": ("StructuredOutputsParams",),
+    "frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
+    "frontend.llm": ("LLM", "LLMEngine"),
+    "frontend.vllm_compat": (
+        *("AsyncEngineArgs", "EngineArgs", "PromptType", "TextPrompt", "TokensPrompt"),
+    ),
+    "omni.omni": ("AsyncOmni", "Omni"),
+    "omni.params": ("OmniOutput", "OmniParams"),
 }
-
-_HOMES |= {name: "headstart.errors" for name in __all__ if name.endswith("Error")}
+_MODULE_OF = {name: f"headstart.{module}" for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used."""
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(load_module(_HOMES[name]), name)
+    value = getattr(load_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

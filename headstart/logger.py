@@ -9,9 +9,9 @@ __all__ = ["init_logger"]
 
 
 def init_logger(name: str) -> logging.Logger:
-    """Return the logger of this name, with `info_once` and the like.
+    """Return the logger of this name, with `debug_once`, `info_once`, `warning_once`, `error_once`.
 
-    Python's `logging` configuration decides where its messages go.
+    Python's `logging` configuration decides where the messages go.
     """
     logger = logging.getLogger(name)
     if "info_once" not in vars(logger):  # transformers gives all loggers its own methods

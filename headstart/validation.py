@@ -76,8 +76,8 @@ def check_utf8(name: str, text: str, error: type[HeadstartError] = RequestError)
 
 
 Name = str | None
-"""The type of a name for `check_name`. mypyc does not check a type with this alias, so
-`check_name` raises its own error in a compiled cache too."""
+"""The type of a name in signatures. mypyc raises TypeError for an argument of a wrong type, but not
+if the type is an alias. So a compiled cache raises the error of `check_name` too."""
 
 
 def check_name(

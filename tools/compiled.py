@@ -22,7 +22,7 @@ TESTS = (
     *("tests/engine/tiering", "tests/omni/test_output_cache.py", "tests/omni/test_interrupted.py"),
     *("tests/server/cache", "tests/server/tenants", "tests/server/test_cache_api.py"),
 )
-LEFT_OUT = {
+DESELECTED = {
     "tests/server/test_cache_api.py::test_many_questions_cost_few_looks": "replaces a method",
     "tests/cluster/serving": "hardly uses the manager, and takes long",
 }
@@ -35,8 +35,8 @@ def main(arguments: list[str]) -> int:
         return 0
     compile_copy()
     environment = {**os.environ, "PYTHONPATH": str(FOLDER), "OMP_NUM_THREADS": "1"}
-    left_out = (f"--deselect={test}" for test in LEFT_OUT)
-    command = [sys.executable, "-m", "pytest", *left_out, *(arguments or TESTS)]
+    deselected = (f"--deselect={test}" for test in DESELECTED)
+    command = [sys.executable, "-m", "pytest", *deselected, *(arguments or TESTS)]
     return subprocess.run(command, cwd=FOLDER, env=environment).returncode
 
 
@@ -56,12 +56,12 @@ def compile_copy() -> None:
             old.unlink()
     shutil.copytree(ROOT / "headstart", FOLDER / "headstart")
     shutil.copy2(ROOT / "setup.py", FOLDER)
-    # Without pyproject.toml, so that the kernels are not built.
+    # pyproject.toml is copied only after the build, since it would also build the kernels.
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     environment = {**os.environ, "HEADSTART_COMPILED_CACHE": "1"}
-    made = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True)
-    if made.returncode:
-        sys.exit(f"{made.stdout}\n{made.stderr}\nheadstart.cache was not compiled: see above")
+    build = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True)
+    if build.returncode:
+        sys.exit(f"{build.stdout}\n{build.stderr}\nheadstart.cache was not compiled: see above")
     for part in ("tests", "bench", "docs", "tools"):
         shutil.copytree(ROOT / part, FOLDER / part)
     for part in ("pyproject.toml", "README.md"):

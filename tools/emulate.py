@@ -7,9 +7,9 @@ instructions in C++, and the tests run in that copy. Results are the kernels'; t
 Needs GCC and Linux.
 
 `--sanitize` draws a thousand cases per random test, and adds AddressSanitizer and
-UndefinedBehaviorSanitizer: the first access outside of a tensor ends the run and shows its line of
-C++. Tensors of torch and numpy are checked too, since `malloc` allocates them, and so are masked
-loads and stores, which GCC would not check as instructions.
+UndefinedBehaviorSanitizer: the first access outside a tensor ends the run and prints its line of
+C++. Tensors of torch and numpy are checked too, since `malloc` allocates them. So are masked loads
+and stores; as instructions they would not be checked.
 
 Sources are compiled and tests run in one process per core; `-n 0` runs the tests in one process.
 """
@@ -31,7 +31,7 @@ EMULATED = (
     *("-march=native", f"-I{EMULATION}", "-Wno-psabi"),
     *("-D__builtin_cpu_supports(feature)=1", "-DHEADSTART_EMULATED"),
 )
-# Sources that run on this CPU without emulation.
+# Sources that every x86 CPU runs without emulation.
 NOT_EMULATED = [
     f"headstart/native/{name}.cpp"
     for name in (
@@ -72,8 +72,8 @@ def main(arguments: list[str]) -> int:
         environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "2"}
         if sanitize:
             environment |= sanitizer()
-        # Emulated instructions are slow, so there is no time limit. Each test is printed when it
-        # ends, so that an interrupted run has shown its failures.
+        # Emulated instructions are slow, so tests have no time limit. Each result is printed when the
+        # test ends, so that an interrupted run has shown its failures.
         options = [*SPREAD, "--capture=sys", "--timeout=0", "-vv"]
         if sanitize:
             options += ["--hypothesis-profile", "deep"]
@@ -105,19 +105,21 @@ def build(folder: Path, flags: tuple[str, ...]) -> None:
     for old in (folder / "headstart" / "native").glob("_kernels.*"):
         old.unlink()
     target = f"headstart/native/_kernels{EXTENSION_SUFFIXES[0]}"
-    own = [COMPILER, *module["extra-compile-args"], "-fPIC", "-w", *flags]
+    command = [COMPILER, *module["extra-compile-args"], "-fPIC", "-w", *flags]
 
     def compile_source(source: str) -> str:
         made = str(folder / source.replace("/", "-")) + ".o"
         special = EMULATED if source not in NOT_EMULATED else WATCHED if flags else ()
         if source.endswith("integers_vnni.cpp"):
             special = (*special, *AVX_VNNI)
-        subprocess.run([*own, *special, "-c", source, "-o", made], cwd=folder, check=True)
+        subprocess.run([*command, *special, "-c", source, "-o", made], cwd=folder, check=True)
         return made
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_source, module["sources"]))
-    subprocess.run([*own, "-shared", "-pthread", "-o", target, *objects], cwd=folder, check=True)
+    subprocess.run(
+        [*command, "-shared", "-pthread", "-o", target, *objects], cwd=folder, check=True
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Damage cache folders in all known ways, and check that the disk store handles it.
+"""Damage cache folders in all known ways, and check that the disk store handles the damage.
 
     python tools/inject_faults.py [--faults 10000] [--seed 0] [--kind "files cut"] [--folder PATH]
 
-After each fault, the store must raise no exception, return no wrong bytes, store new blocks at the
-second attempt at the latest, stay within its budget, and leave no open or superfluous files. After
-a repair, `verify` must find no damage. Each fault runs in a separate process, so that a crash or a
-hang affects only one fault. With `--folder` on a small file system (`mount -t tmpfs -o size=700k`)
-the disk becomes full. Speed: 200 faults per second and core, or 30 if processes are killed. Ends in
-one JSON line; exit status 1 if a check failed.
+After each fault, the store must raise no exception, return no wrong bytes, store new blocks within
+two attempts, stay within its budget, and leave no open or superfluous files. After a repair,
+`verify` must find no damage. Each fault runs in a separate process, so that a crash or a hang
+affects only one fault. With `--folder` on a small file system (`mount -t tmpfs -o size=700k`) the
+disk becomes full. A core runs 200 faults per second, or 30 if processes are killed. Ends in one
+JSON line; exit status 1 if a check failed.
 """
 
 import argparse

@@ -32,7 +32,7 @@ from headstart import LLM, SamplingParams
 from headstart.tiers import verify
 
 _BLOCKS = 30  # that fit into the store
-_PATIENCE = 120.0  # seconds after which a process counts as hanging
+_TIMEOUT = 120.0  # seconds after which a process counts as hanging
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 Answers = list[list[int]]
 
@@ -46,10 +46,10 @@ def make_prompts(random: Random) -> list[list[int]]:
     ]
 
 
-def ask(model: str, prompts: list[list[int]], folder: str | None, tell: Callable[[], None]) -> str:
+def ask(model: str, prompts: list[list[int]], folder: str | None, ready: Callable[[], None]) -> str:
     """Return an engine's answers as JSON: tokens, and the number of cached prompt tokens.
 
-    tell: called when the engine is ready.
+    ready: called when the engine is ready.
     """
     llm = LLM(
         model,
@@ -60,7 +60,7 @@ def ask(model: str, prompts: list[list[int]], folder: str | None, tell: Callable
         cache_dir=folder,
         cache_dir_bytes=_BLOCKS * 4608,
     )
-    tell()
+    ready()
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     given = [{"prompt_token_ids": tokens} for tokens in prompts]
     try:
@@ -95,23 +95,23 @@ def _write(pipe: int, data: bytes) -> None:
 
 def read(reading: int) -> bytes:
     """Wait for output of a process and return it, or b"" at its end."""
-    if not select.select([reading], [], [], _PATIENCE)[0]:
+    if not select.select([reading], [], [], _TIMEOUT)[0]:
         raise TimeoutError("a process hangs")
     return os.read(reading, 1 << 20)
 
 
 def finish(child: int, reading: int) -> str:
     """Return the answer of a process, or "" if it ended without one."""
-    told = b""
+    answer = b""
     try:
-        while some := read(reading):
-            told += some
+        while part := read(reading):
+            answer += part
     finally:
         os.close(reading)
-        if not told:
+        if not answer:
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return told.lstrip(b"!").decode()
+    return answer.lstrip(b"!").decode()
 
 
 def main(arguments: list[str]) -> int:
@@ -162,16 +162,16 @@ def one_round(
     time.sleep(moment)
     if ready == b"!":
         os.kill(child, kind)
-    told = finish(child, reading)
-    if told:
+    answer = finish(child, reading)
+    if answer:
         counts["answers before the end"] += 1
-        counts["wrong"] += json.loads(told)[0] != alone
+        counts["wrong"] += json.loads(answer)[0] != alone
     child, reading = start(work)
-    told = finish(child, reading)
-    if not told:
+    answer = finish(child, reading)
+    if not answer:
         counts["failed"] += 1
         return
-    tokens, cached = json.loads(told)
+    tokens, cached = json.loads(answer)
     counts["wrong"] += tokens != alone
     counts["cached tokens"] += cached
 

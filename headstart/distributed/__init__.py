@@ -10,7 +10,7 @@ __all__ = ["cleanup_dist_env_and_memory"]
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Collect garbage, return a device's unused memory, and stop Ray if `shutdown_ray`.
 
-    An `LLM` keeps its memory while the program refers to it, until `close()`.
+    The memory of an `LLM` is freed by `close()`, or when the program no longer refers to it.
     """
     if shutdown_ray:
         import_module("ray").shutdown()

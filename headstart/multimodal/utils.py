@@ -15,7 +15,8 @@ __all__ = ["encode_image_base64"]
 def encode_image_base64(image: "Image", *, image_mode: str = "RGB", format: str = "PNG") -> str:
     """Return a Pillow image as a file of this format in base64, for a `data:` URL.
 
-    In RGB it is upright and on white where it is transparent, as a model sees it.
+    The image is rotated as its EXIF data says. In RGB, transparent parts become white, as in the
+    input of a model.
     """
     from PIL import ImageOps
 

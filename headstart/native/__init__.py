@@ -55,7 +55,8 @@ def avx2_library() -> ctypes.CDLL | None:
 def required(kernels: ctypes.CDLL | None) -> ctypes.CDLL:
     """Return the result of `library` or `avx2_library`; raise `ModelError` for None.
 
-    Loading a model checks this earlier, so None means that a weight was pickled elsewhere.
+    A model that is loaded here uses only available kernels. So for None, the weight must have been
+    pickled on another machine.
     """
     if kernels is None:
         raise ModelError(
@@ -66,12 +67,12 @@ def required(kernels: ctypes.CDLL | None) -> ctypes.CDLL:
 
 
 def is_usable() -> bool:
-    """Return True if the kernels beyond AVX2 can be used. Does not import torch."""
+    """Return True if the kernels that need AVX-512 can be used. Does not import torch."""
     return level() >= _AVX512
 
 
 def is_built() -> bool:
-    """Return True if there is a library built from these sources, even if the CPU cannot run it."""
+    """Return True if the library was built from these sources; the CPU may be unable to run it."""
     return _load(_FOLDER) is not None
 
 

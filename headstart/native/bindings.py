@@ -38,7 +38,7 @@ class Merger(NamedTuple):
 
 
 def _of(kind: type, *names: str) -> list[tuple[str, type]]:
-    """Return fields of one type."""
+    """Return the fields `names` of one type."""
     return [(name, kind) for name in names]
 
 

@@ -1,4 +1,4 @@
-"""Advice to the system about pages of memory, and prefaulted memory.
+"""Advice to the system about pages of memory, and memory whose pages are allocated in advance.
 
 Python's `mmap.madvise` only works on Python's own `mmap` objects; these functions take an address.
 Advice works on Linux only.
@@ -19,21 +19,20 @@ POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE (Linux 5.14): map all pages at once, as if each were written."""
 _COLLAPSE = 25  # MADV_COLLAPSE (Linux 6.1)
 _HUGE_PAGE = 1 << 21
-_PIECE = 16 << 20  # bytes touched between two checks for `take`
-_SLACK = 1 << 20  # plus 1/32: packed weights are aligned to pages and padded to whole panels
+_PIECE = 16 << 20  # bytes that are touched between two checks for `take`
+# Bytes allocated beyond `size`, in addition to 1/32 of it: packed weights are aligned to pages and
+# padded to whole panels.
+_SLACK = 1 << 20
 
 
 def advise_pages(start: int, size: int, advice: int) -> bool:
-    """Give advice for all pages that overlap the `size` bytes at address `start`.
+    """Give advice about all pages that overlap the `size` bytes at address `start`.
 
-    Return True if the system accepts it. The call releases the GIL.
+    Return True if the system accepts the advice. The call releases the GIL.
     """
     if sys.platform != "linux":  # other systems have other numbers for advice
         return False
-    try:
-        advise = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):  # a C library without it
-        return False
+    advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     is_accepted: bool = advise(first, start + size - first, advice) == 0
@@ -57,9 +56,9 @@ def request_huge_pages(start: int, size: int) -> None:
 
 
 def make_huge_pages(start: int, size: int) -> None:
-    """Make pages of 2 MiB for these bytes now, as far as the system has memory for them.
+    """Move these bytes to pages of 2 MiB now, as far as the system has memory for such pages.
 
-    Copies 2 MiB at a time, at up to 4 GB/s. Other threads may use the memory meanwhile.
+    Copies 2 MiB at a time, at up to 4 GB/s. Other threads may use the bytes meanwhile.
     """
     first, last = _inside(start, size)
     for page in range(first, last, _HUGE_PAGE):
@@ -72,10 +71,10 @@ def _inside(start: int, size: int) -> tuple[int, int]:
 
 
 class ReadyMemory:
-    """Memory of which a thread prefaults `size` bytes until `take` is called."""
+    """Memory of which a thread touches `size` bytes in advance, until `take` is called."""
 
     def __init__(self, size: int, files: list[Path]) -> None:
-        """Read the files ahead, then touch `size` bytes. Allocates slightly more bytes."""
+        """Start the thread. It first asks the system to read `files` into the page cache."""
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, size + size // 32 + _SLACK, flags=private)
         self.size = size

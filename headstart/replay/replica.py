@@ -33,18 +33,16 @@ class SpeedModel:
     The defaults are roughly those of a 70B model on four accelerators: 15,000 prompt tokens or 50
     decode steps per second. Attention costs the same for every context length.
 
-    chunk: maximum prompt tokens per step. max_running: maximum number of running requests.
-    transfer_rate: tokens per second that each prefill replica sends; the default is 13 GB/s at
-    128 KB per token. Raises ConfigError.
+    The default `transfer_rate` is 13 GB/s at 128 KB per token. Raises ConfigError.
     """
 
-    prefill_rate: float = option(15_000.0, "tokens of prompts a second", Number(float, 1))
-    step_time: float = option(0.02, "seconds of a step without any prompt", Number(float, 0))
-    decode_time: float = option(0.0001, "seconds a decoding request adds", Number(float, 0))
-    chunk: int = option(2048, "tokens of prompts in a step", Number(int, 1))
-    max_running: int = option(128, "requests that run at once", Number(int, 1))
+    prefill_rate: float = option(15_000.0, "prompt tokens computed per second", Number(float, 1))
+    step_time: float = option(0.02, "seconds of a step without prompt tokens", Number(float, 0))
+    decode_time: float = option(0.0001, "seconds added per decoding request", Number(float, 0))
+    chunk: int = option(2048, "maximum prompt tokens per step", Number(int, 1))
+    max_running: int = option(128, "maximum running requests", Number(int, 1))
     transfer_rate: float = option(
-        100_000.0, "tokens a second whose K/V a prefill replica sends on", Number(float, 1)
+        100_000.0, "tokens per second whose K/V a prefill replica sends", Number(float, 1)
     )
 
     def __post_init__(self) -> None:
@@ -94,7 +92,7 @@ class Replica:
     """A cache manager, the requests sent to it, and the current step."""
 
     def __init__(self, pool: CacheConfig, grain: int, speed: SpeedModel) -> None:
-        """`pool` counts in units of `grain` tokens."""
+        """Create an idle replica. The sizes in `pool` are in units of `grain` tokens."""
         self.manager = KVCacheManager(pool, BlockHasher(pool.block_size))
         self.grain = grain
         self.speed = speed
@@ -102,9 +100,8 @@ class Replica:
         self.computed_tokens = 0
         self.num_requests = 0
         self._prompts: list[ReplayRequest] = []  # running prefills
-        self._decoding: list[
-            tuple[int, int, ReplayRequest]
-        ] = []  # a heap by their last decode step
+        # A heap of the last decode step, a ticket, and the request.
+        self._decoding: list[tuple[int, int, ReplayRequest]] = []
         self._decoded = 0  # decode steps so far
         self._ticket = 0
         self._reserved = 0  # blocks that running requests have not allocated yet
@@ -140,7 +137,7 @@ class Replica:
         return now + count * seconds
 
     def interrupt(self, now: float) -> float | None:
-        """End repeated steps early for a new request; return their new end if it changes."""
+        """End repeated steps early for a new request; return the new end, None if unchanged."""
         step = self._step
         if step is None or step.count == 1:
             return None

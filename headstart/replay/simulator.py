@@ -2,14 +2,14 @@
 
 There are three kinds of events: a request arrives, a replica's step ends, and a prompt's K/V arrive
 at another replica. A request is routed when it arrives. At the end of a step, the router's index
-receives the replica's cache events; then the router learns of first tokens and finished replies.
-Routing, the network and snapshots take no time. Requests arrive at the times of the trace, however
-far behind the replicas are (an open loop).
+receives the replica's cache events. Then the router is notified of first tokens and finished
+replies. Routing, the network and snapshots take no time. Requests arrive at the times of the trace,
+even if the replicas cannot keep up (an open loop).
 
 With prefill replicas, the router chooses only among these. When a prefill replica has computed a
 prompt and its first token, it sends the K/V to the least loaded of the other replicas, which
-decodes. Each prefill replica sends one prompt at a time. It frees the prompt's blocks, which stay
-cached there.
+decodes. Each prefill replica sends one prompt at a time, then frees the prompt's blocks, which stay
+cached.
 """
 
 import gc
@@ -52,18 +52,18 @@ class Fleet:
 
     @property
     def computing(self) -> int:
-        """Number of the replicas that compute prompts: the first ones."""
+        """Number of replicas that compute prompts. They are the first replicas."""
         return self.prefill_replicas or self.replicas
 
     def cache_config(self, grain: int, share: int = 1, *, events: bool = False) -> CacheConfig:
-        """Return the options of a manager with the memory of `share` replicas; it counts units.
+        """Return the options, in units, of a cache manager with the memory of `share` replicas.
 
-        Raises ConfigError for a block size that is no multiple of the trace's.
+        Raises ConfigError for a block size that is not a multiple of `grain`, the tokens of a unit.
         """
         if self.block_size < grain or self.block_size % grain:
             raise ConfigError(
-                f"block_size is {self.block_size}; allowed: a multiple of {grain}, the tokens "
-                "that the trace distinguishes"
+                f"block_size is {self.block_size}; allowed: a multiple of {grain}, the number of "
+                "tokens of the trace's smallest blocks"
             )
         return CacheConfig(
             num_blocks=max(share * (self.kv_tokens // self.block_size), 1),
@@ -131,10 +131,10 @@ def replay(
 
 
 class Transfers:
-    """Transfers of K/V from the replicas that compute prompts to those that decode.
+    """Transfers of K/V from prefill replicas (senders) to decoding replicas (receivers).
 
-    Each sender sends one prompt after another, to the receiver with the fewest requests, including
-    those that are being sent to it.
+    Each sender sends one prompt after another, each to the receiver with the fewest requests.
+    Requests that are being sent to a receiver count too.
     """
 
     def __init__(self, receivers: Sequence[Replica], senders: int, speed: SpeedModel) -> None:
@@ -142,9 +142,8 @@ class Transfers:
         self._rate = speed.transfer_rate
         self._free_at = [0.0] * senders  # when each sender has sent its last prompt
         self._coming = [0] * len(receivers)
-        self._arrivals: list[
-            tuple[float, int, int, ReplayRequest]
-        ] = []  # a heap of time, ticket, receiver
+        # A heap of time, ticket and receiver.
+        self._arrivals: list[tuple[float, int, int, ReplayRequest]] = []
         self._ticket = 0
 
     def next_time(self) -> float:
@@ -152,7 +151,7 @@ class Transfers:
         return self._arrivals[0][0] if self._arrivals else math.inf
 
     def send(self, job: ReplayRequest, sender: int, now: float) -> None:
-        """Choose a receiver, and send the prompt there."""
+        """Send the prompt to the receiver with the fewest requests."""
         receivers = range(len(self._receivers))
         receiver = min(receivers, key=lambda i: self._receivers[i].num_active + self._coming[i])
         self._coming[receiver] += 1
@@ -162,7 +161,7 @@ class Transfers:
         heappush(self._arrivals, (end, self._ticket, receiver, job))
 
     def take(self) -> tuple[float, int, ReplayRequest]:
-        """Return the time, the receiver and the job of the next prompt that arrives."""
+        """Remove the next prompt that arrives; return its time, receiver and request."""
         end, _, receiver, job = heappop(self._arrivals)
         self._coming[receiver] -= 1
         return end, receiver, job
@@ -242,8 +241,7 @@ class _Simulation:
             self._schedule(number, end)
 
     def _num_blocks(self, num_tokens: int) -> int:
-        units = math.ceil(num_tokens / self.trace.grain)
-        return math.ceil(units * self.trace.grain / self.fleet.block_size)
+        return -(-num_tokens // self.fleet.block_size)
 
     def _job(self, name: str, request: TraceRequest) -> ReplayRequest:
         grain = self.trace.grain
@@ -354,7 +352,7 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """Token hit rates of one engine: with the memory of all replicas, and with unlimited memory."""
+    """Token hit rates of one engine, with the memory of all replicas and with unlimited memory."""
 
     same_memory: float
     unlimited: float
@@ -393,7 +391,7 @@ def _with_memory(trace: Trace, fleet: Fleet, progress: Callable[[int, int], None
 
 
 def _unlimited(trace: Trace, fleet: Fleet) -> float:
-    """Look up each prompt in a trie of blocks without evictions; hits end at block borders."""
+    """Look up each prompt in a trie of all earlier blocks; a hit is a number of whole blocks."""
     size = fleet.cache_config(trace.grain).block_size
     nodes: dict[tuple[int, BlockKey], int] = {}
     hit = 0

@@ -1,10 +1,10 @@
 """A trace: requests with their arrival times and the identity of their prompts.
 
-Traces identify blocks of prompts, not tokens, and a simulation needs only these. So one *unit*
+Traces identify blocks of prompts, not tokens, and a simulation needs only blocks. So one *unit*
 stands for `grain` tokens: the cache manager gets a token id for each unit, and `block_size / grain`
-units make a block. Equal unit ids at the head of two prompts are equal tokens. The tokens after a
-prompt's last full unit and the tokens of its reply are private: no other request has their unit
-ids, so they fill memory but are never hit.
+units make a block. Prompts that begin with the same unit ids begin with the same tokens. The tokens
+after a prompt's last full unit and the tokens of its reply have unit ids that no other request has,
+so they fill memory but are never hit.
 
 Files of traces, which may end in .gz:
 
@@ -135,7 +135,7 @@ class Trace:
 
 
 def private_units() -> Iterator[int]:
-    """Yield unit ids that no trace uses."""
+    """Yield unit ids that no trace has."""
     return iter(range(MAX_TOKEN_ID, MAX_TOKEN_ID // 2, -1))
 
 
@@ -226,7 +226,7 @@ def _number(location: str, line: dict[str, Any], key: str, least: int) -> Any:
 
 
 def _ranges(ids: Sequence[int]) -> tuple[range, ...]:
-    """Return the ids as ranges. Blocks that only one prompt has are numbered consecutively."""
+    """Return the ids as ranges. New blocks of a prompt have consecutive ids, so ranges are few."""
     ranges: list[range] = []
     for unit in ids:
         if ranges and ranges[-1].stop == unit:

@@ -37,7 +37,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args([*flags, *arguments[stop:]], namespace)
 
     def _spell(self, argument: str) -> str:
-        """Return an argument with its flag as it was added, in dashes or underscores."""
+        """Return an argument with its flag spelled as `add_argument` got it."""
         flags = {flag.replace("_", "-"): flag for flag in self._option_string_actions}
         name, equals, value = argument.partition("=")
         flag, dot, keys = name.partition(".")
@@ -71,7 +71,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def _put(target: dict[str, Any], keys: str, text: str) -> None:
-    """Set the entry `a.b.c` to a value of JSON, or a text; with `+` add to a list."""
+    """Set the entry `a.b.c` to a JSON value or a text. With a `+` at the end, extend a list."""
     *path, last = keys.removesuffix("+").split(".")
     for key in path:
         inner = target.setdefault(key, {})

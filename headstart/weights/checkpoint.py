@@ -67,53 +67,11 @@ class Checkpoint(ABC):
         """Unmap the files."""
 
 
-class RenamedCheckpoint(Checkpoint):
-    """A checkpoint with some tensors renamed.
-
-    names: the names in `checkpoint` by the names here. ignored: prefixes of tensors to leave out.
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, names: Mapping[str, str], ignored: tuple[str, ...] = ()
-    ) -> None:
-        self._checkpoint, self._names = checkpoint, names
-        renamed = {theirs: name for name, theirs in names.items()}
-        self._shapes = {
-            renamed.get(name, name): shape
-            for name, shape in checkpoint.shapes.items()
-            if not name.startswith(ignored)
-        }
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._shapes
-
-    def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
-        return self._checkpoint.dtypes(map(self._theirs, names))
-
-    def tensor(self, name: str) -> Tensor:
-        return self._checkpoint.tensor(self._theirs(name))
-
-    def kind(self, name: str) -> WeightKind | None:
-        return self._checkpoint.kind(self._theirs(name))
-
-    def packed(self, name: str) -> StoredValues | None:
-        return self._checkpoint.packed(self._theirs(name))
-
-    def log(self, tied: bool) -> None:
-        self._checkpoint.log(tied)
-
-    def release(self) -> None:
-        self._checkpoint.release()
-
-    def _theirs(self, name: str) -> str:
-        return self._names.get(name, name)
-
-
 class Entry(NamedTuple):
-    """A tensor's file and shape, and its dtype with safetensors' name."""
+    """A tensor's file, its name and shape there, and its dtype with safetensors' name."""
 
     file: Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
 
@@ -136,7 +94,12 @@ class SafetensorsCheckpoint(Checkpoint):
                         first_file = self.entries[name].file.name
                         raise UnsupportedLayerError(f"{name} is in {first_file} and in {file.name}")
                     part = opened.get_slice(name)
-                    self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
+                    shape = tuple(part.get_shape())
+                    self.entries[name] = Entry(file, name, shape, part.get_dtype())
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Rename tensors. names: the new names by the names in the files."""
+        self.entries = {names.get(name, name): entry for name, entry in self.entries.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -149,7 +112,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return [_DTYPES[name] for name in dtypes]
 
     def tensor(self, name: str) -> Tensor:
-        file, shape, _ = self.entries[name]
+        file, name, shape, _ = self.entries[name]
         if file not in self._open:
             self._open[file] = self._files.enter_context(safe_open(file, framework="pt"))
         tensor: Tensor = self._open[file].get_tensor(name)

@@ -9,8 +9,8 @@ units of the output's largest step or start. Steps and starts from files are flo
 weights have 5, 6 or 9 bits each.
 
 `scales` has a factor for each output, `columns` for each input. They make outputs and inputs
-equally large before rounding, so that a small input does not get the step of its large neighbors,
-which halves the error of 4 bits. SINQ (arXiv 2509.22944) uses two such scales.
+equally large before rounding, so that a small input does not get the step of its large neighbors.
+This halves the error of 4 bits. SINQ (arXiv 2509.22944) also uses scales in both dimensions.
 
 `native/narrow/integers.h` describes the bytes, and the product of integers, for which each group of
 32 inputs of a row is rounded to 8 bits. On a CPU with AMX, bfloat16 rows are not rounded: the

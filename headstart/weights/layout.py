@@ -54,13 +54,14 @@ _INDEX_TYPES = frozenset({"I32", "I64"})
 class QuantizedWeight(NamedTuple):
     """A quantized weight `[outputs, inputs]`.
 
-    bits: bits of a value. group: inputs that share a step. parts: the names of its tensors.
+    bits: bits of a value. group: inputs that share a step. parts: the names of its tensors, by the
+    last part of each name.
     """
 
     shape: tuple[int, int]
     bits: int
     group: int
-    parts: tuple[str, ...]
+    parts: Mapping[str, str]
 
 
 def find_weights(
@@ -100,7 +101,7 @@ def find_weights(
             )
         if len(fitting) > 1:
             raise UnsupportedLayerError(f"its groups may have {fitting[0]} or {fitting[1]} inputs")
-        stored = tuple(f"{module}.{name}" for name in parts)
+        stored = {name: f"{module}.{name}" for name in parts}
         weights[f"{module}.weight"] = QuantizedWeight(shape, bits, fitting[0], stored)
     return weights
 
@@ -171,17 +172,17 @@ def _find_shape(
         raise misfit
     fields = 32 // bits  # values in a word
     packed_outputs = -(-outputs // fields)
+    expected: dict[str, tuple[int, ...]] = {names.group_index: (inputs,)}
     if is_compressed:
         groups = scales[1]
-        expected = {
+        expected |= {
             names.values: (outputs, -(-inputs // fields)),
             names.scales: (outputs, groups),
             names.zeros: (outputs if values == "weight" else packed_outputs, groups),
         }
     else:
         groups = scales[0]
-        expected = {names.scales: (groups, outputs), names.zeros: (groups, packed_outputs)}
-    expected[names.group_index] = (inputs,)
+        expected |= {names.scales: (groups, outputs), names.zeros: (groups, packed_outputs)}
     if any(shapes.get(name, shape) != shape for name, shape in expected.items()):
         raise misfit
     return (outputs, inputs), bits, groups
@@ -225,7 +226,7 @@ def find_torchao_weights(
         if f"{module}.weight" in entries:
             raise DamagedModelError(f"{text}: there is also a float weight")
         shape, bits, group = _read_layout(module, parts, descriptions[module], text)
-        names = tuple(f"{module}.{name}" for name in parts)
+        names = {name: f"{module}.{name}" for name in parts}
         weights[f"{module}.weight"] = QuantizedWeight(shape, bits, group, names)
     return weights
 

@@ -18,7 +18,6 @@ Scales are `[groups, outputs]` for AWQ and GPTQ, `[outputs, groups]` for compres
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -223,9 +222,11 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         else:
             self._weights = find_weights(folder, scheme, self.entries, super().tensor)
 
-    @cached_property
-    def _parts(self) -> frozenset[str]:
-        return frozenset(part for weight in self._weights.values() for part in weight.parts)
+        self._parts = {part for weight in self._weights.values() for part in weight.parts.values()}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        super().rename(names)
+        self._weights = {names.get(name, name): weight for name, weight in self._weights.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -237,8 +238,7 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         """Return the dtypes of these tensors; for a quantized weight, the dtype of its scales."""
         scales = NAMES[self._scheme.method].scales
         return super().dtypes(
-            f"{name.removesuffix('weight')}{scales}" if name in self._weights else name
-            for name in names
+            self._weights[name].parts[scales] if name in self._weights else name for name in names
         )
 
     def tensor(self, name: str) -> Tensor:
@@ -269,10 +269,9 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
 
     def _read(self, name: str) -> Grouped:
         """Return a weight; raises `DamagedModelError` for numbers out of range."""
-        weight, prefix = self._weights[name], name.removesuffix("weight")
+        weight = self._weights[name]
         parts = {
-            part.removeprefix(prefix): super(PrequantizedCheckpoint, self).tensor(part)
-            for part in weight.parts
+            part: super(PrequantizedCheckpoint, self).tensor(n) for part, n in weight.parts.items()
         }
         read = read_grouped(self._scheme, weight, parts)
         wrong = None

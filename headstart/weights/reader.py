@@ -113,8 +113,8 @@ class TorchReader:
     def _check_finite(self, name: str, weight: Tensor) -> None:
         """Raise an error if a weight has infinities or NaN.
 
-        It is `DamagedModelError` if the file has them, and `UnsupportedModelError` if they come
-        from the conversion to the dtype.
+        Raise `DamagedModelError` if the file has them, and `UnsupportedModelError` if the
+        conversion to the dtype made them.
         """
         if _is_finite(weight):
             return
@@ -134,8 +134,8 @@ class WeightReader(TorchReader):
 
     With a `kind`, linear layers are rounded to their `kind_of_layer`, and the LM head to int8.
     Without a kind, floats stay floats, and quantized matrices keep the checkpoint's bits if a
-    format supports them; if not, they are rounded again to the nearest kind. An embedding that
-    shares the quantized LM head's weight reads its rows from it; other embeddings are float.
+    format supports them; if not, they are rounded again to the nearest kind. If an embedding shares
+    the LM head's weight, and that is quantized, both use one matrix. Other embeddings are float.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class WeightReader(TorchReader):
         floats = [
             name for name in matrices if self._bits(name) is None or (name in _TABLES and not tied)
         ]
-        self._halves = frozenset(
+        self._bf16_names = frozenset(
             name
             for name in floats
             if checkpoint.kind(name) is None and checkpoint.dtypes([name]) == [torch.bfloat16]
@@ -164,8 +164,8 @@ class WeightReader(TorchReader):
         if self._product == "bfloat16":
             sizes = [packed_bytes(*matrices[name]) for name in floats]
         elif self._product == "float32":
-            sizes = [matrices[name].numel() * torch.bfloat16.itemsize for name in self._halves]
-        elif self._halves and device.type == "cpu":
+            sizes = [matrices[name].numel() * torch.bfloat16.itemsize for name in self._bf16_names]
+        elif self._bf16_names and device.type == "cpu":
             advise()
         self._arena = Arena(sizes, ready_memory if sizes else None)
         if kind is None:
@@ -243,7 +243,7 @@ class WeightReader(TorchReader):
     ) -> WeightFormat | None:
         """Return a matrix for a compiled product; None if torch multiplies."""
         is_packed = self._product == "bfloat16"
-        if not is_packed and not (self._product == "float32" and name in self._halves):
+        if not is_packed and not (self._product == "float32" and name in self._bf16_names):
             return None
         weight = self._checkpoint.tensor(name)
         if is_packed:
@@ -274,5 +274,5 @@ def _torch_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
 def _is_finite(weight: Tensor) -> bool:
     """Return False for a weight with infinities or NaN."""
     sample = weight.sum() if weight.dtype == torch.float32 else torch.stack(torch.aminmax(weight))
-    # A sum of finite numbers may overflow; only then is each number checked.
+    # A sum of finite numbers may overflow, so each number is checked then.
     return bool(torch.isfinite(sample).all() or torch.isfinite(weight).all())

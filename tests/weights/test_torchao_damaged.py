@@ -290,8 +290,8 @@ ANYTHING = st.recursive(
 )
 def test_any_description_is_read_or_refused(about: Any) -> None:
     entries = {
-        "a._weight_qdata": Entry(Path("x"), (4, 64), "I8"),
-        "a._weight_scale": Entry(Path("x"), (4, 1), "F32"),
+        "a._weight_qdata": Entry(Path("x"), "", (4, 64), "I8"),
+        "a._weight_scale": Entry(Path("x"), "", (4, 1), "F32"),
     }
     try:
         found = find_torchao_weights(Path("x"), entries, {"a.weight": json.dumps(about)})

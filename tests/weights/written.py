@@ -214,7 +214,7 @@ def compressed_config(kind: str) -> dict[str, Any]:
 def read(scheme: Scheme, shape: tuple[int, int], parts: Tensors) -> Grouped:
     [bits], [group] = scheme.bits, scheme.groups
     each = shape[1] if group == -1 else group
-    return read_grouped(scheme, QuantizedWeight(shape, bits, each, ()), parts)
+    return read_grouped(scheme, QuantizedWeight(shape, bits, each, {}), parts)
 
 
 def scheme(method: Any, bits: int = 4, group: int = 32, **more: Any) -> Scheme:

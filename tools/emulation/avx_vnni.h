@@ -1,5 +1,5 @@
-// The instruction of AVX-VNNI, written out. Put before a source, whose other instructions are those
-// of AVX2, the CPU's own.
+// The instruction of AVX-VNNI in plain C++. Included before a source, whose other instructions, those
+// of AVX2, run on the CPU.
 #pragma once
 
 #include <immintrin.h>

@@ -1,10 +1,10 @@
-// The AVX-512 and AMX instructions that the kernels use, written out number by number. In place of the
-// compiler's header of this name they let any CPU run the kernels, and let a sanitizer see every
-// load and store, also those under a mask.
+// The AVX-512 and AMX instructions that the kernels use, in plain C++. This header replaces the
+// compiler's header of the same name. So any CPU can run the kernels, and a sanitizer sees every load
+// and store, also masked ones.
 //
-// Each function does what Intel's manual says of the instruction, with NaN and infinity too. Where
-// the manual leaves a choice, it takes the worst for a kernel. An instruction that is missing here
-// does not compile: add it.
+// Each function follows Intel's manual, also for NaN and infinity. If the manual allows several
+// results, the function returns the worst for a kernel. A kernel with an instruction that this file
+// lacks does not compile: add the instruction.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ VECTOR(Bytes, uint8_t, 16);
 
 constexpr uint64_t ALL = ~uint64_t{0};
 
-// A vector of `lane(i)`, and of 0 outside the mask.
+// Returns the vector of `lane(i)`, with 0 outside the mask.
 template <class Vector, class Lane>
 Vector each(Lane lane, uint64_t mask = ALL) {
     Vector out{};
@@ -57,8 +57,8 @@ uint32_t which(int lanes, Holds holds) {
     return mask;
 }
 
-// Reads and writes nothing outside the mask: it may lie outside the memory. Numbers may lie at any
-// address.
+// Does not access numbers outside the mask, which may be outside the memory. Addresses may be
+// unaligned.
 template <class Vector>
 Vector load(const void* from, uint64_t mask = ALL) {
     return each<Vector>([&](int i) {
@@ -77,7 +77,7 @@ void store(void* to, uint64_t mask, Vector x) {
     }
 }
 
-// An aligned load or store ends the process elsewhere, as on the CPU.
+// With an unaligned address, an aligned load or store ends the process, as on the CPU.
 template <class Vector>
 Vector& aligned(const void* address) {
     if (reinterpret_cast<uintptr_t>(address) % sizeof(Vector) != 0) __builtin_trap();
@@ -92,7 +92,7 @@ To bits(From from) {
     return to;
 }
 
-// The bf16 instructions take 0 for numbers below the normal ones, and give it.
+// The bf16 instructions read and write subnormal numbers as 0.
 inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 
 inline uint16_t narrow(float x) {
@@ -121,7 +121,7 @@ inline bool holds(float a, int predicate, float b) {
     return predicate == _CMP_NLT_UQ ? !(a < b) : !(a <= b);
 }
 
-// x * 2^power, for a whole power.
+// Returns x * 2^power, for a whole power.
 inline float scale(float x, float power) {
     if (std::isnan(power)) return power;
     if (!std::isinf(power))
@@ -131,7 +131,7 @@ inline float scale(float x, float power) {
     return std::isinf(x) ? NAN : std::copysign(0.0f, x);
 }
 
-// Wrong by nearly 2^-14, as it may be.
+// The relative error is nearly 2^-14, the largest that the manual allows.
 inline float reciprocal(float x) { return 1 / x * (1 - 0x1p-14f + 0x1p-20f); }
 
 // Joins the halves of a vector until one number is left.
@@ -142,7 +142,7 @@ float reduce(__m512 x, Join join) {
     return x[0];
 }
 
-// Two groups of four numbers of `a`, then two of `b`; `order` has two bits for each.
+// Two groups of four numbers of `a`, then two of `b`; `order` has two bits for each group.
 inline __m512i groups(__m512i a, __m512i b, int order) {
     return each<__m512i>([&](int i) {
         const int from = (order >> i / 2 * 2 & 3) * 2 + i % 2;
@@ -180,7 +180,7 @@ inline int32_t dot(Uint8 a, Int8 b, int first) {
     return sum;
 }
 
-// The instructions, which alone are seen outside. The value of a lane i is written in terms of i.
+// The instructions. The kernels see nothing else. The value of lane i is an expression of i.
 #define LANES(Vector, result, name, arguments, ...) \
     inline result name arguments {                                         \
         return (result)each<Vector>([&](int i) { return __VA_ARGS__; });   \
@@ -314,7 +314,7 @@ inline __m512 _mm512_maskz_mov_ps(__mmask16 mask, __m512 x) {
     return _mm512_mask_blend_ps(mask, __m512{}, x);
 }
 
-// Orders.
+// Permutations.
 inline __m512i _mm512_unpacklo_epi32(__m512i a, __m512i b) { return unpack((Int32)a, (Int32)b, 0); }
 inline __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) { return unpack((Int32)a, (Int32)b, 2); }
 inline __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) { return unpack(a, b, 0); }
@@ -335,7 +335,7 @@ LANES(Uint16, __m512i, _mm512_permutex2var_epi16, (__m512i a, __m512i from, __m5
 
 using namespace emulated::instructions;
 
-// AMX. A tile that was not configured, or that its instruction does not fit, ends the process.
+// AMX. An instruction ends the process if a tile is not configured, or has another shape.
 
 namespace emulated {
 
@@ -383,7 +383,8 @@ inline void _tile_stored(int from, void* to, int64_t stride) {
         std::memcpy(static_cast<char*>(to) + r * stride, tile.data[r], tile.bytes);
 }
 
-// First and second numbers of the pairs are summed apart; their sums are then added to `to`.
+// The products of the pairs' first numbers and of their second numbers have separate sums, which are
+// then added to `to`.
 inline void _tile_dpbf16ps(int to, int a, int b) {
     using namespace emulated;
     Tile &sums = tile(to), &rows = tile(a), &pairs = tile(b);

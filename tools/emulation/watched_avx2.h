@@ -1,5 +1,5 @@
-// The AVX2 instruction that loads under a mask, written out, so that a sanitizer sees what it reads.
-// Put before a source, whose other instructions are the CPU's own.
+// AVX2's masked load in plain C++, so that a sanitizer sees which memory it reads. Included before a
+// source, whose other instructions run on the CPU.
 #pragma once
 
 #include <immintrin.h>

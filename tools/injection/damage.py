@@ -1,4 +1,4 @@
-"""Faults of files: flipped bits, and files that are cut, removed, swapped or outdated."""
+"""Faults of files: flipped bits, and cut, removed, swapped or outdated files."""
 
 import os
 import shutil

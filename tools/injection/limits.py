@@ -38,7 +38,7 @@ def file_size(random: Random, folder: Path) -> Outcome:
 
 
 def _unless_evicted(outcome: Outcome) -> Outcome:
-    """Return the outcome without lost blocks, for faults in which blocks are evicted normally."""
+    """Return the outcome without lost blocks, since a fault of this kind also evicts blocks."""
     outcome.lost = 0
     return outcome
 

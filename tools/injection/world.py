@@ -112,7 +112,7 @@ def examine(folder: Path, running: DiskStore | None = None) -> Outcome:
             outcome.lost += len(numbers) - exercise(store, model, [[n] for n in numbers])
             if exercise(store, model, [_NEW[model]]) == len(_NEW[model]) or model is MODEL:
                 continue
-            # Damage that SQLite did not notice may lose saved blocks, but not permanently.
+            # If SQLite did not notice damage, saved blocks may be lost; saving again must work.
             if not _saves_and_loads(store, model, _NEW[model]):
                 outcome.problem = "the last stored blocks cannot be stored again"
         with closing(open_store(folder, model)) as store:

@@ -20,12 +20,7 @@ from headstart.models.families import FAMILIES, NESTED, NestedFamily, UnknownFam
 from headstart.models.files import is_gguf, read_json, stamp_files, weight_files
 from headstart.models.shapes import DecoderShape, Family, read_shape
 from headstart.native.pages import ReadyMemory
-from headstart.weights.checkpoint import (
-    FLOATS,
-    Checkpoint,
-    RenamedCheckpoint,
-    SafetensorsCheckpoint,
-)
+from headstart.weights.checkpoint import FLOATS, Checkpoint, SafetensorsCheckpoint
 from headstart.weights.format import WeightKind
 from headstart.weights.gguf import GGUFCheckpoint
 from headstart.weights.memory import move_to_huge_pages
@@ -170,7 +165,7 @@ def load_dense(
         outline = Outline()
         DenseModules(about.shape, outline)
         with _open_checkpoint(folder, scheme, about.shape, outline) as checkpoint:
-            check_tensors(checkpoint, outline, about.shape.tied)
+            check_tensors(checkpoint, outline, about.shape.tied, about.shape.ignored)
             held = set(checkpoint.dtypes(outline.matrices))
             stored = stored or checkpoint.dtypes(outline.shapes)[0]
             if scheme is not None and stored == torch.float16 and device.type == "cpu":
@@ -208,17 +203,16 @@ def _open_checkpoint(
 ) -> Checkpoint:
     """Return the checkpoint, with Llama's names of tensors."""
     if is_gguf(folder):
-        return RenamedCheckpoint(GGUFCheckpoint(folder), {}, shape.ignored)
+        return GGUFCheckpoint(folder)
     files = weight_files(folder)
     checkpoint = (
         SafetensorsCheckpoint(files) if scheme is None else PrequantizedCheckpoint(files, scheme)
     )
-    if not shape.names and not shape.ignored:
-        return checkpoint
-    names = {name: shape.path(name) for name in outline.shapes}
-    if any(name.startswith(_OLD_BODY) for name in checkpoint.shapes):
-        names = {name: f"{_OLD_BODY}{name}" for name in names}
-    return RenamedCheckpoint(checkpoint, names, shape.ignored)
+    if shape.names:
+        is_old = any(name.startswith(_OLD_BODY) for name in checkpoint.shapes)
+        paths = {f"{_OLD_BODY}{n}" if is_old else shape.path(n): n for n in outline.shapes}
+        checkpoint.rename(paths)
+    return checkpoint
 
 
 def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
@@ -268,9 +262,15 @@ def _read_text_config(content: Mapping[str, Any], family: NestedFamily) -> dict[
     return {**shared, **nested, **tied}
 
 
-def check_tensors(checkpoint: Checkpoint, outline: Outline, tied: bool) -> None:
-    """Raise `UnsupportedLayerError` unless the checkpoint has exactly the outline's tensors."""
+def check_tensors(
+    checkpoint: Checkpoint, outline: Outline, tied: bool, ignored: tuple[str, ...] = ()
+) -> None:
+    """Raise `UnsupportedLayerError` unless the checkpoint has exactly the outline's tensors.
+
+    ignored: prefixes of names that may also occur.
+    """
     held, needed = checkpoint.shapes, outline.shapes
+    held = {name: shape for name, shape in held.items() if not name.startswith(ignored)}
     checkpoint.dtypes(held.keys() & needed.keys())
     for name, shape in needed.items():
         if name not in held:

@@ -72,8 +72,8 @@ def main(arguments: list[str]) -> int:
         environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "2"}
         if sanitize:
             environment |= sanitizer()
-        # Emulated instructions are slow, so tests have no time limit. Each result is printed when the
-        # test ends, so that an interrupted run has shown its failures.
+        # Emulated instructions are slow, so tests have no time limit. Each test is printed when it
+        # ends, so that an interrupted run has shown its failures.
         options = [*SPREAD, "--capture=sys", "--timeout=0", "-vv"]
         if sanitize:
             options += ["--hypothesis-profile", "deep"]

@@ -150,7 +150,7 @@ inline __m512i groups(__m512i a, __m512i b, int order) {
     });
 }
 
-// Two numbers of each 16 bytes of `a` and of `b` in turns, from number `first` on.
+// Interleaves the numbers from `first` on of each 16 bytes of `a` and `b`, until 16 bytes are full.
 template <class Vector>
 __m512i unpack(Vector a, Vector b, int first) {
     const int group = 16 / sizeof a[0];

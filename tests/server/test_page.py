@@ -220,7 +220,7 @@ def test_advice_goes_with_what_it_is_about(browser) -> None:  # type: ignore[no-
             page.get_by_text("New chat").click()
             say(page, f"It is 10:{minute}. {PEOPLE}")
         expect(page.locator("#advice")).to_contain_text("a date or time")
-        expect(page.locator("#advice")).to_contain_text("part after “<|user|>It is 10:1”")
+        expect(page.locator("#advice")).to_contain_text("difference follows “<|user|>It is 10:1”")
         page.once("dialog", lambda dialog: dialog.accept())
         page.locator("#reset").click()
         expect(page.locator("#pool-counts")).to_contain_text("0 cached")

@@ -6,10 +6,10 @@ A streamed message:
       content_block_start  content_block_delta ...  content_block_stop     for each block
     message_delta  message_stop
 
-A block is text, thinking or the use of a tool. `ping` may come anywhere.
+A content block is text, thinking or the use of a tool. `ping` may come anywhere.
 
-Every full block of every prompt is cached, marked or not. Until the time to live of a breakpoint is
-over, the blocks before it are evicted only after all other blocks.
+Every full block of every prompt is cached, with or without breakpoints. Until the time to live of a
+breakpoint is over, the cached blocks before it are evicted only after all other blocks.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _SECONDS = {"5m": 300.0, "1h": 3600.0}
 class Breakpoint(NamedTuple):
     """The end of a prefix to retain for `ttl`.
 
-    turn: index of the message; None for the tools and the system text. block: index of the block in
-    the message; None for the whole message.
+    turn: index of the message; None for the tools and the system text. block: index of the content
+    block in the message; None for the whole message.
     """
 
     ttl: str
@@ -69,42 +69,39 @@ def read_breakpoints(body: CountTokensRequest) -> tuple[Breakpoint, ...]:
 
     Raises ApiError for more than four, or for a longer time to live after a shorter one.
     """
-    points = list(_marks(body))
+    points = list(_read_marks(body))
     if body.cache_control is not None:
         points.append(Breakpoint(body.cache_control.ttl, len(body.messages) - 1))
-    refusal = ""
     ttls = [point.ttl for point in points]
     if len(points) > MAX_BREAKPOINTS:
-        refusal = f"{len(points)} blocks have cache_control; allowed: {MAX_BREAKPOINTS} at most"
-    elif ttls != sorted(ttls):  # "1h" before "5m"
-        refusal = (
-            'a cache_control with ttl "1h" comes after one with "5m"; allowed: "1h" before "5m"'
-        )
-    if refusal:
-        raise ApiError(400, refusal, param="cache_control")
+        text = f"{len(points)} blocks have cache_control; allowed: {MAX_BREAKPOINTS} at most"
+        raise ApiError(400, text, param="cache_control")
+    if ttls != sorted(ttls):  # "1h" before "5m"
+        text = 'a cache_control with ttl "1h" comes after one with "5m"; allowed: "1h" before "5m"'
+        raise ApiError(400, text, param="cache_control")
     return tuple(points)
 
 
-def _marks(body: CountTokensRequest) -> Iterator[Breakpoint]:
+def _read_marks(body: CountTokensRequest) -> Iterator[Breakpoint]:
     system = [] if isinstance(body.system, str) else body.system or []
     tools = [tool for tool in body.tools or () if isinstance(tool, ToolDefinition)]
     for marked in (*tools, *system):
         if marked.cache_control is not None:
             yield Breakpoint(marked.cache_control.ttl)
-    for place, turn in enumerate(body.messages):
-        for number, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
+    for turn, message in enumerate(body.messages):
+        for place, block in enumerate(message.content if isinstance(message.content, list) else ()):
             parts = block.content if isinstance(block, ToolResultBlock) else None
             blocks: list[Block | Marked] = [*(parts if isinstance(parts, list) else ()), block]
             for each in blocks:
                 if isinstance(each, Marked) and each.cache_control is not None:
-                    yield Breakpoint(each.cache_control.ttl, place, number)
+                    yield Breakpoint(each.cache_control.ttl, turn, place)
 
 
-def _begin_of(body: CountTokensRequest, point: Breakpoint) -> list[MessageParam] | None:
-    """Return the conversation up to a breakpoint; None if that is the whole conversation.
+def _messages_before(body: CountTokensRequest, point: Breakpoint) -> list[MessageParam] | None:
+    """Return the messages before a breakpoint; None if the breakpoint is at the end.
 
-    If the breakpoint is before the first message, the conversation has one empty message, since
-    templates need a message.
+    Before a breakpoint in the tools or the system text, return one empty message, since templates
+    need a message.
     """
     if point.turn is None:
         return [MessageParam(role="user", content="")]
@@ -119,14 +116,14 @@ def _begin_of(body: CountTokensRequest, point: Breakpoint) -> list[MessageParam]
 
 
 def created_tokens(lengths: Mapping[str, int], usage: Usage) -> dict[str, int]:
-    """Return the tokens that were written to the cache up to breakpoints, by time to live.
+    """Return how many tokens before breakpoints were computed and cached, by time to live.
 
-    lengths: tokens of the prompt up to its last breakpoint of each time to live.
+    lengths: tokens of the prompt before its last breakpoint of each time to live.
 
     >>> created_tokens({"1h": 100, "5m": 160}, Usage(prompts={"a": (200, 64)}))
     {'1h': 36, '5m': 60}
     """
-    # A hit leaves the last token to compute, though its block is cached.
+    # The last token of a prompt is always computed, even if its block is cached.
     is_whole = 0 < usage.cached == usage.prompt - 1
     stored = usage.prompt if is_whole else usage.cached
     long_tokens = max(0, lengths.get("1h", 0) - stored)
@@ -136,11 +133,11 @@ def created_tokens(lengths: Mapping[str, int], usage: Usage) -> dict[str, int]:
 async def apply_breakpoints(
     service: Service, body: CountTokensRequest, call: ChatCall, prepared: PreparedChat
 ) -> dict[str, int]:
-    """Retain a prompt up to its breakpoints, for their time to live after each use.
+    """Retain the blocks before a prompt's breakpoints, for their time to live after each use.
 
-    Return the number of tokens up to the last breakpoint of each time to live, in full blocks. To
-    find this number, the conversation up to the breakpoint is tokenized separately, and its tokens
-    are compared with those of the prompt.
+    Return the number of tokens in full blocks before the last breakpoint of each time to live. To
+    find this number, the messages before the breakpoint are tokenized separately, and their tokens
+    are compared with the prompt's tokens.
     """
     lengths: dict[str, int] = {}
     if not prepared.request.params.is_stored:
@@ -150,13 +147,13 @@ async def apply_breakpoints(
     token_ids = prepared.request.prompt_token_ids
     full = len(token_ids) - len(token_ids) % service.llm.block_size
     for ttl, point in {point.ttl: point for point in points}.items():
-        turns = _begin_of(body, point)
+        before = _messages_before(body, point)
         length = full
-        if turns is not None:
-            begin = body.model_copy(update={"messages": turns})
-            messages = await read_many(count_blocks(turns), begin.read_messages)
-            template = {"add_generation_prompt": False, "continue_final_message": False}
-            template = {**call.template, **template}
+        if before is not None:
+            begin = body.model_copy(update={"messages": before})
+            messages = await read_many(count_blocks(before), begin.read_messages)
+            unfinished = {"add_generation_prompt": False, "continue_final_message": False}
+            template = {**call.template, **unfinished}
             cut = replace(call, messages=messages, template=template)
             length = min(full, await _count_common(service, cut, token_ids))
         lengths[ttl] = length
@@ -186,8 +183,8 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     service = service_of(request)
     call = await _read_call(service, body, request)
     prepared = await prepare_chat(service, call, service.new_id("msg"), stream=body.stream)
-    marked = await apply_breakpoints(service, body, call, prepared)
-    message = _Message(body, prepared, marked, request.state.request_id)
+    lengths = await apply_breakpoints(service, body, call, prepared)
+    message = _Message(body, prepared, lengths, request.state.request_id)
     if body.stream:
         return EventStream(message.stream(service.run(prepared.request)))
     output = await unless_gone(request.receive, service.answer(prepared.request))
@@ -206,7 +203,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
 async def _read_call(service: Service, body: CountTokensRequest, request: Request) -> ChatCall:
     def read() -> list[dict[str, Any]]:
         leave_out_hosted(body.tools, request, "custom")
-        read_breakpoints(body)  # refuses wrong ones before any work
+        read_breakpoints(body)  # refuse wrong breakpoints before any work
         return body.read_messages()
 
     messages = await read_many(count_blocks(body.messages), read)
@@ -217,13 +214,13 @@ _BLOCKS: dict[str, dict[str, Any]] = {
     "content": {"type": "text", "text": ""},
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
 }
-"""Empty blocks by the kind of their parts."""
+"""Empty content blocks by the kind of their parts."""
 _DELTAS = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""The type of a part's delta and the field that has its text, by the kind of part."""
+"""The type of a delta and the field with its text, by the kind of part."""
 
 
 class _Message(AnswerEvents):
@@ -233,20 +230,20 @@ class _Message(AnswerEvents):
         self,
         body: MessagesRequest,
         prepared: PreparedChat,
-        marked: Mapping[str, int],
+        lengths: Mapping[str, int],
         request_id: str,
     ) -> None:
-        """Begin a message. marked: see `created_tokens`. request_id: as in the headers and log."""
+        """Begin a message. lengths: see `created_tokens`. request_id: as in headers and the log."""
         self._prepared = prepared
         self._parser = prepared.dialect.parser()
         self._usage = Usage()
-        self._marked = marked
+        self._lengths = lengths
         self._request_id = request_id
         name = prepared.request.request_id
         self._head = {"id": name, "type": "message", "role": "assistant", "model": body.model}
         self._max_tokens = body.max_tokens
-        self._index = -1  # index of the block that was begun last
-        self._open: str | None = None  # the kind of parts in the open block
+        self._index = -1  # index of the last content block
+        self._open: str | None = None  # kind of the parts of the open content block
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the message at once."""
@@ -264,16 +261,16 @@ class _Message(AnswerEvents):
         return self._head | {"content": blocks, **self._stop(answer), "usage": self._count()}
 
     def _block(self, part: Part) -> dict[str, Any]:
-        """Return the empty block that a part begins."""
+        """Return an empty content block for a part."""
         if part.kind != "call":
             return dict(_BLOCKS[part.kind])
         name = self._prepared.dialect.calls.new_id("toolu_")
         return {"type": "tool_use", "id": name, "name": part.name, "input": {}}
 
     def _count(self) -> dict[str, Any]:
-        """Return the usage. `input_tokens` are computed tokens outside of marked prefixes."""
+        """Return the usage. `input_tokens` are computed tokens after the last breakpoint."""
         usage = self._usage
-        created = created_tokens(self._marked, usage)
+        created = created_tokens(self._lengths, usage)
         total = sum(created.values())
         return {
             "input_tokens": usage.prompt - usage.cached - total,
@@ -288,7 +285,7 @@ class _Message(AnswerEvents):
         }
 
     def _stop(self, answer: CompletionOutput) -> dict[str, Any]:
-        """Return the reason why the answer ended."""
+        """Return the reason of the answer's end."""
         text = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         if answer.finish_reason == "length":
             is_full = self._usage.completion < self._max_tokens
@@ -347,7 +344,7 @@ def _event(kind: str, **data: Any) -> bytes:
 
 
 def _read_input(arguments: str) -> dict[str, Any]:
-    """Return arguments as an object, which is empty if they are incomplete or not JSON."""
+    """Return a call's arguments; an empty object if they are incomplete or not an object."""
     try:
         value = json.loads(arguments, strict=False)
     except (ValueError, RecursionError):

@@ -45,7 +45,7 @@ class CacheControl(Body):
 
 
 class Marked(Body):
-    """An object that may carry a breakpoint of the cache."""
+    """An object that may have a cache breakpoint."""
 
     cache_control: CacheControl | None = None
 
@@ -82,13 +82,13 @@ class ImageBlock(Marked):
 
 
 class Citations(Body):
-    """The switch of citations, which has no effect: answers have none."""
+    """The switch of citations, which must be off: answers have no citations."""
 
     enabled: Literal[False] = False
 
 
 class DocumentData(Body):
-    """The text of a document, or a file such as a PDF, which the model does not see."""
+    """The text of a document, or a file in base64, such as a PDF, which the model does not see."""
 
     type: Literal["text", "base64"]
     media_type: Label | None = None
@@ -102,18 +102,12 @@ class DocumentContent(Body):
     content: str | Many[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]]
 
 
-class DocumentUrl(Body):
-    """The address of a file, which is not fetched."""
-
-    type: Literal["url"]
-    url: str
-
-
 class DocumentReference(Body):
-    """A file on Anthropic's servers, which is not fetched."""
+    """The URL of a file, or its id on Anthropic's servers. The file is not fetched."""
 
-    type: Literal["file"]
-    file_id: Label
+    type: Literal["url", "file"]
+    url: str | None = None
+    file_id: Label | None = None
 
 
 class DocumentBlock(Marked):
@@ -121,15 +115,14 @@ class DocumentBlock(Marked):
 
     type: Literal["document"]
     source: Annotated[
-        DocumentData | DocumentContent | DocumentUrl | DocumentReference,
-        Field(discriminator="type"),
+        DocumentData | DocumentContent | DocumentReference, Field(discriminator="type")
     ]
     title: str | None = None
     context: str | None = None
     citations: Citations | None = None
 
     def as_parts(self) -> Parts:
-        """Return the document as parts of a chat's message; a file is only named."""
+        """Return the document as parts of a chat's message. The parts only name a file."""
         head = f"Document: {self.title or 'untitled'}"
         head = f"{head}\n{self.context}" if self.context else head
         where = "a file"
@@ -138,10 +131,8 @@ class DocumentBlock(Marked):
                 return text_parts(f"{head}\n{text}")
             case DocumentContent(content=list(blocks)):
                 return [*text_parts(head), *all_parts(blocks)]
-            case DocumentUrl(url=url):
-                where = url
-            case DocumentData(media_type=str(kind)):
-                where = kind
+            case DocumentReference(url=str(where)) | DocumentData(media_type=str(where)):
+                pass
         return text_parts(f"{head}\n[not shown: {where} cannot be read by this model]")
 
 
@@ -160,7 +151,7 @@ class SearchResultBlock(Marked):
 
 
 class ToolReferenceBlock(Marked):
-    """A tool that the client's tool search found. The prompt contains all tools anyway."""
+    """A tool that the client's tool search found. The prompt contains all tools in any case."""
 
     type: Literal["tool_reference"]
     tool_name: Label
@@ -208,7 +199,7 @@ class ToolResultBlock(Marked):
 
 
 class ThinkingBlock(Body):
-    """Reasoning of an earlier turn."""
+    """Reasoning of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -244,7 +235,7 @@ class MessageParam(Body):
     def as_messages(self) -> Iterator[dict[str, Any]]:
         """Yield the message in OpenAI's form, with each tool result as a separate message.
 
-        Raises ApiError for a block of another role.
+        Raises ApiError for a block that a message of this role cannot have.
         """
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
@@ -319,7 +310,7 @@ AnyTool = Annotated[
 
 
 class MessagesToolChoice(Body):
-    """A rule for the answer: it may, must or must not call a tool."""
+    """A rule on tool calls: an answer may, must or must not have one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -365,7 +356,7 @@ class ContextManagement(Body):
 
 
 class Diagnostics(Body):
-    """A request to explain cache misses, which has no effect: `/cache/explain` does it."""
+    """A request to explain cache misses, which has no effect: `/cache/explain` explains them."""
 
     previous_message_id: Label | None = None
 
@@ -416,7 +407,7 @@ class CountTokensRequest(ChatFields):
         return ToolUse(tools, "none" if choice.type == "none" else "auto", None, parallel)
 
     def read_template(self) -> dict[str, Any]:
-        """Return the template options. If the last message is an assistant's, continue it."""
+        """Return the template options. The answer continues a last message of the assistant."""
         extra: dict[str, Any] = {}
         if self.thinking is not None and self.thinking.type != "adaptive":
             extra["enable_thinking"] = self.thinking.type == "enabled"

@@ -1,7 +1,7 @@
 """A log line on stderr and an OpenTelemetry trace for each request.
 
-Log lines contain no text of prompts and answers unless the operator switches that on. Even the
-parts of a body that an error quotes are left out. A trace contains no text:
+Log lines contain no text of prompts and answers unless the operator switches it on. The parts of a
+body that an error quotes are left out. A trace contains no text:
 
     llm_request                arrival to last token; a child of the client's span, if it names one
     ├ queue                    until its first step
@@ -51,7 +51,7 @@ _PARTS = {
     "gen_ai.latency.time_in_model_decode": ("first", "last"),
     "gen_ai.latency.time_in_model_inference": ("start", "last"),
 }
-"""The moments at which each span within a request, and each of vLLM's times, begins and ends."""
+"""Begin and end of each span within a request, and of each of vLLM's times."""
 
 
 def open_tracer(endpoint: str | None, model: str) -> Tracer | None:
@@ -70,7 +70,7 @@ def open_tracer(endpoint: str | None, model: str) -> Tracer | None:
 
 
 class Tracer:
-    """Maker of the spans of ended requests, which it passes to a processor."""
+    """Maker of the spans of ended requests."""
 
     def __init__(self, processor: SpanProcessor, model: str) -> None:
         """Pass spans to `processor`; `model` is the model's name in the API."""
@@ -155,7 +155,7 @@ class Tracer:
 
 _LOG = logging.getLogger("headstart.server.requests")
 _QUIET = ("/health", "/ready", "/metrics")  # polled, so they are logged only if they fail
-_QUOTE = re.compile(r"(?<!\w)['\"]")  # an opening quote; an apostrophe follows a letter
+_QUOTE = re.compile(r"(?<!\w)['\"]")  # an opening quote, not an apostrophe
 
 
 @dataclass(slots=True)
@@ -181,7 +181,7 @@ class Line:
     answers: list[str] | None = None
 
     def add_answer(self, *, prompt: int, cached: int, generated: int, first: float | None) -> None:
-        """Add an answer's numbers of tokens; `first`: seconds to its first token."""
+        """Add an answer's numbers of tokens. first: seconds to its first token."""
         self.prompt_tokens += prompt
         self.cached_tokens += cached
         self.generated_tokens += generated
@@ -192,7 +192,7 @@ _LINE: ContextVar[Line | None] = ContextVar("line", default=None)
 
 
 def current_line() -> Line:
-    """Return the line of the current request; outside of requests, a line that is never logged."""
+    """Return the line of the current request. Outside of requests, return a new line."""
     return _LINE.get() or Line("", "", "")
 
 
@@ -225,7 +225,7 @@ def log_request(scope: Scope) -> Iterator[Line]:
 
 
 class _AsText(logging.Formatter):
-    """The format of lines for people.
+    """The format `text` of log lines.
 
     `10:15:02 POST /v1/chat/completions 200 0.31 s, 1,396 of 1,421 tokens cached, 8 generated`
     """
@@ -249,7 +249,7 @@ class _AsText(logging.Formatter):
 
 
 class _AsJson(logging.Formatter):
-    """The format of lines for programs: one JSON object per line, in ASCII."""
+    """The format `json` of log lines: one JSON object per line, in ASCII."""
 
     def format(self, record: logging.LogRecord) -> str:
         level = record.levelname.lower()
@@ -261,9 +261,9 @@ class _AsJson(logging.Formatter):
 
 
 def set_up_logs(kind: str) -> None:
-    """Write the server's lines, and Granian's warnings, to stderr.
+    """Write the server's log and Granian's warnings to stderr.
 
-    kind: "text" or "json"; "off" writes no lines for requests.
+    kind: "text", "json", or "off" for text without the lines of requests.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_AsJson() if kind == "json" else _AsText("%(message)s"))

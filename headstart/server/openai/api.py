@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 class Chunks(AnswerEvents):
     """The chunks of one call's answers, each with the usage if the request wants that."""
 
-    def __init__(self, body: SamplingFields, name: str, kind: str, kind_of_chunk: str) -> None:
-        """Begin the answers. kind, kind_of_chunk: the `object` of whole answers and of chunks."""
+    def __init__(self, body: SamplingFields, name: str, kind: str, chunk_kind: str) -> None:
+        """Begin the answers. kind, chunk_kind: the `object` of whole answers and of chunks."""
         created = int(time.time())
         self.head = {"id": name, "object": kind, "created": created, "model": body.model}
         options = body.stream_options
         self._wants_usage = options is not None and options.include_usage
         self._wants_usage_so_far = options is not None and bool(options.continuous_usage_stats)
         # All chunks begin with the same fields, which are encoded once.
-        self._begin = encode(self.head | {"object": kind_of_chunk})[:-1]
+        self._begin = encode(self.head | {"object": chunk_kind})[:-1]
         self.usage = Usage()
 
     def chunk(self, choices: list[Any], **fields: Any) -> bytes:
@@ -61,9 +61,9 @@ class Chunks(AnswerEvents):
 def chat_logprobs(
     answer: CompletionOutput, most: int, *, as_ids: bool = False
 ) -> dict[str, Any] | None:
-    """Return the log-probabilities of an answer's tokens, each with the `most` likeliest.
+    """Return the log-probabilities of an answer's tokens and of the `most` likeliest tokens.
 
-    as_ids: tokens are shown as `token_id:5`, which also works for tokens without a valid text.
+    as_ids: show tokens as `token_id:5`, since a token alone may have no valid text.
     """
     if answer.logprobs is None:
         return None
@@ -103,8 +103,8 @@ def completion_logprobs(
 ) -> tuple[dict[str, Any], int]:
     """Return log-probabilities in the form of completions, and the end of the last token's text.
 
-    offset: the position of the first token's text; negative if the first tokens are not in the
-    text. first: id and text of a prompt's first token, whose entry is None.
+    offset: the position of the first token's text; negative if the text lacks the first tokens.
+    first: id and text of a prompt's first token, whose entry is None.
     """
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     columns: dict[str, list[Any]] = {name: [] for name in names}
@@ -146,7 +146,7 @@ def prompt_logprobs(output: RequestOutput, most: int) -> list[dict[str, Any] | N
 
 
 router = APIRouter()
-_PROGRESS_SECONDS = 0.4  # between two events of `return_progress`
+_PROGRESS_SECONDS = 0.4  # between two events with `prompt_progress`
 
 
 @router.post("/v1/chat/completions")
@@ -237,9 +237,9 @@ class _ChatAnswers(Chunks):
     async def with_progress(
         self, outputs: AsyncGenerator[RequestOutput]
     ) -> AsyncGenerator[RequestOutput | bytes]:
-        """Yield the outputs, and before them, if requested, events with the prompt's progress.
+        """Yield the outputs. If requested, first yield events with the progress of the prompt.
 
-        Progress has llama.cpp's form, without its times.
+        These events have llama.cpp's form, without its times.
         """
         if self._body.return_progress:
             first = asyncio.ensure_future(anext(outputs, None))
@@ -261,7 +261,7 @@ class _ChatAnswers(Chunks):
             yield output
 
     def read(self, output: RequestOutput) -> list[bytes]:
-        """Return a chunk per new part: clients do not support two parts of a call in one chunk."""
+        """Return a chunk for each new part, since clients read one part of a call per chunk."""
         self.usage.add(output)
         chunks = []
         for answer in output.outputs:
@@ -308,7 +308,7 @@ class _ChatAnswers(Chunks):
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return reasoning under vLLM's former name, which clients still read, and its current one."""
+    """Return reasoning under vLLM's former and current names; clients read one of the two."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -328,7 +328,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         requests = []
         for place, prompt in enumerate(_prompts(body.prompt)):
             if place:
-                await asyncio.sleep(0)  # let other tasks run: short lists are read in the loop
+                await asyncio.sleep(0)  # let other tasks run: `prepare` may not wait for anything
             prepared = await service.prepare(
                 prompt,
                 params,
@@ -390,7 +390,7 @@ class _TextAnswers(Chunks):
 
     def _count(self, output: RequestOutput) -> None:
         self.usage.add(output)
-        if self._body.max_tokens == 0:  # the one token that the engine must generate is not shown
+        if self._body.max_tokens == 0:  # the engine generates one token, which is not shown
             self.usage.completion = 0
 
     def _choice(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
@@ -407,7 +407,8 @@ class _TextAnswers(Chunks):
             entries = [*(output.prompt_logprobs or ()), *entries]
         logprobs = None
         start = self._offsets.get(index, 0)
-        # Texts of tokens are sent at once; text that may begin a stop string is sent later.
+        # With log-probabilities `end` is counted by tokens: a token is sent before its text if the
+        # text may begin a stop string.
         end = start + len(text)
         if body.logprobs is not None:
             first = (0, "")
@@ -446,10 +447,10 @@ class _TextAnswers(Chunks):
         return token_id, text
 
     def _prompt_start(self, output: RequestOutput, first: str) -> int:
-        """Return the position in the prompt's text at which the texts of its tokens begin.
+        """Return the position of the first token's text in the prompt's text.
 
-        It is negative if the first of these texts is not in the prompt's text: that of a BOS token,
-        or the space before the first word.
+        It is negative if the prompt's text lacks this text: a BOS token, or the space before the
+        first word.
         """
         if not first:
             return 0
@@ -461,7 +462,7 @@ class _TextAnswers(Chunks):
 async def _gather(
     outputs: AsyncGenerator[RequestOutput], ids: Sequence[str]
 ) -> list[RequestOutput]:
-    """Return the finished outputs in order. If one fails or the client is gone, cancel the rest."""
+    """Return the finished outputs in order. Cancel all requests if one fails."""
     async with aclosing(outputs):
         finished = {output.request_id: output async for output in outputs if output.finished}
     return [finished[request_id] for request_id in ids]
@@ -471,10 +472,10 @@ Item = TypeVar("Item")
 
 
 async def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
-    """Yield the items of all streams as they arrive; all streams are closed at the end.
+    """Yield the items of all streams as they arrive. Close all streams at the end or on an error.
 
     The next item of a stream is requested only after the reader has taken the previous item. So a
-    slow reader delays all streams, and no items are buffered. The first exception ends all streams.
+    slow reader delays all streams, and no items are buffered.
     """
     waiting = {asyncio.ensure_future(anext(stream, None)): stream for stream in streams}
     try:

@@ -69,7 +69,7 @@ _REFUSED = refusals(
         ),
         "give `frequency_penalty` or `repetition_penalty`": "no_repeat_ngram_size=0",
         "give `temperature`: 0 is greedy, any other value samples": "do_sample",
-        "a stream sends every step": "stream_interval=1",
+        "a stream has the tokens of every step": "stream_interval=1",
         "the name is `max_tokens`": "max_new_tokens max_length",
         "give its fields directly; it is an argument of the Python client": "extra_body",
         "give `n`": "best_of=1 num_return_sequences=1",
@@ -167,7 +167,7 @@ _MAX_ENTRIES = 16_384  # entries to check; each takes half a microsecond of the 
 
 
 def _read_bias(value: Any) -> Any:
-    """Return the bias by token id. Report one mistake; pydantic would report thousands."""
+    """Return the value. Raise an error for the first wrong entry; pydantic would list all."""
     for token, bias in value.items() if isinstance(value, dict) else ():
         if not (token.isascii() and token.isdigit()) or len(token) > 12:
             raise refuse("logit_bias: allowed keys are token ids as text")
@@ -178,7 +178,7 @@ def _read_bias(value: Any) -> Any:
 
 
 Logprobs = Annotated[int, Field(strict=True, ge=0, le=20)]
-"""The number of likeliest tokens to return. With more, a long prompt gives megabytes of answer."""
+"""The number of likeliest tokens to return, limited to bound the size of an answer."""
 
 
 class SamplingFields(CacheFields):
@@ -273,7 +273,7 @@ class CompletionRequest(SamplingFields):
             )
         params = super().read_sampling()
         if self.max_tokens == 0 and self.echo:
-            params["max_tokens"] = 1  # the answer does not show this token: see `_TextAnswers`
+            params["max_tokens"] = 1  # `_TextAnswers` leaves this token out
         if self.echo and self.logprobs is not None:
             params["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return params
@@ -375,7 +375,7 @@ class TemplateFields(Body):
 
 
 class PromptFields(TemplateFields):
-    """A conversation that is rendered like a chat and not answered."""
+    """A conversation that is rendered like a chat but not answered."""
 
     model: str | None = None
     messages: Many[dict[str, Any]] | None = None
@@ -398,7 +398,7 @@ class PromptFields(TemplateFields):
 class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
     """`POST /v1/chat/completions`.
 
-    functions, function_call: the older forms of tools and tool_choice; an answer then has a
+    functions, function_call: the older forms of tools and tool_choice. With these an answer has a
     function_call. return_progress: while the prompt is computed, the stream has events with
     `prompt_progress`, as in llama.cpp.
     """

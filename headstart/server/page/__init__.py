@@ -1,8 +1,8 @@
 """The page at `/` with the pool, the prefixes and a chat, and the API's description at `/docs`.
 
-FastAPI's description lacks answers, tags, texts and examples. `texts.json` has them: descriptions
-and examples of fields (by field, or by schema and field if schemas differ), examples of bodies,
-statuses, tags and errors.
+FastAPI's description lacks status codes, tags, descriptions of fields, and examples. `texts.json`
+has them. An example of a field is listed under the field's name, or under `schema.field` if the
+schemas differ.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _SUCCESS = {
     "/metrics": {"text/plain": {"schema": {"type": "string"}}},
     "/cache/live": _EVENTS,
 }
-"""Content types of successful answers that are not JSON, by path."""
+"""Content types of successful answers in other formats than JSON, by path."""
 _ALWAYS = (400, 403, 413, 500, 503)
 _CALLS = (404, 415, 429, 504)
-_OTHERS = {"/cache/reset": (409, 415), "/cache/advice": (429,)}
-"""Further status codes, by path."""
+_EXCEPTIONS = {"/cache/reset": (409, 415), "/cache/advice": (429,)}
+"""Status codes by path, in addition to `_ALWAYS` and in place of `_CALLS`."""
 _ERROR_HEADERS = {401: ("WWW-Authenticate", "string"), 429: ("Retry-After", "integer")}
 
 
 def complete_description(description: dict[str, Any], model: str) -> dict[str, Any]:
-    """Add the actual answers, tags, readable names, descriptions and examples.
+    """Add status codes, tags, summaries, descriptions and examples. model: the served name.
 
-    Remove the status 422 that FastAPI lists and no path sends. model: the served name.
+    Remove the status 422, which FastAPI lists but no path sends.
     """
     texts = json.loads((_FOLDER / "texts.json").read_text(encoding="utf-8"))
     parameters = {"/v1/models/{name}": model, "/cache/blocks/{block_id}": 0}
@@ -86,7 +86,7 @@ def _responses(path: str, method: str, texts: dict[str, str]) -> dict[str, Any]:
     responses: dict[str, Any] = {
         "200": {"description": "Success", "content": _SUCCESS.get(path, content)}
     }
-    statuses = {*_ALWAYS, *_OTHERS.get(path, _CALLS if method == "post" else ())}
+    statuses = {*_ALWAYS, *_EXCEPTIONS.get(path, _CALLS if method == "post" else ())}
     statuses |= set() if OPEN_PATHS.fullmatch(path) else {401}
     statuses |= {404} if "{" in path else set()
     kind = "MessagesErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"
@@ -101,7 +101,7 @@ def _responses(path: str, method: str, texts: dict[str, str]) -> dict[str, Any]:
 
 
 def _allow_overlaps(schema: Any) -> None:
-    """Replace `oneOf` without a discriminator by `anyOf`: hosted tools may have any type."""
+    """Replace `oneOf` without a discriminator by `anyOf`, since a hosted tool may match two."""
     parts = schema
     if isinstance(schema, dict):
         if "oneOf" in schema and "discriminator" not in schema:
@@ -113,7 +113,7 @@ def _allow_overlaps(schema: Any) -> None:
 
 
 def render_reference(description: Schema) -> str:
-    """Return an HTML page of an OpenAPI description, whose bodies must be schema references."""
+    """Return an OpenAPI description as an HTML page. Its bodies must be schema references."""
     schemas = description.get("components", {}).get("schemas", {})
     return _template().render(paths=description["paths"], schemas=schemas)
 
@@ -159,7 +159,7 @@ def _kinds(schema: Schema) -> Iterator[Markup]:
 
 
 _FILES = Path(__file__).parent / "files"
-# Load everything from this server alone, and never run anything that a model writes.
+# Allow no content from other servers, and no script in a model's answer.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; object-src 'none'; form-action 'self'; frame-ancestors 'none'; "
@@ -171,7 +171,7 @@ _HEADERS = {
 
 
 class _Files(StaticFiles):
-    """The page's files, with the same headers: a browser may open an SVG as a page."""
+    """The page's files, with the page's headers, since a browser may open an SVG as a page."""
 
     def file_response(self, *args: Any, **options: Any) -> Response:
         response = super().file_response(*args, **options)
@@ -182,12 +182,12 @@ class _Files(StaticFiles):
 def mount(app: FastAPI, *, with_pool: bool = True) -> None:
     """Serve the page and its files, and the API's description at `/docs` and `/openapi.json`.
 
-    with_pool: False if there is no single pool to show; `/` then shows the description.
+    with_pool: False for a server without a single pool. `/` is then the description.
     """
     lock = threading.Lock()
 
     def describe() -> dict[str, Any]:
-        with lock:  # the first call takes a third of a second
+        with lock:  # `app.openapi` returns one dict, which `complete_description` changes
             return complete_description(app.openapi(), app.state.service.name)
 
     @app.get("/", include_in_schema=False)

@@ -57,7 +57,7 @@ _ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_tool_call": ("ctc", {"input": ""}),
     "local_shell_call": ("lsh", {}),
 }
-"""The prefix of ids and the first fields of a new item, by its type."""
+"""The prefix of a new item's id and its first fields, by its type."""
 _TEXTS = {
     "message": "output_text",
     "reasoning": "reasoning_text",
@@ -68,7 +68,7 @@ _TEXTS = {
 
 
 def read_partial(arguments: str) -> Mapping[str, Any]:
-    """Return the arguments of a call that may be incomplete; empty if they are not an object.
+    """Return the possibly incomplete arguments of a call; empty if they are not an object.
 
     >>> read_partial('{"input": "a')
     {'input': 'a'}
@@ -81,7 +81,7 @@ def read_partial(arguments: str) -> Mapping[str, Any]:
 
 
 def _action(arguments: str) -> dict[str, Any]:
-    """Return the action of a shell call; arguments of a wrong type are left out."""
+    """Return the action of a shell call, without arguments of a wrong type."""
     read = read_partial(arguments)
     command, folder, timeout = map(read.get, ("command", "working_directory", "timeout_ms"))
     words = command if isinstance(command, list) else [] if command is None else [command]
@@ -104,7 +104,7 @@ _LONG = 1 << 16  # bytes
 class ResponseAnswer(AnswerEvents):
     """The items of an answer so far, and the response as JSON at any time.
 
-    The repeated fields of the request may have megabytes, so they are encoded once.
+    The request's fields that the response repeats may have megabytes, so they are encoded once.
     """
 
     def __init__(
@@ -114,16 +114,16 @@ class ResponseAnswer(AnswerEvents):
         prepared: PreparedChat,
         store: Callable[[bytes, list[dict[str, Any]]], None],
     ) -> None:
-        """Begin a response. With tools or a form, call it in a thread: encoding may take long.
+        """Begin a response. With tools or a text format this may take long, so call it in a thread.
 
-        store: called with a complete response and its items before it is sent, in the thread that
-        reads the outputs. Raises ApiError for fields that cannot be repeated.
+        store: called with a complete response and its items, before the response is sent. Raises
+        ApiError for fields that cannot be repeated.
         """
         self._items: list[dict[str, Any]] = []  # only the last item may be open
         self._calls = prepared.dialect.calls
         self._kinds = body.call_kinds()
         self._encodes_reasoning = "reasoning.encrypted_content" in (body.include or ())
-        self._open: str | None = None  # the kind of parts in the open item
+        self._open: str | None = None  # kind of the parts of the open item
         self._texts: list[str] = []  # pieces of the open item's text
         self._service = service
         self._request = prepared.request
@@ -180,7 +180,7 @@ class ResponseAnswer(AnswerEvents):
             self._number += 1
 
     async def end(self) -> bytes:
-        # In a thread: it encodes the reasoning once more.
+        # In a thread, since it tokenizes the reasoning.
         return await asyncio.to_thread(lambda: self._frame_response(self._status))
 
     async def fail(self, error: ApiError) -> bytes:
@@ -272,7 +272,7 @@ class ResponseAnswer(AnswerEvents):
         return self._event(step, "content_part", part=self._content(text), content_index=0)
 
     def _event(self, step: str, name: str = "", **data: Any) -> Event:
-        """Return an event of the last item. name: by default, the name for the item's text."""
+        """Return an event of the last item. name: default: the name of the item's text."""
         item = self._items[-1]
         if not name and self._open != "call":
             data |= {"content_index": 0} | ({"logprobs": []} if self._open == "content" else {})
@@ -281,7 +281,7 @@ class ResponseAnswer(AnswerEvents):
         return {"type": kind, **place, **data}
 
     def _finish(self) -> bytes:
-        """Return the response so far, as JSON; store it if it is complete."""
+        """Return the response so far as JSON. Store a complete response."""
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         extra = {
             "status": self._status,
@@ -324,7 +324,7 @@ class ResponseAnswer(AnswerEvents):
         }
 
     def _frame_response(self, step: str) -> bytes:
-        """Return an event that has the whole response."""
+        """Return an event with the whole response."""
         kind = f"response.{step}"
         begin = f'event: {kind}\ndata: {{"type":"{kind}","response":'.encode()
         end = f',"sequence_number":{self._number}}}\n\n'.encode()
@@ -382,7 +382,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 async def _read_call(
     service: Service, body: InputTokensRequest, request: Request
 ) -> tuple[ChatCall, list[dict[str, Any]]]:
-    """Return a conversation's call, and its messages without instructions. Raises ApiError."""
+    """Return the call for a conversation, and its messages without the instructions."""
     leave_out_hosted(body.tools, request, "function")
     earlier = body.previous_response_id
     before = _find(request, earlier, "previous_response_id").messages if earlier else ()
@@ -432,7 +432,7 @@ async def compact_response(request: Request) -> Response:
 
 @router.get("/{name}")
 async def show_response(name: str, request: Request) -> Response:
-    """Show a stored response. Raises ApiError for a query that selects parts of it."""
+    """Show a stored response. A query that selects parts of it is refused."""
     for parameter, value in request.query_params.multi_items():
         parameter = parameter.removesuffix("[]")  # as OpenAI's clients write lists
         if value not in _QUERY.get(parameter, ()):
@@ -455,7 +455,7 @@ async def delete_response(name: str, request: Request) -> Response:
 
 
 def _store_of(request: Request) -> tuple[ResponseStore, str | None]:
-    """Return the store and the tenant's own salt, which owns its responses."""
+    """Return the store, and the salt of the tenant, which names the owner of responses."""
     return request.app.state.responses, service_of(request).salt(request, None)
 
 

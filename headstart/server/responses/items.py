@@ -32,12 +32,6 @@ _COMMAND = {
 }
 
 
-class CacheBreakpoint(Body):
-    """A cache breakpoint, which has no effect: every full block of a prompt is cached."""
-
-    mode: Literal["explicit"]
-
-
 class InputText(Body):
     """A text of any role; `parsed` is a copy of it that OpenAI's client makes."""
 
@@ -46,7 +40,7 @@ class InputText(Body):
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
     parsed: Any = None
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class InputImage(Body):
@@ -56,11 +50,11 @@ class InputImage(Body):
     type: Literal["input_image"]
     image_url: str
     detail: str | None = None
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class InputFile(Body):
-    """A file, of which the model sees only the name."""
+    """A file. The model sees only its name."""
 
     type: Literal["input_file"]
     filename: str | None = None
@@ -68,7 +62,7 @@ class InputFile(Body):
     file_url: str | None = None
     file_id: Label | None = None
     detail: Label | None = None
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -81,12 +75,7 @@ class Refusal(Body):
     """The assistant's text of a refusal to answer."""
 
     type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """Return the text; the model sees it like any other."""
-        return self.refusal
+    text: Annotated[str, Field(alias="refusal")]
 
 
 Content = (
@@ -109,7 +98,7 @@ def _chat_content(content: Content) -> Any:
 
 
 def spell_name(name: str, namespace: str | None) -> str:
-    """Return the name of a tool as the model sees it."""
+    """Return the tool's name that the model sees."""
     return f"{namespace}.{name}" if namespace else name
 
 
@@ -233,7 +222,7 @@ class ShellOutput(ItemFields):
 
 
 class ItemReference(ItemFields):
-    """An item of an earlier answer, which takes the place of the reference."""
+    """A reference, which is replaced by the item of an earlier answer."""
 
     type: Literal["item_reference"] = "item_reference"
     id: str
@@ -247,7 +236,7 @@ class ReasoningText(Body):
 
 
 class ReasoningItem(ItemFields):
-    """Reasoning of an earlier answer. Encrypted reasoning of another server is left out."""
+    """Reasoning of an earlier answer. Another server's encrypted reasoning is left out."""
 
     type: Literal["reasoning"]
     summary: Many[ReasoningText] = Field(default_factory=list)
@@ -279,7 +268,7 @@ def decode_reasoning(content: str) -> str:
 
 
 def _add_type(item: Any) -> Any:
-    """Return an item with a type; the default is "message", or "item_reference" for a mere id."""
+    """Return an item with its type. Without a type, an item with only an id is a reference."""
     if isinstance(item, dict) and not item.get("type"):
         untyped = "message" if "role" in item or "id" not in item else "item_reference"
         return {**item, "type": untyped}
@@ -363,7 +352,7 @@ class CustomTool(Body):
 
 
 class ShellTool(Body):
-    """The client's shell."""
+    """The shell of the client."""
 
     type: Literal["local_shell"]
 
@@ -374,7 +363,7 @@ class ShellTool(Body):
 
 
 class NamespaceTool(Body):
-    """Tools of the client under one name."""
+    """Tools of the client with a common prefix of their names."""
 
     type: Literal["namespace"]
     name: str

@@ -1,8 +1,7 @@
 """The bodies of OpenAI's Responses, and their conversion to chats.
 
-Any field that is not declared here is an error, and so are OpenAI's own services: stored prompts,
-conversations, background work. Fields without meaning for a server of one model are accepted
-without effect.
+Any field that is not declared here is an error, such as the fields for OpenAI's stored prompts and
+conversations. Fields without meaning for a server of one model are accepted without effect.
 """
 
 from __future__ import annotations
@@ -64,19 +63,19 @@ Choice = Annotated[NamedChoice | AllowedChoice, Field(discriminator="type")]
 
 
 class PlainFormat(Body):
-    """Any text, or any JSON object."""
+    """The format of answers that are any text or any JSON object."""
 
     type: Literal["text", "json_object"]
 
     def read(self) -> StructuredOutputsParams | None:
-        """Return the form; None for any text."""
+        """Return the constraints on the answer; None for any text."""
         if self.type == "text":
             return None
         return StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
 
 
 class JsonFormat(Body):
-    """JSON that follows a schema."""
+    """The format of answers in JSON that follow a schema."""
 
     type: Literal["json_schema"]
     name: str
@@ -85,7 +84,7 @@ class JsonFormat(Body):
     strict: Flag | None = None
 
     def read(self) -> StructuredOutputsParams:
-        """Return the form. Raises RequestError."""
+        """Return the constraints on the answer. Raises RequestError."""
         return StructuredOutputsParams(json=self.schema_, disable_any_whitespace=True)
 
 

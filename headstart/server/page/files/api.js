@@ -1,4 +1,4 @@
-// Requests to the page's server, with the user's key if there is one.
+// Requests to the page's server, with the user's key, if any.
 
 let key = sessionStorage.getItem("headstart-key") || "";
 
@@ -21,7 +21,7 @@ async function askForKey(trouble) {
   saveKey(document.getElementById("key").value.trim());
 }
 
-// The response. Prompts for a key as long as the server refuses the last one. Throws other errors.
+// Returns the response. Asks for a key until the server accepts it. Throws any other error.
 export async function request(path, options = {}) {
   for (;;) {
     const used = key;
@@ -30,7 +30,7 @@ export async function request(path, options = {}) {
     let text = `${response.status} ${response.statusText}`;
     try {
       text = (await response.json()).error.message;
-    } catch { /* no body that says more */ }
+    } catch { /* the body is not JSON */ }
     if (response.status === 401) {
       if (used === key) await askForKey(used ? text : "");
       continue;
@@ -52,7 +52,7 @@ export async function post(path, body, signal) {
   });
 }
 
-// The events of a response as they arrive, as parsed JSON; ends at "[DONE]".
+// Yields the events of a response as parsed JSON, up to "[DONE]".
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -63,7 +63,7 @@ export async function* events(response) {
     const parts = rest.split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
-      const line = part.split("\n").find((one) => one.startsWith("data: "));
+      const line = part.split("\n").find((text) => text.startsWith("data: "));
       if (!line) continue;
       if (line === "data: [DONE]") return;
       yield JSON.parse(line.slice(6));

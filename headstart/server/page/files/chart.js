@@ -31,12 +31,12 @@ export function drawChart(svg, requests) {
   const width = svg.clientWidth || 600, height = svg.clientHeight || 144;
   svg.replaceChildren();
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  const timed = requests.filter((one) => one.time_to_first_token > 0);
+  const timed = requests.filter((request) => request.time_to_first_token > 0);
   if (!timed.length) {
     add(svg, "text", { x: 8, y: 20 }, "No request yet.");
     return;
   }
-  const times = timed.map((one) => one.time_to_first_token);
+  const times = timed.map((request) => request.time_to_first_token);
   const low = Math.floor(Math.log10(Math.min(...times))), high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...times))));
   const left = LEFT, bottom = height - 8;
   const y = (value) => bottom - ((Math.log10(value) - low) / (high - low)) * (bottom - 10);
@@ -45,18 +45,18 @@ export function drawChart(svg, requests) {
     add(svg, "line", { x1: left, x2: width, y1: at, y2: at, stroke: "var(--line)" });
     add(svg, "text", { x: left - 6, y: at + 4, "text-anchor": "end" }, seconds(10 ** power));
   }
-  timed.forEach((one, at) => {
+  timed.forEach((request, at) => {
     const x = left + 8 + (at / Math.max(1, timed.length - 1)) * (width - left - 16);
     const dot = add(svg, "circle", {
-      cx: x, cy: y(one.time_to_first_token), r: 4,
-      fill: isWarm(one) ? "var(--warm)" : "var(--cold)",
+      cx: x, cy: y(request.time_to_first_token), r: 4,
+      fill: isWarm(request) ? "var(--warm)" : "var(--cold)",
     });
-    add(dot, "title", {}, `${one.cached_tokens} of ${one.prompt_tokens} tokens cached, ${seconds(one.time_to_first_token)}`);
+    add(dot, "title", {}, `${request.cached_tokens} of ${request.prompt_tokens} tokens cached, ${seconds(request.time_to_first_token)}`);
   });
   svg.setAttribute("aria-label", `Time to first token of ${timed.length} requests, from ${seconds(Math.min(...times))} to ${seconds(Math.max(...times))}`);
 }
 
-const LEFT = 52, TOGETHER = 16; // requests per point of the hit rate
+const LEFT = 52, WINDOW = 16; // requests per point of the hit rate
 
 export function drawRates(svg, requests) {
   const width = svg.clientWidth || 600, height = svg.clientHeight || 72;
@@ -67,31 +67,31 @@ export function drawRates(svg, requests) {
     add(svg, "line", { x1: LEFT, x2: width, y1: y(share), y2: y(share), stroke: "var(--line)" });
     add(svg, "text", { x: LEFT - 6, y: y(share) + 4, "text-anchor": "end" }, `${100 * share} %`);
   }
-  const sum = (some, name) => some.reduce((total, one) => total + one[name], 0);
-  const points = requests.map((one, at) => {
-    const some = requests.slice(Math.max(0, at + 1 - TOGETHER), at + 1);
+  const sum = (group, name) => group.reduce((total, request) => total + request[name], 0);
+  const points = requests.map((request, at) => {
+    const group = requests.slice(Math.max(0, at + 1 - WINDOW), at + 1);
     const x = LEFT + 8 + (at / Math.max(1, requests.length - 1)) * (width - LEFT - 16);
-    return [x, y(sum(some, "cached_tokens") / Math.max(1, sum(some, "prompt_tokens")))].join();
+    return [x, y(sum(group, "cached_tokens") / Math.max(1, sum(group, "prompt_tokens")))].join();
   });
   add(svg, "polyline", { points: points.join(" "), fill: "none", stroke: "var(--accent)", "stroke-width": 2 });
 }
 
-// The cold requests: computed tokens, and seconds to the first token.
+// The computed tokens and seconds to the first token of each cold request.
 export function coldPrompts(requests) {
-  return requests.filter((one) => !isWarm(one) && one.time_to_first_token > 0)
-    .map((one) => ({ tokens: one.prompt_tokens - one.cached_tokens, seconds: one.time_to_first_token }));
+  return requests.filter((request) => !isWarm(request) && request.time_to_first_token > 0)
+    .map((request) => ({ tokens: request.prompt_tokens - request.cached_tokens, seconds: request.time_to_first_token }));
 }
 
-// Seconds that cached tokens saved, at the mean speed of the cold prompts; null for less than two.
-// The result is at most the time of each cold prompt that computed at least as many tokens.
+// The seconds that cached tokens saved, at the mean speed of the cold requests. The result is at most
+// the time of any cold request with at least as many computed tokens, and null for less than two.
 export function savedSeconds(cached, cold) {
   if (cold.length < 2) return null;
-  const sum = (name) => cold.reduce((total, one) => total + one[name], 0);
-  const bounds = cold.filter((one) => one.tokens >= cached).map((one) => one.seconds);
+  const sum = (name) => cold.reduce((total, request) => total + request[name], 0);
+  const bounds = cold.filter((request) => request.tokens >= cached).map((request) => request.seconds);
   return Math.min(cached * sum("seconds") / sum("tokens"), ...bounds);
 }
 
-// "9f8e7d6c, prompt 3" for "cmpl-9f8e7d6c…-2": the name's beginning, and the number of the prompt.
+// The beginning of a request's id and the number of its prompt: "9f8e7d6c, prompt 3".
 function shortName(id) {
   const [, name = id, place = "0"] = id.split("-");
   return name.slice(0, 8) + (place === "0" ? "" : `, prompt ${Number(place) + 1}`);
@@ -106,13 +106,13 @@ function fillRows(body, rows) {
 }
 
 export function fillTable(body, requests) {
-  fillRows(body, requests.slice(-50).reverse().map((one) => [shortName(one.id), one.prompt_tokens,
-    one.cached_tokens, seconds(one.time_to_first_token), one.why || ""]));
+  fillRows(body, requests.slice(-50).reverse().map((request) => [shortName(request.id), request.prompt_tokens,
+    request.cached_tokens, seconds(request.time_to_first_token), request.why || ""]));
 }
 
 export function fillBatch(body, batch, running) {
-  fillRows(body, batch.map((one) => [shortName(one.id),
-    `${count(one.read_tokens)} of ${count(one.prompt_tokens)}`, one.cached_tokens, one.generated_tokens]));
+  fillRows(body, batch.map((request) => [shortName(request.id),
+    `${count(request.read_tokens)} of ${count(request.prompt_tokens)}`, request.cached_tokens, request.generated_tokens]));
   const rest = running - batch.length;
   if (!running || rest > 0) Object.assign(body.insertRow().insertCell(), { colSpan: 4, textContent: running ? `and ${count(rest)} more` : "none" });
 }

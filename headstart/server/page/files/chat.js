@@ -1,4 +1,4 @@
-// The chat: a conversation in this tab. Each reply shows its cached tokens and the saved time.
+// The chat: a conversation in this tab. Below each reply are its cached tokens and the saved time.
 
 import { events, post } from "./api.js";
 import { savedSeconds, seconds } from "./chart.js";
@@ -28,7 +28,7 @@ export class Chat {
       this.message.value = example(this.messages.length / 2);
       this.message.focus();
     });
-    this.anew.addEventListener("click", () => {
+    this.newChat.addEventListener("click", () => {
       this.abort?.abort();
       this.number += 1;
       this.messages = [];
@@ -98,14 +98,14 @@ export class Chat {
     this.wait(false);
     reply.classList.remove("reading");
     reply.textContent = text;
-    if (number !== this.number) return; // another chat was begun meanwhile
+    if (number !== this.number) return; // the user began a new chat
     if (text) this.messages = [...messages, { role: "assistant", content: text }];
-    else this.message.value ||= content; // nothing is lost
-    this.tell(reply, usage, first, problem);
+    else this.message.value ||= content; // the user may send it again
+    this.showCost(reply, usage, first, problem);
     this.message.focus();
   }
 
-  tell(reply, usage, first, problem) {
+  showCost(reply, usage, first, problem) {
     const cost = document.createElement("span");
     cost.className = "cost";
     const parts = [];

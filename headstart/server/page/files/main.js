@@ -19,7 +19,7 @@ const resolve = (color) => color.replace("var(--saturation)", styles.getProperty
   .replace("var(--lightness)", styles.getPropertyValue("--lightness"));
 const map = new PoolMap($("pool"), $("block"), $("undrawn"), (prefix) => colors.has(prefix) ? resolve(colors.get(prefix)) : plain());
 
-const chat = new Chat({ form: $("ask"), message: $("message"), submit: $("send"), stop: $("stop"), anew: $("anew"),
+const chat = new Chat({ form: $("ask"), message: $("message"), submit: $("send"), stop: $("stop"), newChat: $("new-chat"),
   example: $("example"), turns: $("turns") }, () => model, () => measured);
 
 function ownerName(owner) {
@@ -33,26 +33,26 @@ function ownerName(owner) {
 let shownRequests = "";
 let running = 0; // running requests in the last snapshot
 
-// A snapshot waits for the current step, so this tab's own request is counted here until then.
+// A snapshot waits for the current step. Until then, this counts the request of this tab.
 function showRunning() {
   $("running").textContent = count(Math.max(running, Number(chat.isWaiting)));
 }
 $("ask").addEventListener("waiting", showRunning);
 
-function show(look) {
-  const { engine, pool, prefixes, traffic } = look;
+function show(snapshot) {
+  const { engine, pool, prefixes, traffic } = snapshot;
   $("hit-rate").textContent = engine.queried_tokens ? `${(100 * engine.hit_rate).toFixed(1)} %` : "–";
   $("saved").textContent = count(engine.hit_tokens);
   $("drafts").hidden = !engine.drafted_tokens;
   $("accepted").textContent = count(engine.accepted_tokens);
   $("drafted").textContent = `of ${counted(engine.drafted_tokens, "drafted token")} accepted`;
-  const [warm, cold] = [true, false].map((kind) => median(traffic.filter((one) => isWarm(one) === kind)
-    .map((one) => one.time_to_first_token).filter((time) => time !== null)));
+  const [warm, cold] = [true, false].map((kind) => median(traffic.filter((request) => isWarm(request) === kind)
+    .map((request) => request.time_to_first_token).filter((time) => time !== null)));
   [warm, cold].forEach((time, at) => { $("first").children[at].firstChild.data = `${seconds(time)} `; });
   running = engine.running;
   showRunning();
   $("waiting").textContent = engine.waiting ? `${count(engine.waiting)} waiting` : "none waiting";
-  const square = look.cells.blocks_per_cell > 1 ? `; a square is ${counted(look.cells.blocks_per_cell, "block")}` : "";
+  const square = snapshot.cells.blocks_per_cell > 1 ? `; a square is ${counted(snapshot.cells.blocks_per_cell, "block")}` : "";
   $("pool-counts").textContent = `${counted(pool.num_blocks, "block")} of ${counted(pool.block_size, "token")}: ${count(pool.held)} held, ${count(pool.cached)} cached, ${count(pool.empty)} empty${square}`;
   latestPool = pool;
   const { states, windows } = pool;
@@ -61,12 +61,12 @@ function show(look) {
   $("states").hidden = !states;
   if (states) $("states").textContent = `${counted(states.slots, "slot")} for states of recurrent layers: ${counted(states.checkpoints, "checkpoint")} (where prompts resume), ${count(states.running)} running, ${count(states.free)} free`;
   colors = new Map(prefixes.map((prefix) => [prefix.id, colorFor(prefix)]));
-  map.show(look.cells, pool.num_blocks);
+  map.show(snapshot.cells, pool.num_blocks);
   fillTree($("tree"), prefixes);
   fillBars($("missed"), "No prompt has missed yet: send two that begin alike.", Object.entries(engine.missed).filter(([name]) => name !== "none")
     .sort((a, b) => b[1] - a[1]).map(([name, value]) => [engine.reasons[name], value]));
   fillBars($("owners"), "Nothing is cached yet.", pool.owners.slice(0, 12).map((owner) => [ownerName(owner), owner.blocks]));
-  fillBatch($("batch"), look.batch, engine.running);
+  fillBatch($("batch"), snapshot.batch, engine.running);
   const last = traffic.at(-1)?.id + traffic.length;
   if (last === shownRequests) return;
   shownRequests = last;
@@ -80,7 +80,7 @@ function show(look) {
 async function showAdvice() {
   try {
     const report = await get("cache/advice");
-    const items = report.forks.slice(0, 3).map(({ advice, before }) => before ? `${advice}. They part after “${before.slice(-40)}”` : advice);
+    const items = report.forks.slice(0, 3).map(({ advice, before }) => before ? `${advice}. The difference follows “${before.slice(-40)}”` : advice);
     items.push(...report.salts.map(({ advice }) => advice));
     if (report.memory?.evicted_prompts) {
       const { evicted_prompts: prompts, more_blocks: blocks, tokens_saved: tokens } = report.memory;
@@ -94,9 +94,9 @@ async function showAdvice() {
       items.push(`${counted(recomputed, "cached token")} had no window and were computed again; ${counted(windows.evicted, "window block")} were evicted. More of them (--num-window-blocks) would retain some`);
     }
     const className = items.length ? "" : "quiet";
-    if (!items.length) items.push("Nothing yet. Advice comes when several prompts begin alike and then differ."); // also after a reset
+    if (!items.length) items.push("Nothing yet. Advice comes when several prompts begin alike and then differ."); // a reset removes earlier advice
     $("advice").replaceChildren(...items.map((textContent) => Object.assign(document.createElement("li"), { textContent, className })));
-  } catch { /* the server is busy: the next call tries again */ }
+  } catch { /* the server is busy; the next request calls this again */ }
 }
 
 function connected(isLive, trouble = "not connected: trying again") {
@@ -104,7 +104,7 @@ function connected(isLive, trouble = "not connected: trying again") {
   $("connection").classList.toggle("live", isLive);
 }
 
-// Without an administrator's key, the page shows the chat, and advice on the tenant's own prompts.
+// Without an administrator's key, the page shows only the chat, and advice on the tenant's prompts.
 function showAll(isAll) {
   for (const part of document.querySelectorAll('[data-sight="all"]')) part.hidden = !isAll;
 }
@@ -120,7 +120,7 @@ async function watch() {
       const response = await request("cache/live");
       connected(true);
       showAll(true);
-      for await (const look of events(response)) show(look);
+      for await (const snapshot of events(response)) show(snapshot);
     } catch (error) {
       console.warn(error);
       trouble = error.status && error.message; // the server's error, such as a key without rights

@@ -76,7 +76,7 @@ export class PoolMap {
     const box = this.canvas.getBoundingClientRect();
     const column = Math.floor((event.clientX - box.left) / this.size);
     const at = Math.floor((event.clientY - box.top) / this.size) * this.columns + column;
-    if (column < this.columns && at < this.cells.length && at !== this.cursor) this.tell(at);
+    if (column < this.columns && at < this.cells.length && at !== this.cursor) this.select(at);
   }
 
   move(event) {
@@ -85,11 +85,11 @@ export class PoolMap {
     if (step === undefined) return;
     event.preventDefault();
     const at = Math.max(0, this.cursor + step);
-    if (at < this.cells.length) this.tell(at);
+    if (at < this.cells.length) this.select(at);
     this.draw();
   }
 
-  async tell(at) {
+  async select(at) {
     this.cursor = at;
     const first = at * this.perCell;
     const [state] = this.cells[at];

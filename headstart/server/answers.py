@@ -1,17 +1,16 @@
 """Content, reasoning and tool calls in the text of an answer, parsed while it arrives.
 
     Hermes, Qwen   <tool_call>{"name": ..., "arguments": ...}</tool_call>
-    Llama 3        {"name": ..., "parameters": ...} in place of an answer, several separated by `;`
+    Llama 3        {"name": ..., "parameters": ...} instead of an answer, several separated by `;`
     Mistral        [TOOL_CALLS][{"name": ..., "arguments": ...}, ...], or for each call
                    [TOOL_CALLS]name[ARGS]{...}, some with [CALL_ID]... after the name
     reasoning      <think>...</think> before an answer: Qwen 3, DeepSeek R1 and others
 
-A reader is a generator that waits for the next character. The parts do not depend on how the text
-was cut on arrival.
+A reader is a generator that waits for the next character.
 
 A call's name is passed on when it is complete. Its arguments are passed on as they arrive, exactly
-as the model wrote them, so that the next turn's prompt hits them. Arguments before the name wait
-for it. If a model writes the arguments as a JSON string, the content of the string is passed on.
+as the model wrote them, so that the next turn's prompt hits them. Arguments that precede the name
+are passed on after it. If the arguments are a JSON string, its content is passed on.
 """
 
 from __future__ import annotations
@@ -72,16 +71,14 @@ class Source:
         self.parts: list[Part] = []
         self._returned: list[str] = []  # characters that were put back, the next one last
         self.record: list[str] | None = None
-        """The characters that were read while a recording is active."""
+        """The characters that were read since a reader set this to a list."""
         self.left_out = ""
         """White space that `until` left out before the last marker."""
 
     def content(self, text: str) -> None:
-        """Add a piece of content."""
         self.parts.append(Part("content", text))
 
     def reasoning(self, text: str) -> None:
-        """Add a piece of reasoning."""
         self.parts.append(Part("reasoning", text))
 
     def next(self) -> Reading[str]:
@@ -126,11 +123,10 @@ class Source:
     def until(
         self, markers: Sequence[str], emit: Callable[[str], None], *, keeps_space: bool = True
     ) -> Reading[str]:
-        """Pass on the text up to the first marker, and return the marker, or END without one.
+        """Pass the text before the first marker to `emit`; return the marker, or END without one.
 
-        No marker is a prefix of another. White space before a marker is left out; `keeps_space`
-        retains it before END. Text that may be the beginning of a marker is held back until that
-        is decided.
+        White space before the marker is left out. White space before END is left out unless
+        `keeps_space` is set. No marker may be a prefix of another.
         """
         beginnings = beginnings_of(tuple(markers))
         held = space = ""
@@ -162,10 +158,9 @@ class AnswerParser:
     """Parser of one answer: `feed` takes its text piece by piece.
 
     The joined parts do not depend on how the text was cut. read: the format's reader. hidden:
-    special tokens to remove; they are in the text only because the format needs other ones.
-    max_calls: calls beyond this many are left out; None for no bound. only_calls: the answer must
-    consist of calls. Other text is then the beginning of a call that was cut off, and is left out.
-    has_call: True after the first part of a call.
+    special tokens to remove from the text. max_calls: most calls to return. only_calls: leave out
+    all content, for a forced call that was cut off before its name. has_call: True after the first
+    part of a call.
     """
 
     def __init__(
@@ -220,9 +215,9 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 def read_reasoning(source: Source, *, is_open: bool) -> Reading[None]:
-    """Read reasoning if there is any. is_open: the prompt ends inside the reasoning.
+    """Read the reasoning of an answer that has any, without the white space around it.
 
-    White space around reasoning is left out. An answer without reasoning is unchanged.
+    is_open: the prompt ends inside the reasoning.
     """
     space = yield from source.space()
     if not (yield from source.match(THINK_OPEN)) and not is_open:
@@ -242,13 +237,13 @@ class _MalformedError(Exception):
     """The text is not JSON, or not a call."""
 
 
-def read_call(
+def _read_call(
     source: Source, index: int, names: Container[str] | None = None
 ) -> Reading[str | None]:
     """Read a call. Return None if its name was passed on, even if the rest is malformed.
 
-    If the text is not a call, return the text that was read: it ends too early, is not an object
-    with a name, or has a name that is not in `names`.
+    Otherwise return the text that was read: it is not an object with a name, or the name is not in
+    `names`.
     """
     name = ""
     has_arguments = False
@@ -280,9 +275,9 @@ def read_call(
                 if early:
                     add_arguments("".join(early))
             elif key in _ARGUMENTS and not has_arguments:
-                yield from read_value(source, add_arguments)
+                yield from _read_value(source, add_arguments)
             else:
-                yield from read_value(source, lambda text: None)
+                yield from _read_value(source, lambda text: None)
         if name and not has_arguments:
             add_arguments("{}")
     source.record = None
@@ -316,7 +311,7 @@ def _read_quoted(source: Source, emit: Callable[[str], None]) -> Reading[None]:
         is_escaped = character == "\\" and not is_escaped
 
 
-def read_value(source: Source, emit: Callable[[str], None]) -> Reading[None]:
+def _read_value(source: Source, emit: Callable[[str], None]) -> Reading[None]:
     """Read a JSON value and pass it on as it was written; an object or a list in pieces."""
     opening = yield from source.solid()
     if opening in _PAIRS:
@@ -343,7 +338,7 @@ def read_value(source: Source, emit: Callable[[str], None]) -> Reading[None]:
 
 
 def _unquote(text: str) -> str:
-    """Return the value of a string, whose last quote may be missing."""
+    """Return the value of a JSON string, whose last quote may be missing."""
     for candidate in (text, f'{text}"'):
         with suppress(ValueError):
             return str(json.loads(candidate))
@@ -353,12 +348,12 @@ def _unquote(text: str) -> str:
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 
 
-def read_hermes(source: Source, names: Container[str]) -> Reading[None]:
-    """Read texts and calls. A call of an unknown tool is passed on: the client refuses it."""
+def _read_hermes(source: Source, names: Container[str]) -> Reading[None]:
+    """Read texts and calls. Calls of unknown tools are passed on; the client refuses them."""
     index = 0
     while (yield from source.until((HERMES_OPEN,), source.content, keeps_space=not index)):
         space = source.left_out
-        text = yield from read_call(source, index)
+        text = yield from _read_call(source, index)
         if text is not None:
             source.content(space + HERMES_OPEN + text)
             continue
@@ -371,8 +366,7 @@ def read_hermes(source: Source, names: Container[str]) -> Reading[None]:
 PYTHON_TAG = "<|python_tag|>"
 
 
-def read_llama(source: Source, names: Container[str]) -> Reading[None]:
-    """Read calls, or a text."""
+def _read_llama(source: Source, names: Container[str]) -> Reading[None]:
     index = 0
     before = yield from source.space()
     if (yield from source.match(PYTHON_TAG)):
@@ -382,7 +376,7 @@ def read_llama(source: Source, names: Container[str]) -> Reading[None]:
         text: str | None = ""
         if (yield from source.match("{")):
             source.back("{")
-            text = yield from read_call(source, index, names)
+            text = yield from _read_call(source, index, names)
         if text is None:
             index += 1
             before = yield from source.space()
@@ -401,8 +395,7 @@ def read_llama(source: Source, names: Container[str]) -> Reading[None]:
 TOOL_CALLS, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-def read_mistral(source: Source, names: Container[str]) -> Reading[None]:
-    """Read texts and calls."""
+def _read_mistral(source: Source, names: Container[str]) -> Reading[None]:
     index = 0
     while (yield from source.until((TOOL_CALLS,), source.content, keeps_space=not index)):
         space = yield from source.space()
@@ -414,7 +407,7 @@ def _read_list(source: Source, index: int, space: str) -> Reading[int]:
     """Read the calls of a list, and return the index of the next call."""
     before = f"{TOOL_CALLS}{space}["
     while True:
-        text = yield from read_call(source, index)
+        text = yield from _read_call(source, index)
         if text is not None:
             source.content(before + text)
             return index
@@ -441,7 +434,7 @@ def _read_named(source: Source, index: int, space: str) -> Reading[int]:
         source.content("".join([TOOL_CALLS, space, *read]))
         return index
     source.parts.append(Part("call", "", index, name))
-    yield from read_value(source, lambda text: source.parts.append(Part("call", text, index)))
+    yield from _read_value(source, lambda text: source.parts.append(Part("call", text, index)))
     return index + 1
 
 
@@ -450,10 +443,12 @@ class CallFormat:
     """The format in which a model writes tool calls.
 
     read: reads the calls of an answer; takes the names of the tools. markers: texts that must be
-    detokenized even if they are special tokens. Forced calls are written as `head`, the calls
-    separated by `between`, and `tail`. A call is `opening` with the JSON name in place of {name},
-    then the arguments, then `closing`. between: None if an answer has at most one call. id_length:
-    length of a call's id, if the chat template prescribes it.
+    detokenized even if they are special tokens. id_length: length of a call's id, if the chat
+    template prescribes it.
+
+    A forced answer is `head`, the calls separated by `between`, and `tail`. A call is `opening`
+    with the JSON name in place of {name}, the arguments, and `closing`. If `between` is None, the
+    answer has one call.
     """
 
     read: Callable[[Source, Container[str]], Reading[None]]
@@ -474,20 +469,20 @@ class CallFormat:
 
 
 HERMES = CallFormat(
-    read=read_hermes,
+    read=_read_hermes,
     markers=(HERMES_OPEN, HERMES_CLOSE),
     opening=HERMES_OPEN + '\n{"name": {name}, "arguments": ',
     closing="}\n" + HERMES_CLOSE,
     between="\n",
 )
 LLAMA = CallFormat(
-    read=read_llama,
+    read=_read_llama,
     markers=(PYTHON_TAG,),
     opening='{"name": {name}, "parameters": ',
     closing="}",
 )
 MISTRAL = CallFormat(
-    read=read_mistral,
+    read=_read_mistral,
     markers=(TOOL_CALLS, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID),
     opening='{"name": {name}, "arguments": ',
     closing="}",
@@ -501,8 +496,7 @@ MISTRAL = CallFormat(
 def choose_format(template: str) -> CallFormat | None:
     """Return the format of tool calls in a chat template; None if it has no supported format.
 
-    A template that has tools and none of the known markers is assumed to use Llama's format, plain
-    JSON.
+    A template with tools and without a known marker is assumed to use Llama's format, plain JSON.
     """
     for marker, form in (("<function=", None), (TOOL_CALLS, MISTRAL), (HERMES_OPEN, HERMES)):
         if marker in template:

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 _LONG = 1 << 15  # bytes; longer bodies are read in a thread
 _MAX_VALUES = 1 << 20  # in a body; reading this many blocks all threads for up to 0.1 s
-_MAX_OBJECTS = 20_000  # in a body, and of lists; some APIs handle each in the event loop
+_MAX_OBJECTS = 20_000  # in a body, and most lists; some APIs process each in the event loop
 
 
 class _Endpoint(NamedTuple):
     """The body class of a path, and the function that answers.
 
-    is_optional: a request may have no body; the function then gets None.
+    is_optional: the function takes None for a request without a body.
     """
 
     body: type[Body]
@@ -82,14 +82,14 @@ def _read(kind: type[Body], data: bytes) -> Body:
     if value is None:
         raise RequestValidationError([{"type": "missing", "loc": (), "msg": "Field required"}])
     try:
-        return kind.model_validate(value, from_attributes=True)  # the words of FastAPI's errors
+        return kind.model_validate(value, from_attributes=True)  # FastAPI's wording of errors
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
         raise RequestValidationError(details) from error
 
 
 def _count(value: Any, kind: type) -> int:
-    """Count the objects or lists of a value. Brackets within texts do not count."""
+    """Return the number of objects or lists in a value."""
     count, rest = 0, [value]
     while rest:
         item = rest.pop()
@@ -113,9 +113,9 @@ async def check_health(request: Request) -> Response:
 @router.get("/ready")
 async def check_ready(request: Request) -> Response:
     """Return 200 while new requests are accepted; 503 if the server stops or no replica runs."""
-    front = base_service_of(request)
-    front.check_ready()
-    if not front.has_engine:
+    service = base_service_of(request)
+    service.check_ready()
+    if not service.has_engine:
         raise ApiError(503, "no replica is running; requests wait for one", retry_after=5)
     return JsonResponse({"status": "ready"})
 
@@ -160,9 +160,9 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, request: Request) -> Response:
     """Show the model, or an adapter."""
-    front = base_service_of(request)
-    front.adapter(name)  # raises ApiError for another name
-    return JsonResponse(next(card for card in _cards(front) if card["id"] == name))
+    service = base_service_of(request)
+    service.adapter(name)  # raises ApiError for another name
+    return JsonResponse(next(card for card in _cards(service) if card["id"] == name))
 
 
 _ROUTERS = (  # the first router with a matching path is used
@@ -186,8 +186,8 @@ def create_app(
     """Return an ASGI application that answers with a model; `name` is its name in the API.
 
     tenants: by default the tenants of the options and of this machine's API keys. cache_api: the
-    routes below `/cache`; the page at `/` needs the routes of a single engine. tracer: records
-    every request that ended. The caller closes `llm`. Raises ConfigError.
+    routes below `/cache`. tracer: records every request that ended. The caller closes `llm`. Raises
+    ConfigError.
     """
     options = options or ServerOptions()
     tenants = tenants or open_tenants(options)
@@ -213,11 +213,10 @@ def create_speech_app(
 
 
 class _Application(FastAPI):
-    """FastAPI's routes behind our own middleware, which replaces FastAPI's.
+    """FastAPI's routes behind `RequestMiddleware`, which replaces FastAPI's middleware.
 
-    The middleware turns all exceptions into answers. A `POST` with a body is dispatched here:
-    FastAPI only describes these routes, because its own dispatch takes as much time of the event
-    loop as several tokens of a small model.
+    A `POST` with a body is dispatched here; FastAPI only describes these routes. Its own dispatch
+    takes as much time of the event loop as several tokens of a small model.
     """
 
     def __init__(self, service: BaseService[Any, Any], routers: Sequence[APIRouter]) -> None:
@@ -236,7 +235,7 @@ class _Application(FastAPI):
         self._routes = AsyncExitStackMiddleware(self.router)
         self._entry: ASGIApp = RequestMiddleware(self._dispatch, service)
         if (origin := service.options.cors_origin) is not None:
-            self._entry = CORSMiddleware(  # outside: browsers send preflights without a key
+            self._entry = CORSMiddleware(  # first, as browsers send preflights without a key
                 self._entry,
                 allow_origins=[name.strip() for name in origin.split(",")],
                 allow_methods=["GET", "POST", "DELETE"],

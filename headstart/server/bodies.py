@@ -21,7 +21,7 @@ from headstart.validation import describe, shorten
 
 
 def decode(data: bytes) -> Any:
-    """Return what `json.loads` returns, or raise its error."""
+    """Return the value of JSON. Raises as `json.loads`."""
     try:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -41,27 +41,27 @@ Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Label = Annotated[str, Field(max_length=4096)]
-"""A name that the client chose. The event loop stores, hashes or repeats it."""
+"""A name that the client chose. It is short, as the event loop hashes it or repeats it."""
 Entry = TypeVar("Entry")
 Many = Annotated[list[Entry], Field(fail_fast=True)]
-"""A list in a body. An error reports only the first wrong one: to report 300,000 of them, pydantic
+"""A list in a body. Only the first wrong entry is reported: to report 300,000 of them, pydantic
 would block all threads for seconds."""
 _DAY = 86_400.0
-_FEW = 10  # names that an error lists
+_FEW = 10  # most names that an error lists
 _LONGEST = 100  # characters of a name that is compared with the fields, to bound the time
 
 
 def refuse(text: str, field: str | None = None, kind: str = "refused_field") -> PydanticCustomError:
     """Return a validator's error with exactly this text.
 
-    field: the wrong field within the value, if any; `headstart.server.errors` reads it.
+    field: the wrong field within the value, for the error's `param`.
     """
     about = {"text": shorten(text)} | ({"field": shorten(field)} if field is not None else {})
     return PydanticCustomError(kind, "{text}", about)
 
 
 def at_most(name: str, most: int) -> BeforeValidator:
-    """Return a validator that refuses too many entries before it reads them."""
+    """Return a validator that refuses too many entries before they are validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > most:
@@ -79,7 +79,7 @@ class RefusedField(NamedTuple):
 
 
 def refusals(notes: Mapping[str, str]) -> dict[str, RefusedField]:
-    """Return refused fields by name. notes: the names by their note, with allowed values in JSON.
+    """Return refused fields by name. notes: names by note; a name may have an allowed JSON value.
 
     >>> refusals({"give n": "best_of=1 draws"})["best_of"]
     RefusedField(note='give n', allowed=(1,))
@@ -92,9 +92,9 @@ def refusals(notes: Mapping[str, str]) -> dict[str, RefusedField]:
 
 
 class Body(BaseModel):
-    """A JSON body without unknown fields. A null is absent, unless the field's type allows null.
+    """A JSON body without unknown fields. Null means absent, unless the field's type allows null.
 
-    accepted: further names, which are ignored. refused: further names that accept only null and
+    accepted: further fields, which are ignored. refused: further fields, which accept only null and
     values without effect.
     """
 
@@ -125,19 +125,19 @@ class Body(BaseModel):
 
 
 def hint(name: str, names: Iterable[str], refused: Mapping[str, RefusedField] = {}) -> str:
-    """Return a hint at the name that was probably meant, or at all names if they are few."""
+    """Return the end of an error for an unknown name: the nearest name, or all names if few."""
     names = sorted(names)
     if len(name) > _LONGEST:
         return ""
     for match in get_close_matches(name, [*names, *refused], 1, 0.8):
         if match in refused:
-            return f", and refuses {match}: {refused[match].note}"
+            return f"; {match} is not supported: {refused[match].note}"
         return f"; the nearest is {match}"
-    return f"; it has {', '.join(names)}" if 0 < len(names) <= _FEW else ""
+    return f"; allowed: {', '.join(names)}" if 0 < len(names) <= _FEW else ""
 
 
 def _show(value: object) -> str:
-    """Show a number or a flag. Any other value may contain a prompt, which must not be logged."""
+    """Describe a value without its texts: they may be prompts, which must not be logged."""
     if isinstance(value, int | float):
         return json.dumps(value) if isinstance(value, bool) else describe(value)
     return "a text" if isinstance(value, str) else "a list or an object"
@@ -153,7 +153,7 @@ def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:
 
 @cache
 def _taking_null(kind: type[Body]) -> frozenset[str]:
-    """Return the fields whose null is passed on: required fields, and fields that allow null."""
+    """Return the names of the fields that are required or allow null."""
     return frozenset(
         field.alias or name
         for name, field in kind.model_fields.items()
@@ -162,10 +162,7 @@ def _taking_null(kind: type[Body]) -> frozenset[str]:
 
 
 class ClientTool(Body):
-    """A tool that the client runs. The error for an unknown type mentions only the type.
-
-    types: the accepted ones.
-    """
+    """A tool that the client runs. types: the accepted types."""
 
     types: ClassVar[tuple[str | None, ...]]
 
@@ -180,7 +177,7 @@ class ClientTool(Body):
 
 
 class Caller(Body):
-    """The caller of a tool, which is always the model itself."""
+    """The caller of a tool, which is always the model."""
 
     type: Literal["direct"]
 
@@ -190,7 +187,7 @@ class CacheFields(Body):
 
     cache_salt: only requests with the same salt share K/V. no_read: compute the whole prompt.
     no_store: cache nothing of this request. prompt_cache_retention: how long to retain the prompt.
-    prompt_cache_key has no effect: it is a hint for a cluster of servers.
+    prompt_cache_key has no effect.
     """
 
     cache_salt: Label | None = None
@@ -206,7 +203,7 @@ class CacheFields(Body):
 
     @property
     def cache_sampling(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams` for reading and filling the cache."""
+        """Return the fields of `SamplingParams` that control the cache."""
         return {
             "skip_reading_prefix_cache": self.no_read or None,
             "skip_storing_prefix_cache": self.no_store or None,

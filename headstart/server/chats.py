@@ -1,8 +1,4 @@
-"""Conversations of all APIs: their requests to the engine, and the parsers of their answers.
-
-Messages are checked as strictly as bodies: a null is absent, and an unknown field is refused
-unless the chat template names it.
-"""
+"""Conversations of all APIs: their requests to the engine, and the parsers of their answers."""
 
 from __future__ import annotations
 
@@ -43,11 +39,11 @@ if TYPE_CHECKING:
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
-# Claude Code begins its system prompt with a line that contains a digest of the request. It means
-# nothing to a model, and no prefix with it could ever hit.
+# Claude Code begins its system prompt with this line, which contains a digest of the request. No
+# prefix with it could ever hit.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
-# Fields that clients add to the answers that they send back, and cache hints, which have no effect.
+# Fields without effect: cache hints, and a field that clients add when they send back an answer.
 _ECHOED = frozenset({"provider_specific_fields", "cache_control", "prompt_cache_breakpoint"})
 _MESSAGE_FIELDS = _ECHOED | {
     *("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio"),
@@ -78,8 +74,8 @@ def read_roles(
     """Return the messages with roles that templates know: OpenAI's `developer` becomes `system`.
 
     Claude Code's billing line is removed from system messages. chat_template: replaces the
-    tokenizer's. Raises ApiError for an unknown field, and for a role that neither OpenAI nor the
-    template has: most templates would write it into the prompt, where models cannot interpret it.
+    tokenizer's. Raises ApiError for a field or role that neither OpenAI nor the template names.
+    Most templates would write an unknown role into the prompt.
     """
     template = "" if tokenizer is None else template_text(tokenizer, chat_template, with_tools)
     read = (_read_role(place, message, template) for place, message in enumerate(messages))
@@ -123,7 +119,7 @@ def _without_billing(message: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def check_fields(message: Mapping[str, Any], place: int, template: str) -> dict[str, Any]:
-    """Return a message without nulls, except its content. Raises ApiError for unknown fields."""
+    """Return a message without nulls, except a null content. Raises ApiError for unknown fields."""
     path = f"messages[{place}]"
     read = _check(message, _MESSAGE_FIELDS, path, template)
     if "content" in message:
@@ -150,7 +146,8 @@ def _check(fields: Mapping[str, Any], names: Set[str], path: str, template: str)
     read = {name: value for name, value in fields.items() if value is not None}
     for name in sorted(read.keys() - names):
         if not re.search(rf"[.'\"]{re.escape(str(name))}\b", template):
-            text = f"{path} knows no {shorten(repr(name))}{hint(str(name), names)}"
+            field = shorten(repr(name))
+            text = f"{path} has the unknown field {field}{hint(str(name), names)}"
             raise ApiError(400, text, param=shorten(f"{path}.{name}"))
     for name, value in read.items():
         if isinstance(value, Mapping) and name in _VALUES and name in names:
@@ -161,7 +158,7 @@ def _check(fields: Mapping[str, Any], names: Set[str], path: str, template: str)
 def template_text(
     tokenizer: PreTrainedTokenizerBase, chat_template: str | None, with_tools: bool
 ) -> str:
-    """Return the text of the chat template; empty without one, which the engine reports later."""
+    """Return the text of the chat template; "" without one, which the engine reports later."""
     try:
         text: str = tokenizer.get_chat_template(chat_template, [{}] if with_tools else None)
     except ValueError:
@@ -170,7 +167,7 @@ def template_text(
 
 
 def chat_content(parts: Sequence[dict[str, Any]]) -> Any:
-    """Return the parts; a single text as a string, so both ways to write it give one prompt."""
+    """Return the parts, or the text of a single text part, so that both give the same prompt."""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
@@ -185,10 +182,10 @@ _MANY = 1000  # messages; more are read and stored in a thread
 class ChatCall:
     """A conversation to answer.
 
-    messages: in OpenAI's form. places: the body's field for each message; empty for `messages`.
-    sampling: fields of `SamplingParams`; None if not set. names: the API's names of these fields,
-    if they differ. retention: seconds for which the whole prompt is retained. template: fields of
-    `TemplateOptions`, without the tools.
+    messages: in OpenAI's form. places: the path of each message in the body; empty if the paths are
+    `messages[i]`. sampling: fields of `SamplingParams`; None if not set. names: the API's names of
+    these fields, if they differ. retention: seconds for which the whole prompt is retained.
+    template: fields of `TemplateOptions`, without the tools.
     """
 
     model: str | None
@@ -252,8 +249,8 @@ class ChatFields(CacheFields):
 class Dialect:
     """The format of the answers to one conversation.
 
-    special: ids of the tokenizer's special tokens. hidden: the special tokens to remove if the
-    detokenizer must show all special tokens; None if it shows none.
+    special: ids of the tokenizer's special tokens. hidden: None if the detokenizer shows no special
+    tokens. Otherwise it shows all of them, and the parser removes these.
     """
 
     tools: ToolUse
@@ -285,11 +282,11 @@ class PreparedChat(NamedTuple):
 
 
 async def prepare_chat(
-    service: Service, call: ChatCall, request_id: str, *, stream: bool, is_kept: bool = True
+    service: Service, call: ChatCall, request_id: str, *, stream: bool, will_run: bool = True
 ) -> PreparedChat:
     """Check and tokenize a conversation. Raises ApiError, RequestError.
 
-    is_kept: see `Service.prepare`.
+    will_run: see `Service.prepare`.
     """
     adapter = service.adapter(call.model)
     call = replace(call, template=service.template_options(call.template))
@@ -300,11 +297,11 @@ async def prepare_chat(
         if call.tools.is_forced:
             if form is not None:
                 raise RequestError(
-                    "tool_choice and a form of the answer are both set; allowed: one of them"
+                    "tool_choice and structured outputs are both set; allowed: one of them"
                 )
             form = force_calls(call.tools, dialect.calls, dialect.special, dialect.thought)
         elif form is not None and dialect.thought == "begun":
-            # JSON follows the reasoning that the prompt began. Other forms are the whole answer.
+            # JSON follows the reasoning. With other constraints the answer has no reasoning.
             later = after_reasoning(form, dialect.special)
             dialect = replace(dialect, thought="possible") if later is None else dialect
             form = later or form
@@ -328,7 +325,7 @@ async def prepare_chat(
             adapter=adapter,
             cache_salt=call.salt,
             priority=call.priority,
-            is_kept=is_kept,
+            will_run=will_run,
             template=TemplateOptions(**options),
         )
         if call.retention:
@@ -338,10 +335,10 @@ async def prepare_chat(
 
 @asynccontextmanager
 async def _naming_fields(service: Service, call: ChatCall) -> AsyncIterator[None]:
-    """Make errors name the body's fields.
+    """Replace names of messages and of sampling parameters in errors by names of the body's fields.
 
-    All tools are compiled as one grammar, so its error names no tool. After an error each schema is
-    compiled alone to find the wrong tool.
+    All tools are compiled as one grammar, whose error names no tool. After such an error each
+    schema is compiled alone to find the wrong tool.
     """
     try:
         yield
@@ -365,19 +362,19 @@ async def _naming_fields(service: Service, call: ChatCall) -> AsyncIterator[None
 
 
 def are_many(count: int) -> bool:
-    """Return True if reading `count` messages takes too long for the event loop."""
+    """Return True if `count` messages or parts take too long for the event loop."""
     return count > _MANY
 
 
 async def read_many(count: int, read: Callable[[], Result]) -> Result:
-    """Return the result of `read`, which runs in a thread if `count` messages or parts are many."""
+    """Return the result of `read`, which runs in a thread if `are_many(count)`."""
     return await asyncio.to_thread(read) if are_many(count) else read()
 
 
 def _read_dialect(service: Service, call: ChatCall) -> Dialect:
-    """Return the format of answers. Raises RequestError for tools that the model cannot call."""
+    """Return the format of answers. Raises RequestError if the model cannot call tools."""
     tokenizer = service.llm.tokenizer
-    if tokenizer is None:  # the engine reports that
+    if tokenizer is None:  # the engine raises the error
         return Dialect(call.tools)
     template = call.template.get("chat_template") or service.llm.chat_template
     text = template_text(tokenizer, template, bool(call.tools.tools))
@@ -404,7 +401,7 @@ def _read_dialect(service: Service, call: ChatCall) -> Dialect:
 
 
 def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall) -> Thought:
-    """Return where reasoning begins, from the template and the end of the rendered prompt."""
+    """Return where reasoning begins, judged by the template and the end of a rendered prompt."""
     if THINK_OPEN not in text and THINK_CLOSE not in text:
         return "none"
     if not call.template.get("add_generation_prompt", True):

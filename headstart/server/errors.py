@@ -66,7 +66,7 @@ _INSTEAD = refusals(
         "call `GET /health`": "/ping",
         "call `GET /metrics`": "/load",
         "`GET /openapi.json` has the version": "/version /server_info",
-        "`POST /tokenize` and `/detokenize` are there": (
+        "call `POST /tokenize` or `POST /detokenize`": (
             "/tokenizer_info /v1/completions/render /v1/chat/completions/render"
         ),
         "call `/v1/chat/completions` or `/v1/completions`": (
@@ -119,11 +119,10 @@ def as_api_error(error: BaseException) -> ApiError:
     """Return the API error for an exception of the engine or of the framework.
 
     The texts of internal errors are only logged: they may contain data of another tenant whose
-    request was in the same step, or names of local files. An exception while an error is worded is
-    only logged too.
+    request was in the same step, or names of local files.
     """
     try:
-        if (refusal := _word_error(error)) is not None:
+        if (refusal := _convert(error)) is not None:
             return refusal
     except Exception as fault:  # its traceback includes the traceback of `error`
         error = fault
@@ -133,8 +132,8 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed; its log has the reason")
 
 
-def _word_error(error: BaseException) -> ApiError | None:
-    """Return the error as the client may read it; None for an internal error."""
+def _convert(error: BaseException) -> ApiError | None:
+    """Return the error to show to the client; None for an internal error."""
     text = str(error)
     match error:
         case ApiError():
@@ -180,7 +179,7 @@ def as_route_error(error: HTTPException, scope: Scope) -> ApiError:
 
 
 def _read_validation(error: RequestValidationError) -> ApiError:
-    """Return the error for the first mistake in a body, with its position.
+    """Return the error for one mistake in a body.
 
     If a value may have several types, pydantic reports an error for each type. The error with the
     longest path into the value is used.
@@ -197,7 +196,7 @@ def _read_validation(error: RequestValidationError) -> ApiError:
         text = first["msg"]
     elif first["type"] == "unknown_field":
         owner = _spell(parents) or "the request"
-        text = f"{owner} knows no '{in_one_line(name)}'{first['msg']}"
+        text = f"{owner} has the unknown field '{in_one_line(name)}'{first['msg']}"
     else:
         texts = dict.fromkeys(in_one_line(_word(each)) for each in (first, *others))
         text = f"{param or 'the body'}: {' or '.join(texts)}"
@@ -220,10 +219,10 @@ def _spell(path: Iterable[str]) -> str:
 
 
 def _path(error: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the path of the wrong field; an error of `refuse` has the field's name.
+    """Return the path of the wrong field.
 
     pydantic's location also contains names of types, such as `list[str]`, and the tags of unions.
-    These are left out.
+    These are left out. An error of `refuse` may name a field within the value.
     """
     path: list[Any] = []
     for before, part in zip((None, *error["loc"]), error["loc"], strict=False):
@@ -259,10 +258,10 @@ def _param_of(text: str) -> str | None:
 
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Make errors use the API's names of fields.
+    """Replace the name of a sampling parameter at the beginning of an error by the API's name.
 
-    names: the API's names by fields of `SamplingParams`. An error begins with the name of such a
-    field. Fields of `structured_outputs` are replaced too, since no API has them.
+    names: the API's names by fields of `SamplingParams`. `structured_outputs.json` is replaced like
+    `structured_outputs`.
     """
     try:
         yield

@@ -1,10 +1,8 @@
 """API keys, in a file that only this user may read.
 
 The file has the SHA-256 of each key. A key is 32 random bytes, which cannot be guessed, so a slow
-hash as for passwords is not needed. The same folder holds the server's secret, from which the
-tenants' cache salts are derived, so that salts survive a restart.
-
-Both files are replaced atomically.
+hash as for passwords is not needed. The same folder holds the secret from which the tenants' cache
+salts are derived, so that salts survive a restart. Both files are replaced atomically.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ class ApiKey:
 
 
 class _OperatorKey(ApiKey):
-    """A key given on the command line. Its tenant's kind differs from that of keys in a folder."""
+    """A key from the command line, whose tenant is never a tenant of the folder."""
 
     @property
     def tenant(self) -> tuple[str, str]:
@@ -169,7 +167,7 @@ class KeyRing:
     ) -> None:
         """Read the keys of `folder`; `more` are further keys. Raises ConfigError.
 
-        report: called when a changed file cannot be read. Then only the keys of `more` are valid.
+        report: called when a changed file cannot be read; only the keys of `more` are then valid.
         """
         self._folder = folder
         self._report = report
@@ -191,7 +189,7 @@ class KeyRing:
         return [*self._keys, *self._more]
 
     def find(self, key: bytes) -> ApiKey | None:
-        """Return the entry of a key, in constant time, so that timing reveals no partial match."""
+        """Return the entry of a key. The time reveals no partial match."""
         digest = _digest(key)
         matches = [entry for entry in self.keys if hmac.compare_digest(entry.digest, digest)]
         return matches[0] if matches else None
@@ -216,7 +214,6 @@ def _digest(key: bytes) -> str:
 
 @contextlib.contextmanager
 def _as_config_error(file: Path) -> Iterator[None]:
-    """Raise ConfigError for errors of a file or of its content."""
     try:
         yield
     except OSError as error:

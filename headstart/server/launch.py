@@ -46,17 +46,17 @@ Prefix = str | list[int]
 _LOG = logging.getLogger("headstart.server")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _HEAD_SECONDS = 75
-"""Time from the end of an answer until the head of the next request must have arrived.
+"""Seconds from the end of an answer until the head of the next request must have arrived.
 
-It is longer than the time for which clients keep an idle connection (httpx 5 s, aiohttp 15 s). A
-request that is sent while the server closes the connection fails with "connection reset".
+Clients close idle connections earlier (httpx after 5 s, aiohttp after 15 s). If the server closed
+them first, a request sent at that moment would fail with "connection reset".
 """
 _BUFFER = 64 << 10  # bytes of a request's head, and of an answer that waits to be sent
 _MAX_CONNECTIONS = 1 << 16
 _BACKLOG = 2048  # connections that wait to be accepted
 _TICK = 0.05  # seconds
 _LAST_WORDS = 0.5  # seconds for clients to read the error that ends their answers
-_LAST_BYTES = 5.0  # seconds for requests that do not count as calls, such as a metrics scrape
+_LAST_BYTES = 5.0  # seconds for requests without a place, such as a metrics scrape
 
 
 def listen(options: ServerOptions) -> socket.socket:
@@ -84,9 +84,9 @@ def listen(options: ServerOptions) -> socket.socket:
         if options.port:  # check it, because SO_REUSEPORT lets two servers of a user share a port
             socket.create_server(info[4][:2], family=info[0]).close()
         listener = socket.socket(info[0], socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # also after a kill
-        # SO_REUSEADDR allows to bind while connections of the last server are in TIME_WAIT. It is
-        # off while the model is loaded, or another server could bind the port in this time.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for restarts after a kill
+        # SO_REUSEADDR allows binding while connections of the last server are in TIME_WAIT. It is
+        # off while the model is loaded, or another server could bind the port meanwhile.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # ends connections that leave an answer unread
@@ -105,7 +105,7 @@ def listen(options: ServerOptions) -> socket.socket:
 
 
 class _Granian(Server):
-    """Granian with our own listening socket and its options."""
+    """Granian on the socket `listener`."""
 
     listener: socket.socket
 
@@ -198,8 +198,8 @@ def serve(app: FastAPI, listener: socket.socket, ready: Callable[[], None] = lam
     """Answer requests until SIGINT or SIGTERM; `ready` is called once connections are accepted.
 
     app: from `create_app`. After a signal no request is accepted, and running requests have
-    `drain_seconds` to end. A second signal ends them, a third kills the process. The caller closes
-    the engine.
+    `drain_seconds` to end. A second signal ends them, and a third kills the process. The caller
+    closes the engine.
     """
     set_up_logs(app.state.service.options.log_format)
     ending = _Ending(app.state.service)

@@ -22,7 +22,8 @@ from headstart.validation import shorten
 
 # Paths without a key: probes, the API's description, and the page, which prompts for a key itself.
 OPEN_PATHS = re.compile(r"/|/health|/ready|/docs|/openapi\.json|/page/.*", re.DOTALL)
-# Paths that show or change data of other tenants. Routes ignore a line feed at the end of a path.
+# Paths that show or change data of other tenants. Routes ignore a line feed after a path, so this
+# pattern does too.
 _FOR_ADMINS = re.compile(r"/(metrics|cache)(?!/(advice|explain|prewarm)\Z).*", re.DOTALL)
 _JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _NAME = re.compile(rb"[\w.-]{1,128}", re.ASCII)
@@ -34,9 +35,9 @@ _GRACE = 5.0  # seconds after the deadline in which an answer can report the tim
 class RequestMiddleware:
     """Middleware that names each request, checks its key and size, and handles all exceptions.
 
-    A client may name its request in the header `X-Request-Id`; the answer has the name in OpenAI's
-    and in Anthropic's header. A `POST` takes a place (see `Calls`), unless only administrators may
-    send it.
+    A client may name its request in the header `X-Request-Id`. The answer has the name in the
+    headers of OpenAI and of Anthropic. A `POST` takes a place (see `Calls`), unless only
+    administrators may send it.
     """
 
     def __init__(self, app: ASGIApp, service: BaseService[Any, Any]) -> None:
@@ -60,7 +61,7 @@ class RequestMiddleware:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 line.status = message["status"]
-                if "ignored" in state:  # parts of the request without effect: see `hosted`
+                if "ignored" in state:  # see `leave_out_hosted`
                     names.append((b"x-headstart-ignored", state["ignored"].encode()))
                 message = {**message, "headers": [*message["headers"], *names]}
             await _send_in_parts(send, message)
@@ -71,7 +72,7 @@ class RequestMiddleware:
             if isinstance(error, HTTPException):
                 error = as_route_error(error, scope)
             refusal = state["error"] = as_api_error(error)
-            if not line.status:  # otherwise the answer has begun, and the connection is closed
+            if not line.status:  # with a status, the answer has begun: the connection is closed
                 body = body_of(refusal, scope["path"], name)
                 response = JsonResponse(body, refusal.status, refusal.headers)
                 await response(scope, receive, send_named)
@@ -140,10 +141,10 @@ class RequestMiddleware:
 
 
 async def _send_in_parts(send: Send, message: Message) -> None:
-    """Send a body in parts, each when the client's connection accepts it.
+    """Send a body in parts, each when the connection's buffer has space.
 
-    If the body were sent at once, it would stay in the connection's buffer after the end of its
-    call until the client reads it, and no limit would count its memory.
+    A body sent at once would stay in the buffer after its call has released its place, so that no
+    limit would apply to its memory.
     """
     body = message.get("body", b"")
     if len(body) > _PART:
@@ -179,10 +180,10 @@ def _check_kind(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
 def check_origin(headers: Mapping[bytes, bytes], options: ServerOptions) -> None:
     """Raise ApiError (403) for a foreign host name or a page of another site.
 
-    A page of another site can send requests to this machine. If its host name resolves to
-    127.0.0.1, it can even read the answers (DNS rebinding). So without keys the header `Host` must
-    name this machine. `Origin`, which browsers send, must be the server itself or allowed by
-    `--cors-origin`. Source: the Fetch standard, section 3.1.
+    A page of another site can send requests to this machine. If the site's host name resolves to
+    127.0.0.1, the page can even read the answers (DNS rebinding). So without keys the header `Host`
+    must name this machine. The header `Origin`, which browsers send, must name this server or a
+    site that `--cors-origin` allows. Source: the Fetch standard, section 3.1.
     """
     host = headers.get(b"host", b"").decode("latin-1")
     name = ""

@@ -1,10 +1,10 @@
-"""The service behind every API of the server: it admits a request, runs it, and releases it.
+"""The service behind every API of the server: it admits calls and runs their requests.
 
     arrives ──place──▶ body read, prompts prepared, queued, computed, sent ──▶ place released
 
-The number of places limits the requests in progress. A call takes a place before its body is read
-and releases it when its answer is sent or its client is gone, so that all memory of calls is
-limited. A call of several prompts has a place for each.
+The number of places limits the calls in progress, and thereby their memory. A call takes a place
+before its body is read. It releases the place when its answer is sent or its client is gone. A call
+with several prompts takes a place for each prompt.
 """
 
 from __future__ import annotations
@@ -67,13 +67,12 @@ class Call:
 async def time_limit(
     call: Call, grace: float, error: Callable[[], ApiError]
 ) -> AsyncIterator[None]:
-    """End the work inside the `with` block when a call's time is over.
+    """Cancel the `with` block when a call's time is over, and raise `error()`.
 
         body read, prompts prepared ──deadline──▶ cancelled
-        outputs read                ──deadline──▶ they fail ──grace──▶ cancelled
+        outputs read                ──deadline──▶ they raise error() ──grace──▶ cancelled
 
-    grace: seconds for an answer to report the error. error: makes the error. Readers of outputs get
-    it, and this function raises it if it cancelled the work.
+    grace: seconds for an answer to report the error of its outputs.
     """
 
     def end() -> None:
@@ -275,7 +274,7 @@ class BaseService(ABC, Generic[Work, Output]):
         return f"{kind}-{new_name()}"
 
     def salt(self, request: Request, requested: str | None) -> str | None:
-        """Return the cache salt of a request: its tenant's, narrowed by the salt of its body."""
+        """Return the cache salt of a request, derived from its tenant and the salt of its body."""
         return self.tenants.salt(tenant_of(request), requested)
 
     async def run(self, work: Work) -> AsyncGenerator[Output]:
@@ -343,7 +342,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         return await self.llm.call(self.watch.metrics.read)
 
     def salt(self, request: Request, requested: str | None) -> str | None:
-        """Return the salt of a request, and set the weight of its tenant's share of the pool."""
+        """Return the cache salt of a request, and set the weight of its tenant."""
         tenant = tenant_of(request)
         if tenant.salt is not None:
             self.llm.set_share(tenant.salt, tenant.weight)
@@ -353,7 +352,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         return self.llm.outputs(work, paced=True)
 
     async def _finish(self, work: RequestGroup, output: RequestOutput) -> None:
-        output = work.output()  # the last output of a stream has only its last part
+        output = work.output()  # a stream's last output has only the last tokens
         line = current_line()
         line.add_answer(
             prompt=len(output.prompt_token_ids),
@@ -381,8 +380,8 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
     def template_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return a request's template options, with the server's defaults.
 
-        Raises ApiError for a chat template in a request, unless the server trusts these: a
-        template is a program.
+        Raises ApiError for a chat template in the request, unless the server trusts such templates:
+        a template is a program.
         """
         if "chat_template" in options and not self.options.trust_request_chat_template:
             raise ApiError(
@@ -409,14 +408,14 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         params: SamplingParams,
         request_id: str,
         *,
-        is_kept: bool = True,
+        will_run: bool = True,
         **options: Any,
     ) -> RequestGroup:
         """Return a request for a prompt or a conversation; see `AsyncLLM.prepare`.
 
-        is_kept: False for a request that is not run, which takes no place.
+        will_run: False for a request that is only tokenized, which takes no place.
         """
-        if is_kept:
+        if will_run:
             self._admit(options)
         return await self.llm.prepare(prompt, params, request_id, **options)
 
@@ -458,10 +457,9 @@ class ClientGone(ApiError):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Return the result of `work`. If the client disconnects, cancel it and raise ClientGone.
+    """Return the result of `work`. If the client disconnects, cancel `work` and raise ClientGone.
 
-    `work` runs in a separate task, so that the caller is not resumed at each of its awaits. An
-    error of `receive` also cancels it, and is raised. On return, `work` has ended in any case.
+    An error of `receive` also cancels `work`, and is raised. On return, `work` has ended.
     """
 
     async def wait_until_gone() -> None:

@@ -4,7 +4,7 @@ With the modality "audio" an answer has OpenAI's `audio`: the speech in base64, 
 an id by which later messages may refer to it.
 
 A message has parts of the types `text`, `input_audio` (a file in base64), `audio_url` and
-`image_url` (a data: URL). An assistant's message has its text, or the id of a spoken answer.
+`image_url` (data: URLs). An assistant's message has a text, or the id of a spoken answer.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ RATES = range(1_000, 768_001)
 MAX_PIXELS = 2**25
 """Most pixels of one image."""
 MAX_ITEMS = 32
-"""Most sounds of a conversation, and most images: all features are padded to the longest ones.
-A file of a few KiB may contain ten minutes of silence, or an image of 100 MiB in one color.
+"""Most sounds, and most images, of a conversation.
+
+The features of all sounds are padded to the longest sound. A file of a few KiB may contain ten
+minutes of silence, or an image of 100 MiB in one color.
 """
 MAX_ALL_PIXELS = 2**26
 """Most pixels of all images of a conversation."""
@@ -133,9 +135,9 @@ def _library(name: str) -> Any:
 def read_prompt(
     omni: Omni, messages: Sequence[Any], transcript: Callable[[str], str]
 ) -> Mapping[str, Any]:
-    """Return a prompt for `Omni.generate`. transcript: returns a spoken answer's text by its id.
+    """Return a prompt for `Omni.generate`. Raises RequestError, and ApiError for an unknown role.
 
-    Raises RequestError, and ApiError for an unknown role.
+    transcript: returns the text of a spoken answer by its id.
     """
     if omni.tokenizer is None:
         raise RequestError("the model has no tokenizer; a conversation needs one")
@@ -227,7 +229,6 @@ class _Media:
 
 
 def _check_count(name: str, items: Sequence[Any]) -> None:
-    """Raise RequestError if no further item is allowed."""
     if len(items) >= MAX_ITEMS:
         raise RequestError(
             f"the conversation has more than {MAX_ITEMS} {name}; allowed: {MAX_ITEMS}"
@@ -256,7 +257,7 @@ _REFUSED = (
 """Fields of a chat that have no effect on a speaking model."""
 _UNSET: tuple[Any, ...] = (None, False, [], {}, "none")
 _LONG = 2**16
-"""Encoding this many samples of speech or more blocks the event loop for milliseconds."""
+"""Samples of speech whose encoding blocks the event loop for milliseconds."""
 
 
 class SpeechService(BaseService["AsyncOutputStream[OmniOutput]", "OmniOutput"]):

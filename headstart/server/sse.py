@@ -88,7 +88,7 @@ async def read_whole(outputs: Sequence[RequestOutput], make: Callable[[], Answer
 
 
 class AnswerEvents(ABC):
-    """The events of one streamed answer, as an API frames them."""
+    """The events of one streamed answer, in the format of an API."""
 
     def begin(self) -> bytes:
         """Return the events before the first output."""
@@ -111,7 +111,7 @@ class AnswerEvents(ABC):
         return await read_whole([output], lambda: list(self.read(output)))
 
     async def stream(self, outputs: AsyncGenerator[Any]) -> AsyncGenerator[bytes]:
-        """Yield the events of all outputs, or up to an error. Bytes are passed on as events."""
+        """Yield the events of all outputs, up to an error. An output of bytes is an event."""
         try:
             if begin := self.begin():
                 yield begin

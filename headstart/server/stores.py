@@ -1,4 +1,4 @@
-"""Answers that later requests may name: responses, and transcripts of speech."""
+"""Answers that later requests may refer to: responses, and transcripts of speech."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headstart.server.errors import ApiError
 Value = TypeVar("Value")
 MAX_VALUES = 4096
 MAX_BYTES = 256 * 2**20
-_FEW = 8  # up to this number, ids are searched in a response's bytes before it is parsed
+_FEW = 8  # most ids to search for in a response's bytes before it is parsed
 
 
 class _Entry(NamedTuple, Generic[Value]):
@@ -31,7 +31,7 @@ class TenantStore(Generic[Value]):
     """Values by tenant and name, with limits of their number, bytes and age.
 
     Beyond a limit, the oldest value of the tenant with most values (or most bytes) is removed, so
-    one tenant cannot displace the values of others. No tenant finds another's values. Thread-safe.
+    that one tenant cannot displace the values of others. Thread-safe.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TenantStore(Generic[Value]):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all values. Parts that values share count several times."""
+        """The bytes of all values; objects that values share count for each of them."""
         return self._sizes.total()
 
     def put(self, name: Hashable, value: Value, tenant: str | None, num_bytes: int = 0) -> float:
@@ -173,5 +173,5 @@ class Transcripts(TenantStore[str]):
 
 
 def _tenant(salt: str | None) -> str:
-    """Return the tenant's own part, with which its salts begin."""
+    """Return the tenant's part of a salt."""
     return (salt or "").partition("/")[0]

@@ -2,14 +2,14 @@
 
 The server makes the salts, so a request cannot choose whose cache it reads:
 
-    tenant's salt      HMAC(secret, kind, its name)
-    narrowed by body   tenant's salt / HMAC(secret, kind, its name, the salt in the body)
+    no salt in the body    HMAC(secret, kind, tenant's name)
+    a salt in the body     HMAC(secret, kind, tenant's name) / HMAC(secret, kind, name, body's salt)
 
 Every field is framed by its length, and the kind (group, key, operator) separates a group from a
 key of the same name. The salt is part of the identity of K/V, of image embeddings, of remembered
 chats and of stage outputs. The secret is on disk (see `keys`), so salts survive a restart.
 
-Without keys there is one tenant, `EVERYBODY`, whose requests have the salts of their bodies.
+Without keys all requests belong to the tenant `EVERYBODY`, and use the salts of their bodies.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class Tenants:
         token = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         key = self._ring.find(token) if token else None
         if key is None:
-            text = "the API key is unknown; allowed: a key from the server's operator"
-            if not token:
-                text = (
-                    "the request has no API key; allowed: a key in the header "
-                    "'Authorization: Bearer' or 'x-api-key'"
-                )
+            text = (
+                "the API key is unknown; allowed: a key from the server's operator"
+                if token
+                else "the request has no API key; allowed: a key in the header "
+                "'Authorization: Bearer' or 'x-api-key'"
+            )
             raise ApiError(401, text, code="invalid_api_key")
         kind, name = key.tenant
         weight = sum(other.weight for other in self._ring.keys if other.tenant == key.tenant)

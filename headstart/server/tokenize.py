@@ -27,10 +27,7 @@ _PART = 4096  # ids
 
 
 class TokenizeRequest(PromptFields):
-    """A text, or a conversation as a chat would render it.
-
-    add_special_tokens is only for texts: a chat template adds special tokens itself.
-    """
+    """A text, or a conversation. add_special_tokens: only for a text; chat templates add them."""
 
     prompt: str | None = None
     add_special_tokens: Flag | None = None

@@ -25,9 +25,9 @@ _TYPES = re.compile(
 
 
 class HostedTool(BaseModel):
-    """A tool that OpenAI or Anthropic run, such as a web search; it does not run here.
+    """A tool that OpenAI or Anthropic run, such as a web search; this server cannot run it.
 
-    If a request has client tools too, hosted tools are left out, and a header names them.
+    If a request also has client tools, its hosted tools are ignored, and a header names them.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -35,10 +35,10 @@ class HostedTool(BaseModel):
 
 
 def tag_tool(tool: Any, tags: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return "HostedTool" for a tool that OpenAI or Anthropic run, and "OwnTool" for others.
+    """Return "HostedTool" for a tool that OpenAI or Anthropic run, or else the tag of its type.
 
-    tags: the tags of client tools by type, if an API has several kinds. Tags look like class names,
-    because the names of fields in error messages leave these out.
+    tags: the tags of client tools by type; other types have "OwnTool". Tags look like class names,
+    so that paths of fields in errors leave them out.
     """
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     if not isinstance(kind, str):
@@ -66,8 +66,7 @@ Item = TypeVar("Item")
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
-# The white space of JSON in chat templates. The grammar requires it, so that a generated call has
-# the same tokens in the next turn's prompt and is hit.
+# White space as in JSON of chat templates, so that the next turn's prompt hits a generated call.
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _THOUGHT = "thought gap "
@@ -106,7 +105,7 @@ class Tool:
 
 
 def make_tools(items: Sequence[Item], make: Callable[[Item], Tool]) -> tuple[Tool, ...]:
-    """Return the tools of a request. Raises RequestError for too many, before it makes any."""
+    """Return the tools of a request. Raises RequestError if there are too many."""
     if len(items) > MAX_TOOLS:
         raise RequestError(f"there are {len(items)} tools; allowed: {MAX_TOOLS} at most")
     return tuple(map(make, items))
@@ -116,9 +115,9 @@ def make_tools(items: Sequence[Item], make: Callable[[Item], Tool]) -> tuple[Too
 class ToolUse:
     """The tools of a request, and how an answer may use them. Raises RequestError.
 
-    name: the only tool that the answer may call, and must. parallel: True if the answer may have
-    several calls. allowed: names of the tools that may be called; None for all. The prompt shows
-    all tools.
+    name: the only tool that the answer may call. parallel: True if the answer may have several
+    calls. allowed: names of the tools that may be called; None for all. names: the names of
+    `allowed`, or of all tools. The prompt shows all tools.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -162,8 +161,8 @@ def force_calls(
 ) -> StructuredOutputsParams:
     """Return the grammar of an answer that must call tools, in the model's own format.
 
-    Reasoning may precede the call only if the prompt began it: a model that is free to reason
-    could do so until `max_tokens`. special: ids of the special tokens. Raises RequestError.
+    Reasoning may precede the call only if the prompt began it; otherwise a model could reason until
+    `max_tokens`. special: ids of the special tokens. Raises RequestError.
     """
     names = use.names if use.name is None else {use.name}
     tools = [tool for tool in use.tools if tool.name in names]

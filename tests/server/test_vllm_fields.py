@@ -64,22 +64,22 @@ def test_names_that_are_no_fields(part: str) -> None:
 @pytest.mark.parametrize(
     ("given", "param", "says"),
     [
-        ({"min_tokenz": 3}, "min_tokenz", "the request knows no 'min_tokenz'; the nearest is "
-         "min_tokens"),
-        ({"use_beam_serch": True}, "use_beam_serch", "the request knows no 'use_beam_serch', and "
-         "refuses use_beam_search: there is no beam search over HTTP: draw with `n`, or call "
-         "`LLM.beam_search` in Python"),
-        ({"flurb": 3}, "flurb", "the request knows no 'flurb'"),
-        ({"x" * 10**6: 3}, "x" * 297 + "...", "the request knows no"),
-        ({"\ud800": 3}, "\\ud800", "the request knows no '\\ud800'"),
+        ({"min_tokenz": 3}, "min_tokenz", "the request has the unknown field 'min_tokenz'; "
+         "the nearest is min_tokens"),
+        ({"use_beam_serch": True}, "use_beam_serch", "the request has the unknown field "
+         "'use_beam_serch'; use_beam_search is not supported: there is no beam search over HTTP: "
+         "draw with `n`, or call `LLM.beam_search` in Python"),
+        ({"flurb": 3}, "flurb", "the request has the unknown field 'flurb'"),
+        ({"x" * 10**6: 3}, "x" * 297 + "...", "the request has the unknown field"),
+        ({"\ud800": 3}, "\\ud800", "the request has the unknown field '\\ud800'"),
         ({"use_beam_search": True}, "use_beam_search", "use_beam_search is true; allowed: null, "
          "false; there is no beam search"),
         ({"stream_options": {"include_usge": 1}}, "stream_options.include_usge",
-         "stream_options knows no 'include_usge'; the nearest is include_usage"),
+         "stream_options has the unknown field 'include_usge'; the nearest is include_usage"),
         ({"tools": [{"type": "function", "function": {"nam": 1}}]}, "tools[0].function.nam",
-         "tools[0].function knows no 'nam'; the nearest is name"),
+         "tools[0].function has the unknown field 'nam'; the nearest is name"),
         ({"tool_choice": {"type": "function", "function": {"name": "a", "b": 1}}},
-         "tool_choice.function.b", "tool_choice.function knows no 'b'; it has name"),
+         "tool_choice.function.b", "tool_choice.function has the unknown field 'b'; allowed: name"),
         ({"messages": 3}, "messages", "messages: Input should be a valid list"),
         ({"stop": 3}, "stop",
          "stop: Input should be a valid string or Input should be a valid list"),
@@ -109,7 +109,9 @@ def test_a_field_that_is_not_known(given: dict[str, Any], param: str, says: str)
 def test_internal_fields_are_out_of_reach(name: str) -> None:
     """Only fields of vLLM's requests become fields of `SamplingParams`."""
     for kind, body in ((ChatCompletionRequest, CHAT), (CompletionRequest, {"prompt": "Hi"})):
-        assert str(refusal(kind, {**body, name: True})).startswith(f"the request knows no '{name}'")
+        assert str(refusal(kind, {**body, name: True})).startswith(
+            f"the request has the unknown field '{name}'"
+        )
 
 
 def test_a_body_without_its_prompt() -> None:

@@ -165,7 +165,7 @@ async def _count_common(service: Service, call: ChatCall, token_ids: Sequence[in
     """Count the first tokens of a call that equal `token_ids`; 0 if the template refuses it."""
     try:
         name = service.new_id("part")
-        prepared = await prepare_chat(service, call, name, stream=False, is_kept=False)
+        prepared = await prepare_chat(service, call, name, stream=False, will_run=False)
     except RequestError:
         return 0
     begin = prepared.request.prompt_token_ids

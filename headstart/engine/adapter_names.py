@@ -67,34 +67,31 @@ def choose_adapters(
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     count: int,
 ) -> list[str | LoRARequest | None]:
-    """Return a list of `count` adapters, from one adapter for all prompts or one for each."""
+    """Return the adapters of `count` prompts, from one adapter for all or one for each."""
     if adapter is not None and lora_request is not None:
         raise RequestError("adapter and lora_request are both set; allowed: one of them")
     choices = adapter if lora_request is None else lora_request
     if choices is None or isinstance(choices, (str, LoRARequest)):
         return [choices] * count
-    if not isinstance(choices, Sequence) or isinstance(choices, (bytes, bytearray)):
+    kinds = (str, LoRARequest, type(None))
+    if not isinstance(choices, Sequence) or not all(isinstance(c, kinds) for c in choices):
         raise RequestError(
             f"the adapter is {describe(choices)}; allowed: a name, a LoRARequest or a list of these"
         )
     if len(choices) != count:
         raise RequestError(
-            f"there are {len(choices)} adapters for {count} prompts; allowed: one, or one for each"
+            f"there are {len(choices)} adapters for {count} prompts; allowed: one for all, or one "
+            "for each"
         )
-    for choice in choices:
-        if choice is not None and not isinstance(choice, (str, LoRARequest)):
-            raise RequestError(
-                f"an adapter is {describe(choice)}; allowed: a name, a LoRARequest or None"
-            )
     return list(choices)
 
 
 InEngine = Callable[[Callable[[], Adapter]], Adapter]
-"""Calls a function in the engine's thread: `LocalDriver.call`."""
+"""The type of `LocalDriver.call`, which calls a function in the engine's thread."""
 
 
 class AdapterNames(ABC):
-    """Adapters by name. Thread-safe: a change replaces the whole table."""
+    """Adapters by name. Thread-safe, since a change replaces the whole table."""
 
     def __init__(self) -> None:
         self._named: Mapping[str, Adapter] = {}
@@ -106,10 +103,10 @@ class AdapterNames(ABC):
 
     @abstractmethod
     def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
-        """Read the adapter in folder `path`; requests may use it by `name` from now on.
+        """Read the adapter in folder `path`, so that requests can use it by `name`.
 
-        It is read in the calling thread, and gets its name in the engine's thread. An earlier
-        adapter of this name loses it. Raises AdapterError, ConfigError if adapters are off or the
+        The calling thread reads the adapter, and the engine's thread names it. An earlier adapter
+        of this name becomes nameless. Raises AdapterError, ConfigError if adapters are off or the
         name is invalid, and exceptions of `in_engine`. An error changes nothing.
         """
 
@@ -128,7 +125,7 @@ class AdapterNames(ABC):
         return named[name]
 
     def require(self, choice: str | LoRARequest | None, in_engine: InEngine) -> str | None:
-        """Return the name of an adapter, after loading it if necessary. Raises as `load`."""
+        """Return an adapter's name, after loading the adapter if necessary. Raises as `load`."""
         if not isinstance(choice, LoRARequest):
             return choice
         folder = adapter_folder(choice.lora_path)

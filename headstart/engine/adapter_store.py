@@ -1,14 +1,13 @@
-"""The LoRA adapters of an engine: their names, and which of them are in memory.
+"""The LoRA adapters of an engine, which have three states.
 
     named      `load` has read and checked the adapter; requests may use it
-    resident   the matrices are in memory; at most `max_loras` are, by least recent use
-    running    a running request needs the adapter; it stays resident, even without a name
+    resident   the matrices are in memory; the least recently used of `max_loras` is evicted first
+    running    a running request uses the adapter, which is not evicted, even without a name
 
-A name is resolved when a request is prepared: unloading the name, or loading another adapter under
-it, does not affect that request. If its adapter is not resident when the request is to run, it is
-read from disk again while other requests run. The request is refused if the files have changed. K/V
-are looked up by the adapter's digest, so the blocks of two adapters are never confused, even if
-both had the same name.
+A name is resolved when a request is prepared, so later changes of the name do not affect the
+request. If the adapter is not resident when its request could run, it is read from disk again while
+other requests run. If its files have changed, the request is refused. K/V are looked up by the
+adapter's digest, so the blocks of two adapters are never confused, even if both had the same name.
 
 Only the engine's thread changes the table of names, and it replaces the table as a whole, so other
 threads read it without a lock. A lock could deadlock: the garbage collector may run in the thread
@@ -34,7 +33,7 @@ from headstart.validation import check_name
 
 
 class AdapterStore(AdapterNames):
-    """Adapters by name, of which a limited number is in memory. A `Limit` of the scheduler.
+    """Adapters by name, with at most `max_loras` in memory. A `Limit` of the scheduler.
 
     `named`, `load`, `find` and `require` may be called from any thread, all other methods only from
     the engine's. has_unnamed: an adapter in memory may have lost its name.
@@ -51,7 +50,7 @@ class AdapterStore(AdapterNames):
         self._refused: dict[str, AdapterError] = {}  # errors by request id
         self._reader = TenantQueue("headstart-adapters", 1)
         self._reading: tuple[Adapter, Future[ResidentAdapter]] | None = None
-        self._running: dict[Request, str] = {}  # running requests with an adapter, and its digest
+        self._running: dict[Request, str] = {}  # digests of adapters, by running request
 
     # Names
 
@@ -95,10 +94,10 @@ class AdapterStore(AdapterNames):
         return request.group.adapter is not None
 
     def reach(self, request: Request, start: int, stop: int) -> int:
-        """Return `stop` if the adapter is in memory; if not, begin to read it and return `start`.
+        """Return `stop` if the adapter is in memory, else `start`.
 
-        Also return `start` while running requests use all `max_loras` adapters. If the adapter
-        could not be read or has changed, `take_refused` returns the reason.
+        Begin to read an adapter that is not in memory, unless running requests use `max_loras`
+        adapters. If it cannot be read or has changed, `take_refused` returns the error.
         """
         adapter, name = request.group.adapter, request.group.request_id
         if adapter is None or request in self._running:
@@ -126,8 +125,8 @@ class AdapterStore(AdapterNames):
     def take_in(self) -> None:
         """Make the adapter that has been read resident, if fewer than `max_loras` are in use.
 
-        Called only before the scheduler runs, so the adapter is not evicted before the scheduler
-        could admit its request.
+        Call only before the scheduler runs. Then the scheduler can admit the adapter's request
+        before the adapter is evicted again.
         """
         self._failed = {}
         if self._reading is None or not self._reading[1].done() or not self._has_place():
@@ -152,7 +151,7 @@ class AdapterStore(AdapterNames):
         return self._reading
 
     def take_refused(self) -> dict[str, AdapterError]:
-        """Return the errors of groups that can never run, by id; each is returned once."""
+        """Return the errors of requests that cannot run, by request id; each error only once."""
         refused, self._refused = self._refused, {}
         return refused
 
@@ -166,9 +165,9 @@ class AdapterStore(AdapterNames):
         except AdapterError:
             raise
         except Exception as error:  # must end only the requests of this adapter
+            name = type(error).__name__
             raise AdapterError(
-                f"adapter {adapter.name!r} cannot be read again from {adapter.path}: "
-                f"{type(error).__name__}: {error}"
+                f"adapter {adapter.name!r} cannot be read from {adapter.path}: {name}: {error}"
             ) from error
         if weights.digest != adapter.digest:
             raise DamagedAdapterError(
@@ -199,7 +198,7 @@ class AdapterStore(AdapterNames):
     # Steps
 
     def begin_step(self, runs: Sequence[tuple[str | None, int, int]]) -> None:
-        """Begin a pass; a run is (digest or None, number of rows, number of rows with logits)."""
+        """Begin a pass. A run is a digest or None, its number of rows, and of those with logits."""
         self._layers.begin_step(
             [
                 AdapterRun(self._resident[digest] if digest is not None else None, rows, logits)
@@ -208,7 +207,6 @@ class AdapterStore(AdapterNames):
         )
 
     def end_step(self) -> None:
-        """End the pass."""
         self._layers.end_step()
 
     def restore(self) -> None:

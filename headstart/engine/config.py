@@ -28,7 +28,7 @@ class EngineConfig(CacheOptions):
 
     dtype: str = option(
         "auto",
-        "auto (the checkpoint's, or float32 where a CPU is slow in it), float32, bfloat16, float16",
+        "auto (the checkpoint's, or float32 if the CPU is slow in it), float32, bfloat16, float16",
         _DTYPES,
     )
     weights: str = option(
@@ -36,7 +36,7 @@ class EngineConfig(CacheOptions):
         "bits of the linear layers' weights: auto (the checkpoint's), int8, int5, int4",
         _WEIGHTS,
     )
-    device: str = option("cpu", "where the model runs: cpu, cuda, cuda:1, ...")
+    device: str = option("cpu", "device of the model: cpu, cuda, cuda:1, ...")
     # The attention kernels support these sizes, the cache any.
     block_size: int = option(16, "tokens in a KV block", OneOf(BLOCK_SIZES))
     num_blocks: int | None = option(
@@ -49,7 +49,7 @@ class EngineConfig(CacheOptions):
     kv_cache_fraction: float = option(0.4, "share of free memory that K/V may take", _SHARES)
     num_states: int | None = option(
         None,
-        "states of recurrent layers, of running requests and for reuse; default: by memory",
+        "slots for states of recurrent layers, in use or cached; default: a share of the memory",
         _COUNTS,
     )
     num_window_blocks: int | None = option(
@@ -64,36 +64,36 @@ class EngineConfig(CacheOptions):
     max_num_batched_tokens: int = option(2048, "most tokens computed in a step", _COUNTS)
     max_num_seqs: int = option(256, "most requests that run at the same time", _COUNTS)
     max_bypassed: int = option(
-        8, "how often a waiting request may be bypassed by better hits", Number(int, 0)
+        8, "most times that better hits may bypass a waiting request", Number(int, 0)
     )
     speculation: int | str = option(
         "auto",
-        "drafts: auto (as many tokens as pay), off, or the most tokens of a request in a step",
+        "drafted tokens: auto (as many as save time), off, or the most of a request in a step",
         Either(OneOf(("auto", "off")), Number(int, 0, MAX_DRAFT)),
     )
-    share_attention: bool = option(True, "attend once to what running requests have in common")
-    deterministic: bool = option(False, "bitwise equal logits, cache on or off, alone or not")
+    share_attention: bool = option(True, "attend once to prefixes that running requests share")
+    deterministic: bool = option(False, "bitwise equal logits for any cache hits and any batch")
     encoder_cache_rows: int = option(
         8192, "image embeddings cached for reuse, one per placeholder", _COUNTS
     )
     max_images: int = option(16, "most images in a prompt", _COUNTS)
     max_image_pixels: int = option(2**25, "largest width times height of an image", _COUNTS)
     num_threads: int | None = option(None, "torch threads; default: this process's cores", _THREADS)
-    enable_lora: bool = option(True, "take LoRA adapters; off, loading one is an error")
+    enable_lora: bool = option(True, "allow LoRA adapters")
     max_loras: int = option(8, "most LoRA adapters in memory, and so in a step", _COUNTS)
     max_lora_rank: int = option(64, "the highest rank of a LoRA adapter", _COUNTS)
     cache_dir: str | None = option(
-        None, "folder where K/V outlive the process; off: K/V end with the process"
+        None, "folder for K/V that outlive the process; off: no such folder"
     )
     cache_dir_bytes: int = option(
         10 * 2**30, "bytes that the folder may take, of all models together", _COUNTS
     )
     cache_words: bool = option(
         False,
-        "also store blocks' texts in the folder, for headstart cache ls; never a tenant's",
+        "also store the texts of blocks, for headstart cache ls; never texts of tenants",
     )
     remote_cache: str | None = option(
-        None, "Valkey or Redis server where K/V are shared, redis://host:port/db"
+        None, "Valkey or Redis server for K/V that machines share, redis://host:port/db"
     )
     seed: int = option(0, "seed of requests without a seed", SEEDS)
     debug: bool = option(False, "check every invariant of the cache after every step")
@@ -135,8 +135,8 @@ def make_config(options: dict[str, Any]) -> EngineConfig:
 def count_cores() -> int:
     """Return the number of physical cores that affinity and control group give this process.
 
-    A second thread on a core shares its multipliers, so it does not make a product faster. With
-    more threads than the quota, the system stops all of them.
+    A second thread on a core does not make a matrix product faster, since the two share the core's
+    multipliers. If more threads run than the quota allows, the system pauses all of them.
     """
     if hasattr(os, "sched_getaffinity"):
         return cores_of(os.sched_getaffinity(0))
@@ -146,8 +146,7 @@ def count_cores() -> int:
 def cores_of(cpus: Iterable[int], root: Path = Path("/")) -> int:
     """Return the number of physical cores of these logical CPUs, at least one, within the quota.
 
-    root: the folder of /proc and /sys. If Linux does not report which CPUs share a core, each CPU
-    counts as a core.
+    root: the folder of /proc and /sys. If Linux does not report the topology, each CPU is a core.
     """
     topology = root / "sys/devices/system/cpu"
     cores = {_read(topology / f"cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in cpus}
@@ -161,7 +160,7 @@ def _quotas(root: Path) -> Iterator[float]:
         _, controllers, place = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # In a container this may be the host's path; then only its last parts exist here.
+        # In a container this may be the host's path, and only the mount itself exists.
         group = Path(place.lstrip("/"))
         for part in (group, *group.parents):
             if controllers:

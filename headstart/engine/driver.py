@@ -3,7 +3,7 @@
     any thread                        the engine's thread
     submit, cancel, call ──orders──▶  carry them out between two steps
                                       run a step
-    Receiver             ◀──update──  pass each result to the request it belongs to
+    Receiver             ◀──update──  pass each result to its request
 
 Only the main thread receives signals, and it runs no step: Ctrl-C interrupts a caller that waits
 for an answer, never a step.
@@ -30,15 +30,11 @@ Update = RequestOutput | BaseException
 """The output of a request so far, or the error that ended it."""
 
 Receiver = Callable[[Any], object]
-"""Receives a request's updates in the engine's thread: outputs, or the error that ended it.
-
-An exception that it raises ends the request.
-"""
+"""Receives the updates of a request in the engine's thread. If it raises, the request ends."""
 
 _PATIENCE = 1.0  # seconds between two checks that the engine's thread is alive
 
 Answer = TypeVar("Answer")
-Item = TypeVar("Item")
 
 
 class AnyOutput(Protocol):
@@ -58,7 +54,7 @@ class AnyRequest(Protocol):
     def finished(self) -> bool: ...
 
     def output(self) -> AnyOutput:
-        """Return everything so far."""
+        """Return the output so far."""
         ...
 
 
@@ -70,7 +66,7 @@ class Core(Protocol):
         ...
 
     def step(self) -> Sequence[tuple[Any, BaseException | None]]:
-        """Run one step; return the requests that it moved, with the errors that ended them."""
+        """Run one step; return the requests that got a token or ended, and their errors."""
         ...
 
     def abort(self, request_id: str) -> object:
@@ -87,21 +83,21 @@ class Core(Protocol):
 
 
 class Driver(Protocol):
-    """The connection of a frontend to its engine; any thread may call every method.
+    """The connection of a frontend to its engine. Thread-safe.
 
-    `LocalDriver` runs the engine's steps in a thread of this process; the `ReplicaDriver` of
+    `LocalDriver` runs the engine's steps in a thread of this process. The `ReplicaDriver` of
     `headstart.cluster` sends requests to replicas.
     """
 
     def require_request(self, request: object) -> None:
-        """Raise RequestError for an object that is no prepared request."""
+        """Raise RequestError unless `request` is a prepared request."""
 
     def awaited(self) -> AbstractContextManager[None]:
         """Return a context in which the caller waits for an answer.
 
-        Raises EngineError, here or on entering it, if the wait would never end: in the engine's
-        thread, in a coroutine that its work began, or in a step of another engine for which it
-        waits.
+        Raises EngineError, now or on entry, if the wait would never end: in the engine's thread, in
+        a coroutine that the engine's work started, or in the work of another engine that this
+        engine waits for.
         """
         ...
 
@@ -112,9 +108,9 @@ class Driver(Protocol):
         """
 
     def cancel(self, groups: Sequence[Any], *, wait: bool = True) -> None:
-        """Remove the unfinished ones of these requests.
+        """Remove those of these requests that are not finished.
 
-        wait: return only when their memory is released, after the current step.
+        wait: return after the current step, when their memory is released.
         """
 
     def abort(self, request_id: str) -> None:
@@ -126,9 +122,9 @@ class Driver(Protocol):
     def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; return its result.
 
-        An exception of `function` is raised here and does not reset the engine, so it must leave
-        the engine valid, as the methods of `EngineCore` do. Raises EngineError if the engine is
-        closed or ends before the call, or in the engine's own thread.
+        An exception of `function` is raised here and does not reset the engine, so `function` must
+        leave the engine valid, as the methods of `EngineCore` do. Raises EngineError if the engine
+        is closed or ends before the call, or in the engine's own thread.
         """
         ...
 
@@ -149,7 +145,7 @@ class _Order(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _InflightRequest:
-    """A request in progress, and the receiver of all its updates or only of its last update."""
+    """A request in progress, and its receiver. every_step: it gets updates before the last."""
 
     group: AnyRequest
     receive: Receiver
@@ -169,8 +165,8 @@ _current: ContextVar[_Work | None] = ContextVar("_current", default=None)
 class WaitGraph:
     """The current work of one engine, to detect calls that would deadlock.
 
-    A coroutine inherits the context of its creator, so the creator's work counts as waiting for it.
-    A thread inherits no context, so waits in threads that the work starts are not detected.
+    A coroutine inherits the context of the work that creates it, so its waits count as waits of
+    this work. A thread inherits no context, so waits in threads that the work starts do not count.
     """
 
     def __init__(self) -> None:
@@ -190,12 +186,13 @@ class WaitGraph:
         """Mark that the caller waits for this engine.
 
         Raises EngineError if the wait would never end: within this engine's work, or within work
-        for which it waits, such as when the logits processors of two engines call each other.
+        that this engine waits for. For example, logits processors of two engines may call the other
+        engine.
         """
         if (caller := _current.get()) is None:
             yield
             return
-        caller.awaited.append(self)  # first: of two simultaneous waits, one must see the other
+        caller.awaited.append(self)  # before the search: one of two simultaneous waits must fail
         try:
             visited: set[_Work | None] = {None}
             pending = [self]
@@ -213,30 +210,30 @@ class WaitGraph:
 
 def _would_deadlock() -> EngineError:
     return EngineError(
-        "the engine cannot be called from within a step that it would wait for, such as by a "
-        "logits processor; call it when the step is over"
+        "the call would wait for the step that makes it, such as in a logits processor; call the "
+        "engine after the step"
     )
 
 
 class LocalDriver:
     """The `Driver` of a core in this process, whose steps run in a separate thread.
 
-    The first order starts the thread, so an engine that is used directly has none.
+    The first order starts the thread, so an engine whose methods are called directly has none.
     """
 
     def __init__(self, engine: Core) -> None:
         self._engine = engine
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._inflight: dict[str, _InflightRequest] = {}
-        # The engine's thread never takes this lock, so no caller can delay it. It is reentrant: the
-        # garbage collector may close a stream in a thread that holds it.
+        # The engine's thread never takes this lock, so no caller can delay a step. The lock is
+        # reentrant: the garbage collector may close a stream in a thread that holds the lock.
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
         self._process = 0  # the process that started the thread
         # Not `Thread.is_alive`: in Python 3.11, Ctrl-C in that method marks a running thread as
         # ended.
         self._has_exited = False
-        self._exited: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an item when it exits
+        self._exited: queue.SimpleQueue[None] = queue.SimpleQueue()  # an item: the thread exits
         self._waits = WaitGraph()
         self._ended: EngineError | None = None  # set when no more orders are accepted
 
@@ -293,7 +290,7 @@ class LocalDriver:
             result, has_exited = asyncio.wrap_future(answer), False
             try:
                 while not (await asyncio.wait([result], timeout=_PATIENCE))[0]:
-                    if has_exited:  # it had exited before the last wait, so no answer can come
+                    if has_exited:  # before the last wait, so no answer can come
                         raise self.ended()
                     has_exited = not self.is_alive
                 return result.result()
@@ -301,12 +298,12 @@ class LocalDriver:
                 result.cancel()  # if the caller stops waiting, the order is not carried out
 
     def wait(
-        self, items: "queue.SimpleQueue[Item]", groups: Sequence[AnyRequest] | None = None
-    ) -> Item:
+        self, items: "queue.SimpleQueue[Answer]", groups: Sequence[AnyRequest] | None = None
+    ) -> Answer:
         """Return the next item from the engine's thread.
 
         Raises EngineError if no item will come: the thread has ended, or all of `groups` have. The
-        garbage collector may call this when it closes a stream, so `items` must be a `SimpleQueue`,
+        garbage collector may call this when it closes a stream. So `items` must be a `SimpleQueue`,
         which holds no lock while the collector runs.
         """
         with self.awaited():
@@ -334,8 +331,8 @@ class LocalDriver:
         """Return the error for orders after the engine has ended."""
         if self._ended is None:
             return EngineError(
-                "the engine's thread does not run, as it failed or this process was forked after "
-                "the engine's first request; load the model again"
+                "the engine's thread does not run: it failed, or this process was forked after the "
+                "engine's first request; load the model again"
             )
         error = EngineError(str(self._ended))
         error.__cause__ = self._ended.__cause__
@@ -355,10 +352,10 @@ class LocalDriver:
         if self._thread is not None and self._process == os.getpid():
             self._thread.join()
         with self._starting:
-            self._engine.close(str(self._ended))  # if the thread failed before it did
+            self._engine.close(str(self._ended))  # if the thread failed before this call
 
     def _is_inflight(self, group: AnyRequest) -> bool:
-        """Return True if this request, not another with its id, is in progress."""
+        """Return True if this request is in progress, not another request with its id."""
         inflight = self._inflight.get(group.request_id)
         return inflight is not None and inflight.group is group
 
@@ -433,8 +430,7 @@ class LocalDriver:
                 self._end_one(inflight, engine_error("the engine broke", error))
 
     def _step(self) -> None:
-        results = self._waits.run(self._engine.step)  # results are delivered outside of it
-        for group, error in results:
+        for group, error in self._waits.run(self._engine.step):  # delivered outside of the work
             self._deliver(group, error)
 
     def _deliver(self, group: AnyRequest, error: BaseException | None) -> None:
@@ -483,7 +479,7 @@ class LocalDriver:
 
     def _end_one(self, inflight: _InflightRequest, error: BaseException) -> None:
         self._inflight.pop(inflight.group.request_id, None)
-        with suppress(Exception):  # the receiver is closed; a waiting caller is ended by `wait`
+        with suppress(Exception):  # the receiver is closed; `wait` raises for its caller
             inflight.receive(error)
 
     def _end(self, reason: BaseException) -> None:
@@ -496,7 +492,6 @@ class LocalDriver:
         self._engine.close(str(self._ended))
 
     def _refuse_orders(self) -> None:
-        """Refuse the orders that are left."""
         with suppress(queue.Empty):
             while True:
                 order = self._orders.get_nowait()

@@ -84,18 +84,17 @@ class EngineCore:
             deterministic=config.deterministic,
         )
         self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
-        # Limits of inputs come first: a request that waits for its inputs must not reach a limit
-        # by which it would delay other requests.
+        # Limits on inputs come first: while a request waits for its inputs, it must not reach a
+        # limit that would delay other requests for it.
         inputs = [hooks, self.tiers.loads if self.tiers is not None else None]
         limits: list[Limit | None] = [*inputs, self.adapters, self.images, self._turns]
         self.drafting: Drafting | None = None
-        # Other processes do not change this thread's CPU time.
         on_cpu = self.model.device.type == "cpu"
-        self._clock = time.thread_time if on_cpu else time.perf_counter
+        self._clock = time.thread_time if on_cpu else time.perf_counter  # CPU time is less noisy
         if config.max_draft and hooks is None and states is None:
             self.drafting = Drafting(self.manager, config, self.max_model_len)
         elif config.max_draft and config.speculation != "auto":
-            _LOG.warning("speculation has no effect: recurrent layers and pipelines draft nothing")
+            _LOG.warning("speculation has no effect: recurrent layers and pipelines have no drafts")
         self._scheduler = Scheduler(
             self.manager,
             max_tokens=config.max_num_batched_tokens,
@@ -164,7 +163,7 @@ class EngineCore:
     ) -> bool:
         """Empty the cache; return False, and change nothing, while a request runs.
 
-        reset_running_requests: preempt running requests instead, which compute everything again.
+        reset_running_requests: preempt running requests first; they are computed again.
         reset_tiers: clear the tiers too; raises TierError if blocks may be left in a tier.
         """
         self.require_open()
@@ -234,7 +233,7 @@ class EngineCore:
         return [StepResult(group, engine_error("the engine broke", cause)) for group in ended]
 
     def _step(self, results: list[StepResult]) -> None:
-        """Schedule, compute and commit one step; add the requests that moved or ended to `results`.
+        """Schedule, compute and commit one step; add the results of its requests to `results`.
 
         A failure before `commit_step` rolls the step back.
         """
@@ -245,10 +244,12 @@ class EngineCore:
         if not batch.scheduled and self.tiers is not None and self.tiers.wait():
             batch = self._schedule()
         for name, refusal in self.adapters.take_refused().items():
-            error = engine_error("no adapter to run it with", refusal)
+            error = engine_error("the request's adapter cannot be used", refusal)
             self._end(results, self._groups[name], error)
         if not batch.scheduled:
-            self._require_progress(results)
+            waits = self._scheduler.waits_for_inputs or (self.tiers and self.tiers.is_loading)
+            if not results and self._groups and not waits:
+                raise EngineError("requests wait, and none can run: the scheduler is stuck")
             return
         tokens, failed, logits = self._compute(batch)
         if failed:
@@ -264,12 +265,6 @@ class EngineCore:
             self.tiers.committed(batch, is_last=not self._groups)
         if self.drafting is not None:
             self.drafting.measure(batch, self._clock() - start)
-
-    def _require_progress(self, results: list[StepResult]) -> None:
-        """Raise EngineError if requests wait, but not for inputs, and none can run or ended."""
-        waits = self._scheduler.waits_for_inputs or (self.tiers and self.tiers.is_loading)
-        if not results and self._groups and not waits:
-            raise EngineError("requests wait, and none can run: the scheduler is stuck")
 
     def _compute(
         self, batch: Batch
@@ -359,11 +354,9 @@ class EngineCore:
                     self._verify(part, token, logits, number, now)
             except Exception as cause:  # a tokenizer that cannot decode must end only this request
                 moved.pop(request.group, None)
-                if isinstance(cause, EngineError):  # a drafted row gives no token
-                    error = cause
-                else:
-                    error = engine_error("the answer cannot be decoded", cause)
-                self._end(results, request.group, error)
+                if not isinstance(cause, EngineError):  # raised for a drafted row without a token
+                    cause = engine_error("the answer cannot be decoded", cause)
+                self._end(results, request.group, cause)
                 continue
             moved[request.group] = None
             if request.finish_reason is not None:
@@ -380,11 +373,10 @@ class EngineCore:
         number: int,
         now: float,
     ) -> None:
-        """Append the tokens of a draft that the sampler chooses, and its next choice.
+        """Append the drafted tokens that the sampler also chooses, and its next token.
 
         token: the last token of the request. number: the part's index in the step. A draft with K
-        or V that are not finite is rejected: the same tokens fail in a later step if they are
-        chosen.
+        or V that are not finite is rejected. If its tokens are chosen later, their step fails.
         """
         request, num_accepted = part.request, 0
         row = sum(logits.counts[:number])  # its logits gave the token
@@ -394,7 +386,7 @@ class EngineCore:
             row += 1
             choice = choose_row(self._sampler, logits, row, request.sampling)
             if not isinstance(choice, SampledToken):
-                raise choice  # another call of the request's logits processors could succeed
+                raise choice  # fail now: a second call of a logits processor might succeed
             token = choice
             num_accepted += 1
             request.append(token, now)
@@ -445,9 +437,9 @@ def load_engine(
 ) -> tuple[EngineCore, PreTrainedTokenizerBase | None]:
     """Load a model by path or name, and its tokenizer; `options` are those of `EngineConfig`.
 
-    tokenizer_folder: by default the model's. ready_memory: memory for packed weights, used if it is
+    tokenizer_folder: None for the model's. ready_memory: memory for packed weights, used if it is
     large enough. is_observed: see `make_engine_parts`. Raises ConfigError, ModelError or
-    OutOfMemoryError, and then leaves nothing allocated.
+    OutOfMemoryError; no memory stays allocated.
     """
     config = make_config(options)
     # Loading uses all cores: allocating memory for the weights keeps them busy.
@@ -455,7 +447,7 @@ def load_engine(
     try:
         tokenizer = load_tokenizer(tokenizer_folder or model)
         if tokenizer is None and tokenizer_folder is not None:
-            raise ConfigError(f"tokenizer is {tokenizer_folder}, a folder without one")
+            raise ConfigError(f"tokenizer is {tokenizer_folder}, a folder without a tokenizer")
         decoder = load_model(
             model, config.dtype, config.device, ready_memory, weights=config.weights
         )

@@ -4,21 +4,21 @@ Start-time fair queueing (Goyal, Vin, Cheng, 1996). Every request gets a turn wh
 turn is a point in virtual time; turns determine the order of requests of one priority:
 
     turn  = max(now - credit, service of its owner / weight of its owner)
-    now   = the latest turn that the first prompt of an owner has reached
+    now   = the latest turn that any owner's first unfinished prompt has reached
 
-So an owner that floods the queue delays only itself. With the credit of `CREDIT_STEPS` steps, an
-owner with few requests goes before a flood of another owner that began earlier. The service of an
-owner is the number of tokens computed for it: prompts without their cached part, and answers. Until
-an answer ends, its length is estimated from the owner's earlier answers.
+So an owner that floods the queue delays only itself. The credit is the tokens of `CREDIT_STEPS`
+steps. With it, an owner with few requests goes before an earlier flood of another owner. The
+service of an owner is the number of tokens computed for it: prompts without their cached part, and
+answers. Until an answer ends, its length is estimated from the owner's earlier answers.
 
 The order of the queue does not suffice, since prompts are computed in chunks over many steps and
 better hits are admitted first. So `FairShare` is also a limit: a prompt waits while another owner
 has a prompt with an earlier turn. Decoding is never delayed.
 
-A request is admitted only if it can run together with all running requests. Some running requests
-and blocks are reserved for owners without running requests. Blocks that another owner cached
-recently within its share of the pool are reserved too. The turns of an owner that waits for space
-move with `now`.
+A request is admitted only if it can run together with all running requests. Some places for running
+requests, and some blocks, are reserved for owners without running requests. Blocks that another
+owner cached recently within its share of the pool are reserved too. The turns of an owner that
+waits for space move with `now`.
 
 A request that arrives during a step waits for the end of the step. So while several owners are
 active, only 1 / `STEP_SHARE` of a step's tokens may be prompt tokens. An owner is active while it
@@ -37,8 +37,8 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request
 
 CREDIT_STEPS = 8
-RESERVE = 8  # 1 of this many places and blocks is reserved for owners without running requests
-MEMORY = 8  # an owner's cached blocks are reserved until this many pools of tokens are computed
+RESERVE = 8  # one in 8 places and blocks is reserved for owners without running requests
+MEMORY = 8  # an owner's cached blocks stay reserved while 8 times the pool's tokens are computed
 STEP_SHARE = 32
 SHORTEST_STEP = 64  # prompt tokens; smaller chunks are inefficient
 ACTIVE_SECONDS = 120.0
@@ -55,7 +55,7 @@ class _Owner:
     service: tokens computed for it, per unit of its weight. expected: estimated tokens of an
     answer. unread: requests whose prompts are not fully computed. order: a heap of these requests,
     with stale entries. lacks_space: the last attempt to admit one of its requests failed.
-    last_served: tokens computed for all owners at the time when it was last served or queued a
+    last_served: number of tokens computed for all owners until it was last served or queued a
     request. last_arrival: time of its latest request.
     """
 
@@ -128,8 +128,8 @@ class FairShare:
     def catch_up(self) -> bool:
         """Move the turns of owners that lack space to now; return True if any turn moved.
 
-        Serving other owners while they wait took nothing from them. If their turns did not move,
-        they would be served first, for as long as they waited, when there is space again.
+        While they wait, serving other owners takes no tokens from them. If their turns stayed, they
+        would be served first, for as long as they waited, once there is space again.
         """
         lacking = [owner for owner in self._owners.values() if owner.lacks_space]
         delayed = {owner: first for owner in lacking if (first := self._first(owner)) is not None}
@@ -137,7 +137,7 @@ class FairShare:
         lag = self._now + self._step - min(turns, default=self._now + self._step)
         if lag < self._step:
             return False
-        # Owners far ahead of now stay. If they moved, now would follow and the lag would double.
+        # Owners far ahead of now do not move: now would follow them, and the lag would double.
         bound = self._now + self._step + self._credit
         for owner, first in delayed.items():
             shift = min(lag, max(0.0, bound - self._rank(first)[1]))
@@ -189,8 +189,8 @@ class FairShare:
         for other in self._owners.values():
             if other is owner:
                 continue
-            # A prompt of another owner goes first if it has a lower rank and can be computed now.
-            # It does not if it waits for a block, which this request may be computing.
+            # A prompt of another owner goes first if it has a lower rank and can be computed now,
+            # which excludes prompts that wait for a block: this request may be computing it.
             first = self._first(other)
             if first is None or self._rank(first) >= rank or first.awaits_writer:
                 continue
@@ -199,7 +199,7 @@ class FairShare:
         return stop
 
     def _rank(self, request: Request) -> tuple[int, float]:
-        """Return the scheduler's rank, with a turn that grows while a prompt is computed.
+        """Return the scheduler's rank, with a turn that grows with the computed tokens.
 
         Hits do not count: they were computed for other requests, or before a preemption.
         """
@@ -218,9 +218,8 @@ class FairShare:
     def _fits(self, request: Request) -> bool:
         """Return True if a waiting request could run together with all running requests.
 
-        If not, other requests do not wait for it. Its window blocks must suffice in all its steps.
-        So two blocks more than a window and a step are counted, since these may begin and end
-        within a block.
+        If not, other requests do not wait for it. Each of its steps needs window blocks for a
+        window and a step, and two more since these may begin and end within a block.
         """
         if len(self._manager.sequences) >= self._places:
             return False
@@ -234,7 +233,7 @@ class FairShare:
         return manager.can_admit(computed, self._step + 2 * manager.block_size)
 
     def _has_space(self, owner: _Owner, request: Request) -> bool:
-        """Return True if a request leaves the reserve for owners without running requests.
+        """Return True if admitting a request leaves the places and blocks reserved for others.
 
         Blocks that running requests still need for their prompts and answers do not count as free.
         """

@@ -5,22 +5,21 @@
     held       > 0     yes                 yes       no
     cached     0       yes                 yes       oldest first, of the owner with most rows
 
-An entry that only requests with `is_stored=False` used is removed with its last user.
+An entry is removed with its last user if all its users had `is_stored=False`.
 
 All prompts of one salt that show an image share one entry, at any position. An entry of one salt is
 never found under another salt, so the time to the first token does not reveal the images of another
 tenant. If tenants share the cache, images of the tenant with the most rows per weight are evicted
-first, counting the rows that the current tenant needs. So a flood of images evicts only images of
-its own tenant.
+first, including the rows that are about to be added. So a flood of images evicts only images of its
+own tenant.
 
 A request that shows an image twice counts as two users. A user leaves when the sequence is computed
 beyond the image, when the request is preempted, and when it ends. A step computes tokens only up to
 the first image without an entry.
 
 Two requests cannot wait for each other's rows forever. Images are held in the order of the prompt
-and released one by one, so a request that holds images can compute the tokens up to their end.
-There is one exception, several images in one block in deterministic mode; then a request is
-preempted.
+and released one by one, so a request that holds images can compute the tokens up to their end. The
+exception is several images in one block in deterministic mode; then a request is preempted.
 
 Source: vLLM's `EncoderCacheManager`.
 """
@@ -43,7 +42,7 @@ from headstart.errors import EngineError, RequestError, engine_error
 from headstart.models.decoder import ProcessedImage, VisionModel
 from headstart.tiers import Job, ObjectStore, Worker
 
-_MOST = 16  # lookups with results to take; beyond this, images are loaded within a step
+_MOST = 16  # lookups at a time; further images are loaded within a step
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -72,8 +71,7 @@ class ImageLoads:
     A request that shows an image is scheduled once the tiers have answered; other requests run
     meanwhile. A lookup is dropped when its request leaves; another request that waits for the same
     image then starts a new lookup. `load` and `save` are thread-safe; one thread must call the
-    other methods. worker: the thread of lookups. lookups: the lookups with results that were not
-    taken yet.
+    other methods. worker: the thread of lookups. lookups: those whose results `load` has not taken.
     """
 
     def __init__(self, objects: ObjectStore, worker: Worker) -> None:
@@ -133,7 +131,7 @@ class ImageLoads:
     def forget_all(self, timeout: float) -> bool:
         """Drop all lookups, and wait for current loads and the saves that they cause.
 
-        Return False if that takes longer than `timeout` seconds.
+        Return False if this takes longer than `timeout` seconds.
         """
         for key in list(self.lookups):
             self.forget(key)
@@ -296,8 +294,8 @@ class EncoderCache:
     def encode_wanted(self) -> dict[object, EngineError]:
         """Encode the images that are held and have no rows yet.
 
-        Return the requests with an image that cannot be encoded, and the reason. Their step must
-        not run, since the image has no rows.
+        Return the requests whose images cannot be encoded, with the reason. The current step must
+        then not run.
         """
         failed: dict[object, EngineError] = {}
         for entry in self._wanted:
@@ -391,18 +389,18 @@ class EncoderBudget:
             rows = sum({i.key: i.image.num_rows for i in together}.values())
             if rows > self.cache.capacity:
                 raise RequestError(
-                    f"an image of {image.image.num_rows} embeddings needs {rows} at once, and "
-                    f"the encoder cache holds {self.cache.capacity} (encoder_cache_rows)"
+                    f"the prompt needs {rows} image embeddings at once, and the encoder cache "
+                    f"holds {self.cache.capacity} (encoder_cache_rows)"
                 )
 
     def applies(self, request: Request) -> bool:
-        return bool(_images(request))
+        return bool(_images(request.group.extras))
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
         """Return the start of the first image without space, or `stop`; None during a lookup."""
         waits = False
         needed: list[PromptImage] = []
-        for index, image in enumerate(_images(request)):
+        for index, image in enumerate(_images(request.group.extras)):
             if image.start >= stop:
                 break
             if image.stop > self._first(start):
@@ -416,7 +414,7 @@ class EncoderBudget:
         """Hold the images of tokens `start` to `stop - 1`, and leave earlier images."""
         first = self._first(start)
         held: list[tuple[int, PromptImage]] = []
-        for index, image in enumerate(_images(request)):
+        for index, image in enumerate(_images(request.group.extras)):
             if image.stop <= first:
                 self.cache.leave((request, index), image)
             elif image.start < stop:
@@ -426,7 +424,7 @@ class EncoderBudget:
             self.cache.hold((request, index), image, is_stored=request.group.params.is_stored)
 
     def leave(self, request: Request) -> None:
-        for index, image in enumerate(_images(request)):
+        for index, image in enumerate(_images(request.group.extras)):
             self.cache.leave((request, index), image)
 
     def _first(self, start: int) -> int:
@@ -434,16 +432,15 @@ class EncoderBudget:
         return start if self._block_size is None else start // self._block_size * self._block_size
 
 
-def _images(request: Request) -> tuple[PromptImage, ...]:
-    extras = request.group.extras
+def _images(extras: PromptExtras | None) -> tuple[PromptImage, ...]:
     if extras is None or not isinstance(extras.embeddings, PromptImages):
         return ()
     return extras.embeddings.images
 
 
-# Images that one process reads and another process encodes. The reader sends the digest, the
-# placeholders and the pixels of an image. The encoder runs the image processor, whose result is
-# larger: 8 times as large for Qwen2-VL, and 53 MB for an icon with SmolVLM.
+# Images that one process reads and another process encodes. The reading process sends the digest,
+# the placeholders and the pixels of an image. The other process runs the image processor, whose
+# result is larger: 8 times as large for Qwen2-VL, and 53 MB for an icon with SmolVLM.
 
 
 class SentImage(NamedTuple):
@@ -466,11 +463,9 @@ class SentImages(NamedTuple):
 
 
 def send_images(fingerprint: bytes, extras: PromptExtras | None) -> SentImages | None:
-    """Return the images of a prompt that this process made, with pixels; None without images."""
-    if extras is None or not isinstance(extras.embeddings, PromptImages):
-        return None
+    """Return the images of a prompt that this process prepared; None without images."""
     images = [
         SentImage(image.item.digest, image.places.numpy(), np.asarray(image.image.pixels))
-        for image in extras.embeddings.images
+        for image in _images(extras)
     ]
-    return SentImages(fingerprint, tuple(images))
+    return SentImages(fingerprint, tuple(images)) if images else None

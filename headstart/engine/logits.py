@@ -1,6 +1,6 @@
-"""Logits processors, and when they are called.
+"""Logits processors, and the times of their calls.
 
-    call         when                                              thread
+    call         time                                              thread
     __init__     a request is prepared, once for each answer       the caller's
     change       before a token is sampled                         the engine's
     accept       after a token, if the answer continues            the engine's
@@ -59,7 +59,7 @@ class LogitsProcessor(ABC):
 
     rank: int
     complete = False
-    """True once the answer can only end. It then stops, even before `min_tokens`."""
+    """True once the answer can only end. The answer then ends, even before `min_tokens`."""
 
     @classmethod
     @abstractmethod
@@ -76,7 +76,7 @@ class LogitsProcessor(ABC):
 class TokenMask(LogitsProcessor):
     """A processor that bans tokens and leaves the logits of all others unchanged.
 
-    It allows a model to find the argmax without computing all logits.
+    A request with only such processors can get its argmax without computing all logits.
     """
 
     @classmethod
@@ -141,7 +141,7 @@ class BadWords(TokenMask):
 
     When the answer ends with all tokens of a word but the last, the last token is banned. As in
     vLLM, a word is tokenized at the beginning of a text and after a space; other tokens may still
-    spell it. Words are looked up by their second to last token, so a step checks only a few.
+    spell the word. Words are looked up by their second to last token, so a step checks only a few.
     """
 
     rank = 2
@@ -177,9 +177,9 @@ class CustomProcessors(LogitsProcessor):
     """The caller's functions, called one after another, each with the previous result.
 
     A function gets the answer's token ids so far and its logits `[vocab]`; a function with three
-    parameters gets the prompt's token ids first. It returns logits, possibly the same tensor. Its
-    exception ends only its request. It must not wait for a thread that calls the engine: both would
-    wait forever, since the engine is in a step.
+    parameters gets the prompt's token ids first. It returns logits, possibly the same tensor. An
+    exception ends only its request. A function must not wait for a thread that calls the engine:
+    both would wait forever, since the engine is in a step.
     """
 
     rank = 3
@@ -208,14 +208,11 @@ class CustomProcessors(LogitsProcessor):
         for function, takes_prompt in self._calls:
             prompt = (list(self._prompt),) if takes_prompt else ()
             result = function(*prompt, list(self._past), row)
-            if not isinstance(result, Tensor):
-                raise TypeError(
-                    f"its result is a {type(result).__name__}; allowed: a tensor {[*row.shape]}"
-                )
-            if result.shape != row.shape:
-                raise TypeError(
-                    f"its result has the shape {list(result.shape)}; allowed: {[*row.shape]}"
-                )
+            if not isinstance(result, Tensor) or result.shape != row.shape:
+                kind = type(result).__name__
+                if isinstance(result, Tensor):
+                    kind = f"tensor {[*result.shape]}"
+                raise TypeError(f"its result is a {kind}; allowed: a tensor {[*row.shape]}")
             if result is not row:
                 row.copy_(result)
 

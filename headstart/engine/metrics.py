@@ -40,7 +40,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "vllm:num_requests_waiting": "Answers waiting to be computed",
         "vllm:kv_cache_usage_perc": "Share of the KV blocks that requests hold",
         "headstart:blocks_evicted": "Cached blocks reused for other content",
-        _IDLE: "How long cached blocks had been free when they were reused",
+        _IDLE: "Seconds that cached blocks had been free when they were reused",
         _SLOTS: "Slots for states of recurrent layers, by use",
         "headstart:checkpoints_dropped": "Checkpoints of recurrent layers dropped to free a slot",
         _WINDOWS: "Blocks of the layers with a sliding window, by use",
@@ -51,10 +51,10 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "headstart:stored_blocks": "Blocks written to disk or another machine",
         "headstart:stored_states": "States of recurrent layers written to disk or another machine",
         "headstart:dropped_blocks": "Blocks reused before they could be stored",
-        "headstart:late_answers": "Times that a tier was silent or slower than computing",
+        "headstart:late_answers": "Times that a tier timed out or took longer than computing",
         _UNSAVED: "Blocks that a tier did not save, because it failed or was paused",
         _FAULTS: "Failures of tiers, by kind",
-        _MISSES: "Requests by the reason why they did not hit more tokens",
+        _MISSES: "Requests by the reason for not hitting more tokens",
     }
 )
 """The meaning of each name."""
@@ -91,7 +91,7 @@ class Vector(Metric):
 
 @dataclass(slots=True)
 class Histogram(Metric):
-    """A histogram since the start. buckets: number of values up to each bound, the last "+Inf"."""
+    """A histogram since the start. buckets: number of values up to each bound, "+Inf" last."""
 
     count: int
     sum: float

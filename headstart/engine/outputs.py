@@ -112,7 +112,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     lora_request: LoRARequest | None = None
 
-    # Fields of vLLM's that have no value here.
+    # Fields of vLLM that are always None.
     routed_experts: ClassVar[None] = None
     sampling_mask: ClassVar[None] = None
     spec_decode_metrics: ClassVar[None] = None
@@ -142,10 +142,10 @@ class ImageUse:
 class RequestOutput:
     """A request and its answers so far; in a stream with `output_kind=DELTA`, the new part.
 
-    num_cached_tokens: prompt tokens of the first answer that needed no computing. loaded_tokens:
-    how many of these were loaded for this request, by tier ("disk", "remote"). why_missed: why no
-    more tokens hit. prompt_logprobs: log-probabilities of the prompt's tokens, with None for the
-    first. images: the prompt's images, in order.
+    num_cached_tokens: number of prompt tokens that hit, for the first answer. loaded_tokens: number
+    of these tokens that were loaded for this request, by tier ("disk", "remote"). why_missed: the
+    reason why no more tokens hit. prompt_logprobs: log-probabilities of the prompt's tokens, with
+    None for the first token. images: the prompt's images, in order.
     """
 
     request_id: str
@@ -161,7 +161,7 @@ class RequestOutput:
     images: tuple[ImageUse, ...] = ()
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
 
-    # Fields of vLLM's that have no value here.
+    # Fields of vLLM that are always None.
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None
     num_cache_creation_tokens: ClassVar[None] = None
@@ -193,7 +193,7 @@ def _changed(output: Output, **fields: Any) -> Output:
 
 
 class ShownOutputs:
-    """Conversion of a request's outputs so far into the outputs of a stream, by `output_kind`."""
+    """Conversion of a request's cumulative outputs to the `output_kind` of its stream."""
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._kind = kind
@@ -206,7 +206,7 @@ class ShownOutputs:
         return self._kind is not RequestOutputKind.FINAL_ONLY
 
     def next(self, output: RequestOutput) -> RequestOutput | None:
-        """Return the output to show, None if there is none."""
+        """Return the stream's next output, or None if it has nothing new."""
         if self._kind is RequestOutputKind.FINAL_ONLY:
             return output if output.finished else None
         if self._kind is RequestOutputKind.CUMULATIVE:

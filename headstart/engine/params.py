@@ -65,9 +65,9 @@ def _check_items(name: str, values: Iterable[Any], items: Number | _Kind) -> Non
 
 
 def _read_bias(bias: object) -> object:
-    """Return a bias with integer keys, which are texts in JSON, and values cut to the range.
+    """Return a bias from JSON with integer keys, and with values limited to the allowed range.
 
-    Invalid values stay for `check`.
+    Invalid keys and values stay, so that `check` refuses them.
     """
     if not isinstance(bias, Mapping):
         return bias
@@ -81,7 +81,7 @@ def _read_bias(bias: object) -> object:
 
 
 def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise RequestError for token ids that the model does not have."""
+    """Raise RequestError for a token id beyond the model's vocabulary."""
     if token_ids and max(token_ids) >= vocab_size:
         raise RequestError(
             f"{name} has the token id {describe(max(token_ids))}; allowed: from 0 to "
@@ -177,7 +177,7 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
-    # Fields of vLLM's that have no effect.
+    # Fields of vLLM that have no effect.
     skip_clone: object = False
     extra_args: object = None
     spaces_between_special_tokens: object = True
@@ -185,7 +185,7 @@ class SamplingParams:
     flat_logprobs: object = False
     routed_experts_prompt_start: object = 0
     watermarking: object = None
-    # Fields of vLLM's that must be empty.
+    # Fields of vLLM that must be empty.
     prompt_logprob_token_ids: object = None
     prompt_logprob_start: object = None
     logprob_token_ids: object = None

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 
 _LAYOUT = "layer by layer K and then V, [tokens, heads, width], 1"
-_MEMORY = "fingerprints.json"
-# Variables that limit the instructions of torch's libraries, and so change their rounding.
+_FINGERPRINTS = "fingerprints.json"
+_MAX_FINGERPRINTS = 256
+# Environment variables that limit the instructions of torch's libraries, and so change rounding.
 _CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
-_MOST = 256  # models whose fingerprints are remembered
 
 
 def identify(
@@ -143,7 +143,7 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
     if decoder.folder is None or folder is None or not decoder.has_its_files:
         return decoder.fingerprint()
     key = hashlib.sha256(repr((decoder.folder.resolve(), decoder.files)).encode()).hexdigest()
-    path = folder / _MEMORY
+    path = folder / _FINGERPRINTS
     digests: dict[str, str] = {}
     with suppress(OSError, ValueError, RecursionError):  # missing, or damaged
         data = json.loads(read_file(path))
@@ -154,11 +154,11 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
         return digests[key]
     digests[key] = decoder.fingerprint()
     with suppress(OSError):  # two processes may write at once
-        replace_file(path, json.dumps(dict(list(digests.items())[-_MOST:])).encode())
+        replace_file(path, json.dumps(dict(list(digests.items())[-_MAX_FINGERPRINTS:])).encode())
     return digests[key]
 
 
-# The limit of the default: a million tokens in blocks of 16. Making more blocks takes seconds.
+# A million tokens in blocks of 16. Creating more blocks takes seconds.
 DEFAULT_MAX_BLOCKS = 65_536
 MIN_STATES = 16
 _SAVED_PER_STATE = 32  # stored states are `tokens_per_state` / 32 apart: 4 to 64 tokens
@@ -183,7 +183,7 @@ class MemoryPlan(NamedTuple):
     """The sizes of an engine's memory, by their names in `CacheConfig`.
 
     num_states: slots for states of recurrent layers. num_window_blocks: blocks of the layers with a
-    sliding window, of `window` tokens at most; 0 if all layers share one pool.
+    sliding window; 0 if all layers share one pool. window: tokens of the widest sliding window.
     """
 
     num_blocks: int
@@ -195,10 +195,10 @@ class MemoryPlan(NamedTuple):
 def plan_memory(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> MemoryPlan:
     """Return the sizes of the memory: by default as many blocks as the K/V budget holds.
 
-    Without attention, blocks only identify tokens, and the budget is for states. encoder_row: bytes
-    of a row of the encoder cache, for which memory is reserved; 0 for a model without vision.
-    Raises OutOfMemoryError if the budget is smaller than one block or exceeds the free memory, and
-    ConfigError for too few window blocks.
+    In a model without attention, blocks only identify tokens, and the budget is for states.
+    encoder_row: bytes of a row of the encoder cache, for which memory is reserved; 0 for a model
+    without vision. Raises OutOfMemoryError if the budget is smaller than one block or exceeds the
+    free memory, and ConfigError for too few window blocks.
     """
     block = _block_bytes(config, decoder)
     rows = config.encoder_cache_rows * encoder_row
@@ -242,7 +242,7 @@ def has_stores(config: EngineConfig) -> bool:
 def window_width(config: EngineConfig, decoder: DecoderModel) -> int:
     """Return the widest sliding window of a layer; 0 if window blocks are not used.
 
-    Prefixes are found by the blocks of layers without a window, so there must be such layers.
+    Prefixes are found by the blocks of layers without a window, so there must be such a layer.
     Recurrent states and stores need blocks with the K/V of all layers.
     """
     windows = {layout.window for layout in decoder.layouts}
@@ -252,10 +252,10 @@ def window_width(config: EngineConfig, decoder: DecoderModel) -> int:
 
 
 def _plan_windows(config: EngineConfig, decoder: DecoderModel, budget: int) -> tuple[int, int]:
-    """Return the blocks of the pool, and the window blocks: 0 if they would save nothing.
+    """Return the numbers of blocks and of window blocks; 0 if window blocks save no memory.
 
     By default there is a window block for every ten blocks, but at least as many as the longest
-    step reads and writes. Raises ConfigError if `num_window_blocks` is less than that.
+    step reads and writes. Raises ConfigError if `num_window_blocks` is less than the latter.
     """
     tokens, window = config.max_num_batched_tokens, window_width(config, decoder)
     least = -(-(tokens + window) // config.block_size) + 2
@@ -279,15 +279,14 @@ def _plan_windows(config: EngineConfig, decoder: DecoderModel, budget: int) -> t
     return blocks, count if count < blocks else 0
 
 
-def _window_block_bytes(config: EngineConfig, decoder: DecoderModel) -> int:
-    """Return the bytes of a block in the layers with a sliding window."""
-    layouts = [layout for layout in decoder.layouts if layout.window is not None]
-    return PagedKVMemory.bytes_per_block(layouts, config.block_size, kv_dtype(config, decoder))
-
-
 def _block_bytes(config: EngineConfig, decoder: DecoderModel) -> int:
     dtype = kv_dtype(config, decoder)
     return PagedKVMemory.bytes_per_block(decoder.layouts, config.block_size, dtype)
+
+
+def _window_block_bytes(config: EngineConfig, decoder: DecoderModel) -> int:
+    layouts = [layout for layout in decoder.layouts if layout.window is not None]
+    return PagedKVMemory.bytes_per_block(layouts, config.block_size, kv_dtype(config, decoder))
 
 
 def _count_states(config: EngineConfig, decoder: DecoderModel, budget: int) -> int:
@@ -307,7 +306,7 @@ def _count_states(config: EngineConfig, decoder: DecoderModel, budget: int) -> i
 def tokens_per_state(config: EngineConfig, decoder: DecoderModel) -> int:
     """Return the tokens of K/V for each slot, so that states get about a quarter of the memory.
 
-    128 tokens for small states, up to 2,048 for large ones.
+    The result is between 128 for small states and 2,048 for large states.
     """
     slot = StateMemory.bytes_per_slot(decoder.state_layouts)
     token = max(1, _block_bytes(config, decoder) // config.block_size)
@@ -317,8 +316,8 @@ def tokens_per_state(config: EngineConfig, decoder: DecoderModel) -> int:
 def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) -> int:
     """Return the tokens of the longest sequence that the model, the pool and the options allow.
 
-    Raises ConfigError when `max_model_len` is more than the model supports, and OutOfMemoryError
-    when the pool cannot hold it.
+    Raises ConfigError if `max_model_len` is more than the model supports, and OutOfMemoryError if
+    it is more than the pool holds.
     """
     capacity = num_blocks * config.block_size
     if config.max_model_len is None:
@@ -379,14 +378,6 @@ def open_stores(model: ModelRecord, config: EngineConfig) -> Sequence[BlockStore
     if config.remote_cache:
         stores.append(RemoteStore(config.remote_cache, model))
     return stores
-
-
-def open_state_stores(
-    model: ModelRecord, config: EngineConfig, decoder: DecoderModel, payload: StatePayload
-) -> StateStores:
-    """Return the tiers for checkpoints of recurrent states. Raises ConfigError."""
-    min_gain = tokens_per_state(config, decoder) // _SAVED_PER_STATE
-    return StateStores(payload, open_stores(payload.record(model), config), min_gain)
 
 
 def _log_unused(config: EngineConfig, memory: PagedKVMemory, states: StateMemory | None) -> None:
@@ -454,7 +445,9 @@ def make_engine_parts(
         if states is not None and model is not None:
             has_tail = cache.partial_hits and rows is None
             state_payload = StatePayload(memory, states, has_tail=has_tail)
-            state_stores = open_state_stores(model, config, decoder, state_payload)
+            record = state_payload.record(model)
+            min_gain = tokens_per_state(config, decoder) // _SAVED_PER_STATE
+            state_stores = StateStores(state_payload, open_stores(record, config), min_gain)
         objects, size = open_stores(OBJECTS, config), decoder.vocab_size
         tiers = Tiers(manager, payload, stores, objects, text, size, state_stores)
     return EngineParts(decoder, memory, manager, limit, vision, tiers, states)

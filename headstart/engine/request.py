@@ -135,8 +135,8 @@ class Request:
     group: the user's request, with a `Request` for each of its `n` answers, which share the prompt
     by prefix caching. turn: see `headstart.engine.fair_share`. token_gaps: seconds from each token
     to the next. awaits_writer: at its last admission attempt, another request was computing its
-    next block. num_read: tokens whose K/V earlier steps have written. num_drafted and num_accepted:
-    number of tokens of its drafts.
+    next block. num_read: number of tokens with K/V from earlier steps. num_drafted, num_accepted:
+    numbers of drafted tokens.
     """
 
     group: "RequestGroup"
@@ -191,7 +191,7 @@ class Request:
                 self.group.loaded_tokens = dict(+counts)
 
     def withdrawn(self, start: int) -> None:
-        """Forget the first admission, at time `start`, since its step failed."""
+        """Forget the first admission, with `start` cached tokens, since its step failed."""
         if start == self.num_cached_tokens and not self.num_preemptions:
             self.missed = None
 
@@ -249,8 +249,8 @@ class RequestGroup:
 
     extras: the parts of the prompt beyond its token ids; None for most prompts. adapter: resolved
     when the request was created. chat: data of the frontend for the next turn. loaded: ranges of
-    prompt tokens that a load has put into the pool, with their tiers; they may be more than the
-    request hits. loaded_tokens: number of loaded tokens that the request hits, by tier. token_text:
+    prompt tokens that a load has written to the pool, with their tiers; the request may hit fewer
+    tokens. loaded_tokens: number of loaded tokens that the request hits, by tier. token_text:
     returns the text of a token; None if not needed. prediction: tokens of the answer that the
     client expects. reply: the stored reply to the prompt, if the tiers have one.
     """
@@ -286,7 +286,7 @@ class RequestGroup:
     def retain(self, num_tokens: int, seconds: float) -> None:
         """Retain its first tokens for `seconds` after its end; call before it is submitted.
 
-        Does nothing for a request that is not stored: its hits belong to other requests.
+        Does nothing for a request that stores no blocks: the blocks it hits belong to others.
         """
         for request in self.requests if self.params.is_stored else ():
             request.sequence.marks = [*request.sequence.marks, Mark(num_tokens, seconds)]
@@ -296,7 +296,7 @@ class RequestGroup:
         return None not in [request.finish_reason for request in self.requests]
 
     def add_prompt_logprobs(self, start: int, rows: list[tuple[TokenLogprob, ...]]) -> None:
-        """Add log-probabilities of prompt tokens from `start` on; skip existing positions."""
+        """Add log-probabilities of prompt tokens from `start` on, unless they exist."""
         assert self.prompt_logprobs is not None
         for position, entries in enumerate(rows, start):
             if position == len(self.prompt_logprobs):

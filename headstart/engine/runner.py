@@ -68,8 +68,8 @@ class StepLogits(NamedTuple):
 
     values: None if only each row's greedy token is needed. Then `greedy` has these tokens, with -1
     for a row whose logits are not finite, and `failed` has the errors of rows without a token.
-    nonfinite: indices of the parts with K or V that are not finite. bad_drafts: those of the parts
-    where only drafted tokens have such K or V.
+    nonfinite: indices of parts with K or V that are not finite. bad_drafts: indices of parts with
+    such K or V in drafted tokens only.
     """
 
     values: Tensor | None
@@ -106,8 +106,8 @@ class Runner:
     def run(self, batch: Batch) -> StepLogits:
         """Compute the batch.
 
-        A part gets logits of all its rows if log-probabilities of its prompt are needed. Otherwise
-        it gets logits of its last row and of its draft if it samples, and no logits if it does not.
+        A part whose prompt log-probabilities are needed gets logits of all its rows. Any other part
+        gets logits of its last row and its draft, but only if it samples.
         """
         self._nonfinite.clear()
         self._memory.copy_rows(batch.copies)
@@ -267,9 +267,9 @@ class Runner:
     def _check_states(self, parts: list[_Rows], memory: StateMemory, pool: StatePool) -> None:
         """Record the sequences whose states after this pass are not finite.
 
-        Checks the checkpoints of the pass. The last state is checked only if the pass has no
-        logits, because logits would show that it is not finite. It becomes a checkpoint if the
-        request ends now.
+        Checks the checkpoints of the pass, and the last state, which becomes a checkpoint if the
+        request ends now. Logits show whether the last state is finite, so it is not checked if the
+        pass has any.
         """
         for rows in parts:
             state = pool.of(rows.sequence)
@@ -280,10 +280,10 @@ class Runner:
                 self._nonfinite.setdefault(rows.sequence, rows.start)
 
     def _nonfinite_parts(self, parts: list[_Rows]) -> list[int]:
-        """Return the parts whose blocks have a row that is not finite, from any request.
+        """Return the indices of parts whose blocks have rows that are not finite.
 
-        The logits alone do not show this: perhaps no row with logits attends to such a row, and a
-        key of minus infinity only hides its position.
+        Logits alone do not show such rows. Perhaps no row with logits attends to them, and a key of
+        minus infinity only hides its position.
         """
         size = self._memory.block_size
         bad = {
@@ -297,7 +297,7 @@ class Runner:
         return [i for i, r in enumerate(parts) if not bad.isdisjoint(r.sequence.block_table())]
 
     def _bad_drafts(self, parts: list[_Rows]) -> list[int]:
-        """Return the parts whose first row that is not finite is that of a drafted token."""
+        """Return the indices of parts whose first row that is not finite is a drafted token's."""
         positions = [self._nonfinite.get(rows.sequence, 0) for rows in parts]
         return [i for i, r in enumerate(parts) if positions[i] >= len(r.sequence.token_ids)]
 
@@ -316,7 +316,7 @@ class Runner:
         return EmbeddingOverlay(self._tensor(places), torch.cat(values)) if values else None
 
     def _places(self, parts: list[_Rows], plain: Tensor) -> Tensor:
-        """Return position ids `[axes, tokens]` if a prompt has special ones, else `plain`."""
+        """Return position ids `[axes, tokens]` if a prompt has special positions, else `plain`."""
         own = [rows.extras.positions if rows.extras is not None else None for rows in parts]
         axes = max((len(positions.table) for positions in own if positions is not None), default=0)
         if not axes:
@@ -342,7 +342,7 @@ Choice = SampledToken | EngineError | None
 def choose_row(
     sampler: Sampler, logits: StepLogits, row: int, state: SamplingState
 ) -> SampledToken | EngineError:
-    """Return the next token of a request by one row of the step's logits, or its error."""
+    """Return the next token of a request from one row of the step's logits, or its error."""
     if logits.values is not None:
         [choice] = sampler.sample(logits.values[row : row + 1], [state])
         return choice

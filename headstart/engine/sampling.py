@@ -20,7 +20,7 @@ _REMOVED = float("-inf")
 
 
 def apply_repetition_penalty(scores: Tensor, token_ids: Tensor, penalty: float) -> Tensor:
-    """Divide positive and multiply negative scores of `token_ids`, int64 `[rows, any]`, as CTRL."""
+    """Divide positive and multiply negative scores of `token_ids` int64 `[rows, any]`, as CTRL."""
     width = scores.shape[-1]
     # Ids beyond the logits share an extra column, which is dropped at the end.
     columns = token_ids.clamp(max=width)
@@ -39,16 +39,16 @@ def apply_min_p(scores: Tensor, min_p: float) -> Tensor:
 
 
 def apply_top_k(scores: Tensor, count: int) -> Tensor:
-    """Keep the `count` likeliest tokens, and tokens as likely as the last of them."""
+    """Remove all tokens less likely than the `count` likeliest."""
     least = scores.topk(min(count, scores.shape[-1])).values[..., -1:]
     return scores.masked_fill(scores < least, _REMOVED)
 
 
 def apply_top_p(scores: Tensor, top_p: float) -> Tensor:
-    """Keep the smallest set of likeliest tokens whose probabilities sum to `top_p`.
+    """Remove all tokens outside the smallest set whose probabilities sum to `top_p`.
 
-    At least one token stays. A few tokens usually suffice, so only the 1,024 likeliest are sorted
-    at first; if they do not suffice, all are.
+    At least one token stays. A few tokens usually suffice, so all tokens are sorted only if the
+    `LIKELIEST` do not suffice.
     """
     best = scores.softmax(-1).topk(min(LIKELIEST, scores.shape[-1]))
     sum_before = best.values.cumsum(-1) - best.values
@@ -74,9 +74,9 @@ class TokenLogprob(NamedTuple):
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], top: int
 ) -> list[tuple[TokenLogprob, ...]]:
-    """Return for each row of `logits` `[rows, vocab]` its token's entry, then the `top` likeliest.
+    """Return the log-probabilities of each row's token, then those of its `top` likeliest tokens.
 
-    The token's entry occurs once. A `top` of -1 means all tokens.
+    `logits` is `[rows, vocab]`. The token's entry occurs once. A `top` of -1 means all tokens.
     """
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
     width = logprobs.shape[-1]
@@ -188,7 +188,7 @@ class Sampler:
         return results
 
     def accept(self, token_id: int) -> SampledToken | EngineError:
-        """Return a greedy token as a result; an error for -1, when logits are not finite."""
+        """Return a greedy token as a result, or an error for -1: the logits are not finite."""
         if token_id < 0:
             return EngineError(
                 "the request's logits are not finite: the model's weights are damaged, or "
@@ -244,7 +244,7 @@ class Sampler:
         return scores
 
     def _apply_penalties(self, scores: Tensor, state: SamplingState) -> Tensor:
-        """Apply penalties: for repetition by prompt and answer, the others by the answer."""
+        """Apply the repetition penalty to tokens of prompt and answer, others to the answer's."""
         params = state.params
         if params.repetition_penalty != 1:
             token_ids = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids]])

@@ -1,6 +1,6 @@
-"""The scheduler: which requests run in the next step, and with how many tokens.
+"""The scheduler, which chooses the requests and the tokens of each step.
 
-    waiting ──admit──▶ running ──finish / abort──▶ gone
+    waiting ──admit──▶ running ──finish / abort──▶ removed
        ▲                  │
        └────preempt───────┘   its blocks are freed; it resumes by hitting them
 
@@ -115,7 +115,7 @@ class Scheduler:
         self._admitted.clear()
 
     def reset(self) -> None:
-        """Forget all requests, whatever state an exception left."""
+        """Forget all requests, in any state that an exception left."""
         for request in self._limited:
             self._leave_limits(request)
         self._limited.clear()
@@ -189,7 +189,7 @@ class Scheduler:
                 if draft and not append_slots(sequence, 1, len(draft)):
                     draft = ()
             # Limits are not queried again after a preemption: they might let the preempted request
-            # go first again, and neither would ever finish.
+            # go first again, so that neither request ever finishes.
             while not draft and not append_slots(sequence, stop - start):
                 last = self.running.pop()
                 self._preempt(last)
@@ -245,8 +245,8 @@ class Scheduler:
                     continue
                 allocation = self._allocate(request, computed, stop - start)
                 if allocation is None and stop == start:
-                    # A limit stops it. Requests that bypass it could keep the limit's resources
-                    # in use for ever, so the number of bypasses is limited.
+                    # A limit stops it. Requests that bypass it could hold the limit's resources
+                    # forever, so the number of bypasses is limited.
                     if request.times_bypassed >= self._max_bypassed:
                         return
                     continue
@@ -306,7 +306,7 @@ class Scheduler:
         return [entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:-1])]
 
     def _look_up(self, request: Request) -> ComputedBlocks:
-        """Look up the request; return no hit if it must compute its whole prompt."""
+        """Return the request's hit, which is empty if it must compute its whole prompt."""
         computed = self._manager.get_computed_blocks(request.sequence)
         if not request.reads_cache:
             return self._manager.cut(computed, 0)
@@ -321,7 +321,7 @@ class Scheduler:
     ) -> Allocation | None:
         """Allocate slots for the first `count` tokens, if the free blocks suffice for all tokens.
 
-        Otherwise two long prompts could be admitted although only one of them fits the pool.
+        Without this condition, two long prompts could be admitted although only one fits the pool.
         """
         if not count or not self._manager.can_admit(computed):
             return None
@@ -330,7 +330,7 @@ class Scheduler:
 
 
 def _place_after(queue: Sequence[Request], request: Request) -> int:
-    """Return a request's place in a queue: behind all requests of the same or a lower rank."""
+    """Return a request's index in a queue: after all requests of the same or a lower rank."""
     if not queue or queue[-1].rank <= request.rank:
         return len(queue)
     return bisect_right(queue, request.rank, key=_rank)

@@ -160,7 +160,7 @@ FORMATS = frozenset(
         *("ipv4", "ipv6", "time", "unknown", "uri", "uuid"),
     }
 )
-"""Formats of strings that are enforced."""
+"""Formats of strings that llguidance enforces."""
 
 # Keywords whose values are data, and keywords whose values are schemas by name.
 _DATA = ("const", "default", "enum", "examples")
@@ -218,7 +218,7 @@ def read_tags(tags: Any, read_schema: Callable[[Any], str]) -> str:
         structures, triggers = parsed["structures"], parsed["triggers"]
         texts = [*triggers, *(part[name] for part in structures for name in ("begin", "end"))]
         if not structures or not all(isinstance(text, str) for text in texts):
-            raise ValueError("there must be a structure, and texts")
+            raise ValueError("it has no structure, or a value that is no text")
         pairs = []
         for part in structures:
             begin = part["begin"]
@@ -228,7 +228,7 @@ def read_tags(tags: Any, read_schema: Callable[[Any], str]) -> str:
             pairs.append(
                 _Tag(trigger, begin, json_text.loads(read_schema(part["schema"])), part["end"])
             )
-    except Exception as error:  # any kind, for a value of another shape
+    except Exception as error:  # any exception, for a value of another shape
         raise RequestError(
             f"structured_outputs.structural_tag is {describe(tags)}; {_ALLOWED} "
             f"({type(error).__name__}: {shorten(str(error))})"

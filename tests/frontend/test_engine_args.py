@@ -148,7 +148,7 @@ def test_a_tokenizer_of_another_folder(tmp_path: Path) -> None:
     assert read_options(model, {"tokenizer": str(model)}).tokenizer is None
     with pytest.raises(ConfigError, match="tokenizer is 'no/where'; allowed: the path of a folder"):
         LLM(model, tokenizer="no/where")
-    with pytest.raises(ConfigError, match=r"tokenizer is .*, a folder without one"):
+    with pytest.raises(ConfigError, match=r"tokenizer is .*, a folder without a tokenizer"):
         LLM("headstart-tiny", tokenizer=tmp_path)
 
 

@@ -1,8 +1,8 @@
 """The pool's blocks and their tiers: offers to stores, and loads from them.
 
-Written blocks are offered to the saver in batches, and all of them when no request is left. If the
-saver has no space, a block is offered again just before the pool reuses it. The engine's thread
-copies the bytes, and the saver's thread saves them.
+Written blocks are offered to the saver in batches, and all remaining blocks when no request is
+left. If the saver has no space, a block is offered again just before the pool reuses it. The
+engine's thread copies the bytes, and the saver's thread saves them.
 
 A block's bytes are its K/V, followed by its rows: the outputs of a pipeline's stage for the block's
 tokens, which the next stage needs. One record holds both, so a store has either both or neither.
@@ -15,8 +15,8 @@ blocks. A load takes blocks only if the free blocks suffice for its whole reques
     queue     a request arrives: look up the blocks that the pool lacks, in the loader's thread
     take_in   between two steps: write arrived blocks to the pool
     reach     as a limit: the request waits, while others run. If it lacks space in the pool, they
-              bypass it a few times, like any request that waits for blocks. A preempted request
-              looks up the blocks that the pool lost once there is space for it again
+              bypass it a few times, like any request that waits for blocks. Once there is space for
+              a preempted request again, it looks up the blocks that the pool lost
 
 A model with recurrent layers resumes only from a state (`headstart/engine/tiering/states.py`). Its
 load also looks for the deepest state, which arrives first, and loads no block after that state. The
@@ -152,7 +152,7 @@ class ComputeRate:
 
 
 class Offers:
-    """Offers to the saver of blocks that the store does not have.
+    """Blocks that the store does not have, passed to its saver.
 
     manager: the cache manager, whose events only this object may take. text: returns the text that
     is stored with a block; None to store no text. num_dropped: number of blocks that were not
@@ -176,10 +176,10 @@ class Offers:
         self._unsaved = UnsavedBlocks(manager.hasher, with_tokens=text is not None)
 
     def note(self, requested_at: float, *, is_saved: bool = False) -> None:
-        """Offer the blocks that the step will overwrite; call before anything is written.
+        """Offer the blocks that the step will overwrite; call before the step writes.
 
         requested_at: the arrival of the step's oldest request, in seconds since 1970. is_saved: the
-        store has the new blocks.
+        store has the blocks that the step adds.
         """
         events = self._manager.take_events()
         leaving = self._unsaved.note(events, requested_at, is_saved=is_saved)
@@ -226,9 +226,9 @@ class Load:
     key: identifies the prefix to load. first: index in the prompt of the first block that the job
     loads. start: number of tokens that would hit without the load. known: number of tokens whose
     K/V the pool has. next: index of the block that is written to the pool next. written: the tiers
-    of the blocks written before it. state_tier: the tier of the state that was written to the pool.
+    of the blocks written so far. state_tier: the tier of the state that was written to the pool.
     sequence: holds the blocks; None before anything has arrived. requests: the requests that wait
-    for it. lacks_space: the free blocks do not suffice for its request.
+    for the load. lacks_space: the free blocks do not suffice for its request.
     """
 
     def __init__(self, request: Request, key: BlockHash, computed: ComputedBlocks, job: LoadJob):
@@ -275,7 +275,7 @@ class Load:
         return state.found.name if state is not None and state.found is not None else None
 
     def segments(self, block_size: int) -> list[tuple[str, range]]:
-        """Return the ranges of tokens that it has written to the pool, with their tiers."""
+        """Return the ranges of tokens that were written to the pool, with their tiers."""
         if self.state_tier is not None:
             return [(self.state_tier, range(self.start, self.position))]
         segments, start = [], self.next - len(self.written)
@@ -350,7 +350,7 @@ class Loads:
     def _begin_state(
         self, request: Request, num_tokens: int, computed: ComputedBlocks
     ) -> Load | None:
-        """Look for a deeper state than the pool's; return None if there can be none."""
+        """Start a load of a state deeper than the pool's; return None if none can exist."""
         states, pool, size = self._states, self._manager.states, self._manager.block_size
         assert states is not None and pool is not None
         if computed.num_tokens >= num_tokens or pool.num_slots == 1:
@@ -389,8 +389,8 @@ class Loads:
     def _load_again(self, request: Request) -> bool:
         """Load the lost blocks of a preempted request; return True if it waits for them.
 
-        A load begins only when there is space for the request, otherwise other requests would take
-        the blocks again. For each loss there is only one load: if the store does not have the
+        A load begins only when there is space for the request, since other requests would otherwise
+        take the blocks again. Each preemption causes one load only: if the store does not have the
         blocks, the request must not wait again.
         """
         manager, sequence = self._manager, request.sequence
@@ -437,7 +437,7 @@ class Loads:
         return written
 
     def end_done(self) -> list[Load]:
-        """End and return the loads that are complete or that no request waits for.
+        """End and return the loads that are complete, or for which no request waits.
 
         Call after their blocks are committed.
         """
@@ -548,9 +548,9 @@ class Loads:
         return load.next >= first and computed.num_tokens < load.position
 
     def _leave_checkpoint(self, load: Load) -> None:
-        """Let the requests leave a checkpoint where the stores' blocks end, if there is no state.
+        """Plan a checkpoint at the end of the stored blocks, if the stores have no state near it.
 
-        The next prompt that branches off there can resume at it.
+        A later prompt that branches off at this position can resume from the checkpoint.
         """
         state = load.job.state
         if state is None or self._states is None or not load.job.done:

@@ -1,4 +1,4 @@
-"""Replies in tiers, from which a prompt that is repeated after a restart is drafted.
+"""Replies in tiers: the source of drafts for prompts that are repeated after a restart.
 
 In memory, the tree of cached prefixes has the tokens that followed a prompt. The stores have no
 tree and look up blocks by hashes. So a reply is stored as a separate object, under a hash of its
@@ -25,8 +25,8 @@ _TOKEN = np.dtype("<u4")
 class Replies:
     """The lookups and saves of replies.
 
-    worker: the thread of lookups, for which no request waits. model: its fingerprint. vocab_size: a
-    stored reply with a token that the model does not have is ignored.
+    worker: the thread of lookups; no request waits for it. model: the model's fingerprint.
+    vocab_size: a stored reply with a token id beyond it is ignored.
     """
 
     def __init__(
@@ -75,6 +75,6 @@ def _identify(sequence: TokenSequence, model: str, block_size: int) -> bytes:
 
 
 def _mask(data: bytes | memoryview, identity: bytes) -> bytes:
-    """Mask bytes, or unmask them."""
+    """Mask or unmask bytes."""
     mask = hashlib.shake_256(identity[32:]).digest(len(data))
     return (np.frombuffer(data, np.uint8) ^ np.frombuffer(mask, np.uint8)).tobytes()

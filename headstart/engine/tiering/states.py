@@ -6,7 +6,7 @@ bytes are the states, followed by the K/V of the tokens after the block, since o
 the K/V of full blocks only.
 
 The stores get the last checkpoints of a prompt and of a reply, the checkpoints at marks and forks,
-and a regular one near the end of a prompt. A checkpoint that is less than `min_gain` tokens after
+and a checkpoint near the end of a prompt. A checkpoint that is less than `min_gain` tokens after
 the previous stored checkpoint of its path is not stored. A checkpoint is offered to the stores when
 the K/V of its last tokens can be read: when these tokens fill a block, or when their request ends.
 """
@@ -67,9 +67,9 @@ class StatePayload:
 
 @dataclass(frozen=True)
 class StateStores:
-    """The stores of checkpoints, nearest first, and what they store.
+    """The stores of checkpoints, nearest first.
 
-    min_gain: the least number of tokens since the checkpoint stored before.
+    min_gain: the least number of tokens between two stored checkpoints of a path.
     """
 
     payload: StatePayload
@@ -78,7 +78,7 @@ class StateStores:
 
 
 def name_state(parent: BlockHash, tail: BlockKey) -> BlockHash:
-    """Return a checkpoint's name, from the hash of its last full block and the key after it."""
+    """Return a checkpoint's name. tail: the key of the tokens after its last full block."""
     return BlockHash(hashlib.sha256(b"headstart/state/1" + parent + tail).digest())
 
 

@@ -47,7 +47,7 @@ class TierStats:
     """Counts since the start.
 
     loaded_tokens: tokens written to the pool, by tier, even if their request was aborted.
-    declined_tokens: stored tokens that were computed, since this was faster than loading.
+    declined_tokens: stored tokens that were computed, because that was faster than loading.
     late_answers: number of times that a store did not answer in time, or was slower than computing.
     unsaved_blocks: blocks of K/V and objects that were not saved in a tier, since it failed or was
     paused. faults: by tier and kind; faults that concern no single tier have the tier "all".
@@ -119,9 +119,7 @@ class Tiers:
         self._began = 0.0  # start of the current step
         self._requested_at = 0.0  # arrival of its oldest request, in seconds since 1970
         self._times_declined = 0
-        self._until: float | None = (
-            None  # the deadline of closing, on the clock of `time.monotonic`
-        )
+        self._until: float | None = None  # deadline of `close`, on the clock of `time.monotonic`
 
     @staticmethod
     def bound_queue(pool_bytes: int) -> int:
@@ -235,7 +233,7 @@ class Tiers:
                     request.group.loaded = segments
 
     def _take_slots(self, request: Request, blocks: list[LoadedBlock]) -> None:
-        """Note the blocks that a load took; blocks of farther tiers are saved in the nearest."""
+        """Note the blocks that a load took; save them in the nearest tier if some are not in it."""
         is_saved = all(block.tier == self._tiers[0].tier for block in blocks)
         self._note(_wall_time(request.group.arrival_time), is_saved=is_saved)
 
@@ -250,7 +248,7 @@ class Tiers:
                 self._state_offers.offer(requested_at)
 
     def wait(self) -> bool:
-        """Wait a moment for a load, when nothing can run; return False if there is no load."""
+        """Wait a moment for a load when nothing can run; return False if there is no load."""
         if self.loads.are_under_way:
             self._loader.wait(_PATIENCE)
         elif self.image_loads.are_under_way:
@@ -290,7 +288,7 @@ class Tiers:
         self._rest(False)
 
     def _rest(self, on: bool) -> None:
-        """Let the savers pause while steps need the cores, or let them continue."""
+        """Pause the savers while a step needs the cores, or let them continue."""
         for saver in self._savers:
             saver.rest(on)
 
@@ -313,12 +311,12 @@ class Tiers:
         done += [self._calls.call(store.clear, False) for store in self._stores]
         if not all(done):
             raise TierError(
-                "K/V in memory were cleared, but blocks in a store may remain, as it does not "
-                "answer or is paused after a failure; see the log headstart.tiers"
+                "K/V in memory were cleared. Blocks may remain in a store that does not answer or "
+                "is paused after a failure; see the log headstart.tiers"
             )
 
     def flush(self, timeout: float) -> bool:
-        """Save all written blocks; return False if that takes longer than `timeout` seconds."""
+        """Save all written blocks; return False if this takes longer than `timeout` seconds."""
         self._offers.flush()
         self._offer_states()
         return all(saver.flush(timeout) for saver in self._savers)
@@ -339,8 +337,8 @@ class Tiers:
 def is_worth_loading(tokens: int, nbytes: int, compute: float | None, load: float | None) -> bool:
     """Return True if loading `nbytes` bytes is faster than computing `tokens` tokens.
 
-    compute: tokens per second. load: bytes per second. Also True while a rate is None, so that it
-    gets measured.
+    compute: tokens per second. load: bytes per second. Also True while a rate is None, so that the
+    rate is measured.
     """
     if compute is None or load is None:
         return True

@@ -79,7 +79,7 @@ def test_images_that_never_fit_are_refused_at_once(folder: Path) -> None:
     llm.close()
     llm = LLM(folder, num_blocks=64, encoder_cache_rows=47, deterministic=True, block_size=64)
     llm.generate(ask("<image><image>", 1, 2), GREEDY)
-    with pytest.raises(RequestError, match="needs 48 at once"):
+    with pytest.raises(RequestError, match="needs 48 image embeddings at once"):
         llm.generate(ask("<image><image><image>", 1, 2, 3), GREEDY)
     llm.close()
 

@@ -157,7 +157,7 @@ def _breaks(past: list[int], logits: Tensor) -> Tensor:
         ({"logits_processors": [_breaks]}, "a logits processor failed: KeyError: 'on purpose'"),
         (
             {"logits_processors": [lambda past, logits: logits[:3]]},
-            r"has the shape \[3\]",
+            r"its result is a tensor \[3\]",
         ),
         ({"logits_processors": [lambda past, logits: None]}, "its result is a NoneType; allowed"),
         ({"logits_processors": [lambda past, logits: logits - torch.inf]}, "every token is banned"),

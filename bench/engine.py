@@ -100,7 +100,7 @@ def load(*, tokenizer: bool) -> tuple[EngineCore, Frontend]:
     """Return an engine with one thread, and its frontend."""
     made = make_tokenizer(SHAPE) if tokenizer else None
     config = make_config({"num_threads": 1, "num_blocks": BLOCKS})
-    engine = EngineCore.of_model(load_model(model_folder(SHAPE), "auto", "cpu"), made, config)
+    engine = EngineCore(load_model(model_folder(SHAPE), "auto", "cpu"), made, config)
     return engine, make_frontend(engine, made)
 
 

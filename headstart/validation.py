@@ -197,10 +197,10 @@ def option(default: Any = MISSING, help_text: str = "", allowed: Allowed | None 
     return field(default=default, metadata={"help": help_text, "allowed": allowed})
 
 
-def check_fields(options: Any, error: type[Exception]) -> None:
+def check_fields(options: Any, error: type[Exception], prefix: str = "") -> None:
     """Raise `error` if a field of a dataclass has a value outside its type or range.
 
-    A field with several types (besides None) is not checked.
+    A field with several types (besides None) is not checked. prefix: put before the field's name.
     """
     kind: Any = type(options)
     for name, (allowed, is_optional, default) in _allowed_values(kind).items():
@@ -208,7 +208,7 @@ def check_fields(options: Any, error: type[Exception]) -> None:
         is_right = value is default or (is_optional and value is None) or value in allowed
         if not is_right:
             or_none = " or None" if is_optional else ""
-            raise error(f"{name} is {describe(value)}; allowed: {allowed}{or_none}")
+            raise error(f"{prefix}{name} is {describe(value)}; allowed: {allowed}{or_none}")
 
 
 @cache

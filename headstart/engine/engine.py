@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,7 +27,7 @@ from headstart.engine.drafts.drafting import Drafting
 from headstart.engine.fair_share import FairShare
 from headstart.engine.image_cache import EncoderBudget, EncoderCache
 from headstart.engine.outputs import RequestOutput
-from headstart.engine.parts import EngineParts, make_engine_parts
+from headstart.engine.parts import make_engine_parts
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.runner import Choice, Runner, StepLogits, choose_row, choose_tokens
 from headstart.engine.sampling import SampledToken, Sampler
@@ -38,10 +38,6 @@ from headstart.models.decoder import DecoderModel
 from headstart.models.loader import load_model
 from headstart.models.prefetch import ReadyMemory
 from headstart.models.tokenizer import Tokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 _LOG = logging.getLogger("headstart.engine")
 
@@ -54,18 +50,30 @@ class EngineCore:
     """
 
     def __init__(
-        self, parts: EngineParts, config: EngineConfig, hooks: EngineHooks | None = None
+        self,
+        decoder: DecoderModel,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        hooks: EngineHooks | None = None,
+        *,
+        is_observed: bool = False,
     ) -> None:
+        """Create an engine for a loaded model. Raises ConfigError or OutOfMemoryError.
+
+        tokenizer: only for image processors, and for texts that tiers store with blocks.
+        is_observed: see `make_engine_parts`.
+        """
+        rows = hooks.stored_rows if hooks is not None else None
+        parts = make_engine_parts(decoder, tokenizer, config, rows=rows, is_observed=is_observed)
         self.config = config
-        self.model, self.vision = parts.model, parts.vision
+        self.model, self.vision = decoder, parts.vision
         self.manager, self.max_model_len = parts.manager, parts.max_model_len
-        states, pool = parts.states, parts.manager.states
         self.kv_cache_bytes = parts.memory.nbytes
-        self.state_bytes = states.rows.nbytes if states is not None else 0
+        self.state_bytes = parts.states.rows.nbytes if parts.states is not None else 0
         if config.deterministic:
             self.model.fix_rows()
         backend = make_backend(parts.memory, share=config.share_attention)
-        self.model.attach(backend, states)
+        self.model.attach(backend, parts.states)
         self.tiers = parts.tiers
         self.images: EncoderBudget | None = None
         if parts.vision is not None:
@@ -75,14 +83,7 @@ class EngineCore:
             )
             self.images = EncoderBudget(cache, config.block_size if config.deterministic else None)
         self.adapters = AdapterStore(self.model, config)
-        self._runner = Runner(
-            self.model,
-            backend,
-            parts.memory,
-            self.adapters,
-            None if states is None or pool is None else (states, pool),
-            deterministic=config.deterministic,
-        )
+        self._runner = Runner(parts, backend, self.adapters, deterministic=config.deterministic)
         self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
         # Limits on inputs come first: while a request waits for its inputs, it must not reach a
         # limit that would delay other requests for it.
@@ -91,15 +92,13 @@ class EngineCore:
         self.drafting: Drafting | None = None
         on_cpu = self.model.device.type == "cpu"
         self._clock = time.thread_time if on_cpu else time.perf_counter  # CPU time is less noisy
-        if config.max_draft and hooks is None and states is None:
+        if config.max_draft and hooks is None and parts.states is None:
             self.drafting = Drafting(self.manager, config, self.max_model_len)
         elif config.max_draft and config.speculation != "auto":
             _LOG.warning("speculation has no effect: recurrent layers and pipelines have no drafts")
         self._scheduler = Scheduler(
             self.manager,
-            max_tokens=config.max_num_batched_tokens,
-            max_running=config.max_num_seqs,
-            max_bypassed=config.max_bypassed,
+            config,
             limits=[limit for limit in limits if limit is not None],
             max_prompt_tokens=self._turns.max_prompt_tokens,
             hooks=hooks,
@@ -108,21 +107,6 @@ class EngineCore:
         self._hooks = hooks
         self._groups: dict[str, RequestGroup] = {}
         self._closed: str | None = None  # the reason, once it is closed
-
-    @classmethod
-    def of_model(
-        cls,
-        decoder: DecoderModel,
-        tokenizer: Tokenizer | None,
-        config: EngineConfig,
-        hooks: EngineHooks | None = None,
-    ) -> EngineCore:
-        """Return an engine core for a loaded model. Raises ConfigError or OutOfMemoryError.
-
-        tokenizer: only for the text that tiers store with blocks.
-        """
-        rows = hooks.stored_rows if hooks is not None else None
-        return cls(make_engine_parts(decoder, tokenizer, config, rows=rows), config, hooks)
 
     # Requests
 
@@ -434,12 +418,11 @@ def load_engine(
     ready_memory: ReadyMemory | None = None,
     is_observed: bool = False,
     **options: Any,
-) -> tuple[EngineCore, PreTrainedTokenizerBase | None]:
+) -> tuple[EngineCore, Tokenizer | None]:
     """Load a model by path or name, and its tokenizer; `options` are those of `EngineConfig`.
 
     tokenizer_folder: None for the model's. ready_memory: memory for packed weights, used if it is
-    large enough. is_observed: see `make_engine_parts`. Raises ConfigError, ModelError or
-    OutOfMemoryError; no memory stays allocated.
+    large enough. Raises ConfigError, ModelError or OutOfMemoryError; no memory stays allocated.
     """
     config = make_config(options)
     # Loading uses all cores: allocating memory for the weights keeps them busy.
@@ -453,5 +436,4 @@ def load_engine(
         )
     finally:
         torch.set_num_threads(config.threads)
-    parts = make_engine_parts(decoder, tokenizer, config, is_observed=is_observed)
-    return EngineCore(parts, config), tokenizer
+    return EngineCore(decoder, tokenizer, config, is_observed=is_observed), tokenizer

@@ -15,18 +15,15 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headstart.errors import EngineError, NoTokenError, engine_error
+from headstart.models.tokenizer import Tokenizer
 from headstart.weights.greedy_head import every_token, mask_logits
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 ALL_BANNED = "every token is banned, or a penalty overflows"
 
@@ -45,7 +42,7 @@ class Vocabulary(NamedTuple):
     size: the width of the logits, which may be larger than the tokenizer's vocabulary.
     """
 
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: Tokenizer | None
     size: int
     eos_token_ids: frozenset[int]
 

@@ -4,11 +4,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from math import inf
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from headstart.engine.structured_outputs import StructuredOutputsParams
+from headstart.engine.structured_outputs import Accepting, StructuredOutputsParams
 from headstart.errors import RequestError
-from headstart.validation import Number, check_absent, check_fields, check_utf8, describe, option
+from headstart.validation import (
+    Allowed,
+    Number,
+    check_absent,
+    check_fields,
+    check_utf8,
+    describe,
+    option,
+)
 
 MAX_BIAS = 100
 MAX_BAD_WORDS = 1024
@@ -22,30 +30,17 @@ SEEDS = Number(int, -(2**63), 2**63 - 1)
 """Integers that a request or an engine may have as its seed."""
 
 
-class _Kind(NamedTuple):
-    """The values that `accepts` accepts, and their description in an error."""
-
-    accepts: Callable[[Any], bool]
-    text: str
-
-    def __contains__(self, value: object) -> bool:
-        return self.accepts(value)
-
-    def __str__(self) -> str:
-        return self.text
-
-
 _TOKEN_IDS = Number(int, 0)
 _BIASES = Number(float, -MAX_BIAS, MAX_BIAS)
-_STOPS = _Kind(lambda s: isinstance(s, str) and s != "", "texts of at least one character")
-_WORDS = _Kind(
+_STOPS = Accepting(lambda s: isinstance(s, str) and s != "", "texts of at least one character")
+_WORDS = Accepting(
     lambda word: isinstance(word, str) and word.strip() != "", "texts that are not blank"
 )
-_FUNCTIONS = _Kind(callable, "functions of token ids and logits")
+_FUNCTIONS = Accepting(callable, "functions of token ids and logits")
 
 
 def _check_list(
-    name: str, values: Any, items: Number | _Kind, allowed: str, least: int = 0, most: float = inf
+    name: str, values: Any, items: Allowed, allowed: str, least: int = 0, most: float = inf
 ) -> None:
     """Raise RequestError unless `values` is None or a list of `least` to `most` valid items."""
     if values is None:
@@ -56,7 +51,7 @@ def _check_list(
     _check_items(name, values, items)
 
 
-def _check_items(name: str, values: Iterable[Any], items: Number | _Kind) -> None:
+def _check_items(name: str, values: Iterable[Any], items: Allowed) -> None:
     for value in values:
         if value not in items:
             raise RequestError(f"{name} has {describe(value)}; allowed: {items}")

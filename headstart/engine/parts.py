@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -31,14 +31,11 @@ from headstart.imports import load_module
 from headstart.machine import available_memory, cpu_flags
 from headstart.models.decoder import DecoderModel, VisionModel
 from headstart.models.files import BUILT_IN, find_folder
+from headstart.models.tokenizer import Tokenizer
 from headstart.tiers import OBJECTS, BlockStore, DiskStore, ModelRecord, RemoteStore, make_folder
 from headstart.tiers.files import read_file, replace_file
 from headstart.version import __version__
 from headstart.weights.format import PREQUANTIZED_REVISION, REVISIONS, Embedding, Linear
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 _LAYOUT = "layer by layer K and then V, [tokens, heads, width], 1"
 _FINGERPRINTS = "fingerprints.json"
@@ -391,7 +388,7 @@ def _log_unused(config: EngineConfig, memory: PagedKVMemory, states: StateMemory
 
 def make_engine_parts(
     decoder: DecoderModel,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     config: EngineConfig,
     *,
     rows: BlockRows | None = None,
@@ -413,9 +410,8 @@ def make_engine_parts(
     memory = PagedKVMemory(
         decoder.layouts, plan.num_blocks, config.block_size, dtype, device, plan.num_window_blocks
     )
-    states: StateMemory | None = None
-    if decoder.state_layouts:
-        states = StateMemory(decoder.state_layouts, plan.num_states, device)
+    layouts = decoder.state_layouts
+    states = StateMemory(layouts, plan.num_states, device) if layouts else None
     _log_unused(config, memory, states)
     folder, model = config.disk_folder, None
     stores: Sequence[BlockStore] = ()

@@ -16,22 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.attention import (
-    AttentionBackend,
-    PagedKVMemory,
-    Recurrence,
-    Span,
-    StateMemory,
-    StepPlan,
-)
+from headstart.attention import AttentionBackend, Recurrence, Span, StateMemory, StepPlan
 from headstart.cache import StatePool, TokenSequence
 from headstart.engine.adapter_store import AdapterStore
 from headstart.engine.logits import TokenMask, allowed_tokens
+from headstart.engine.parts import EngineParts
 from headstart.engine.request import PromptExtras
 from headstart.engine.sampling import SampledToken, Sampler, SamplingState, token_logprobs
 from headstart.engine.step import Batch
 from headstart.errors import EngineError
-from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+from headstart.models.decoder import EmbeddingOverlay
 from headstart.weights.greedy_head import greedy_tokens
 
 PADDING_TOKEN = 0
@@ -85,20 +79,20 @@ class Runner:
 
     def __init__(
         self,
-        model: DecoderModel,
+        parts: EngineParts,
         backend: AttentionBackend,
-        memory: PagedKVMemory,
         adapters: AdapterStore,
-        states: tuple[StateMemory, StatePool] | None = None,
         *,
         deterministic: bool,
     ) -> None:
-        self._model = model
-        self._device = model.device  # cached: transformers searches its parameters for it
+        self._model = parts.model
+        self._device = parts.model.device  # cached: transformers searches its parameters for it
         self._backend = backend
-        self._memory = memory
+        self._memory = parts.memory
         self._adapters = adapters
-        self._states = states
+        self._states: tuple[StateMemory, StatePool] | None = None
+        if parts.states is not None and parts.manager.states is not None:
+            self._states = parts.states, parts.manager.states
         self._deterministic = deterministic
         # The first position in the current step whose K or V are not finite, by sequence.
         self._nonfinite: dict[TokenSequence, int] = {}

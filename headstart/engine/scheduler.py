@@ -33,6 +33,7 @@ from itertools import islice, takewhile
 from operator import attrgetter, is_not
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
+from headstart.engine.config import EngineConfig
 from headstart.engine.drafts.drafting import Drafting
 from headstart.engine.request import Request
 from headstart.engine.step import Batch, EngineHooks, Limit, ScheduledTokens
@@ -51,10 +52,8 @@ class Scheduler:
     def __init__(
         self,
         manager: KVCacheManager,
+        config: EngineConfig,
         *,
-        max_tokens: int,
-        max_running: int,
-        max_bypassed: int,
         limits: Sequence[Limit] = (),
         max_prompt_tokens: Callable[[], int] | None = None,
         hooks: EngineHooks | None = None,
@@ -66,11 +65,11 @@ class Scheduler:
         self.waits_for_inputs = False
         self._admitted: list[tuple[Request, int]] = []  # in the last step, with the first token
         self._manager = manager
-        self._max_tokens = max_tokens
-        self._max_running = max_running
-        self._max_bypassed = max_bypassed
+        self._max_tokens = config.max_num_batched_tokens
+        self._max_running = config.max_num_seqs
+        self._max_bypassed = config.max_bypassed
         self._limits = tuple(limits)
-        self._max_prompt_tokens = max_prompt_tokens or (lambda: max_tokens)
+        self._max_prompt_tokens = max_prompt_tokens or (lambda: self._max_tokens)
         self._limited: dict[Request, tuple[Limit, ...]] = {}  # the limits that apply to a request
         self._is_held_up = False  # a limit stopped a running request in this step
         self._hooks = hooks

@@ -3,12 +3,12 @@
 import json as json_text
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from headstart.errors import RequestError
-from headstart.validation import check_utf8, describe, shorten
+from headstart.validation import OneOf, check_fields, check_utf8, describe, option, shorten
 
 MAX_BYTES = 65_536
 MAX_CHOICE_BYTES = 2**20  # all choices are one terminal, so more text does not slow the masks
@@ -31,8 +31,17 @@ class OutputConstraint(NamedTuple):
     whitespace: str = ""
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and "\0" not in value
+class Accepting(NamedTuple):
+    """The values for which `accepts` is True, and their description in errors."""
+
+    accepts: Callable[[Any], bool]
+    text: str
+
+    def __contains__(self, value: object) -> bool:
+        return self.accepts(value)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def _is_choice(value: Any) -> bool:
@@ -40,18 +49,11 @@ def _is_choice(value: Any) -> bool:
     return is_list and len(value) > 0 and all(isinstance(text, str) for text in value)
 
 
-_FLAG = (lambda value: isinstance(value, bool), "True or False")
-_TEXT = (_is_text, "a text without the character U+0000")
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "json_object": (lambda value: value is True, "True"),
-    "disable_any_whitespace": _FLAG,
-    "disable_additional_properties": _FLAG,
-    "regex": _TEXT,
-    "whitespace_pattern": _TEXT,
-    "grammar": (lambda value: _is_text(value) and value.strip() != "", f"{_TEXT[1]}, not blank"),
-    "choice": (_is_choice, "a list of at least one text"),
-}
-"""The checks of fields that are not None, each with the allowed values for an error."""
+_TEXT = Accepting(
+    lambda value: isinstance(value, str) and "\0" not in value, "a text without U+0000"
+)
+_GRAMMAR = Accepting(lambda value: value in _TEXT and value.strip() != "", f"{_TEXT}, not blank")
+_CHOICE = Accepting(_is_choice, "a list of at least one text")
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,13 @@ class StructuredOutputsParams:
     """
 
     json: str | Mapping[str, Any] | type | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
+    regex: str | None = option(None, allowed=_TEXT)
+    choice: Sequence[str] | None = option(None, allowed=_CHOICE)
+    grammar: str | None = option(None, allowed=_GRAMMAR)
+    json_object: bool | None = option(None, allowed=OneOf((True,)))
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
+    whitespace_pattern: str | None = option(None, allowed=_TEXT)
     structural_tag: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -89,12 +91,7 @@ class StructuredOutputsParams:
                 f"structured_outputs has {' and '.join(kinds) or 'no constraint'}; allowed: "
                 f"exactly one of {', '.join(_KINDS)}"
             )
-        for field in fields(self):
-            value = getattr(self, field.name)
-            is_valid, allowed = _CHECKS.get(field.name, (lambda value: True, ""))
-            if value is not None and not is_valid(value):
-                name = f"structured_outputs.{field.name}"
-                raise RequestError(f"{name} is {describe(value)}; allowed: {allowed}")
+        check_fields(self, RequestError, "structured_outputs.")
         size = check_utf8(f"structured_outputs.{kinds[0]}", self.constraint.text)
         most = MAX_BYTES if self.choice is None else MAX_CHOICE_BYTES
         if size > most:

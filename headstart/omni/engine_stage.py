@@ -319,7 +319,7 @@ class EngineStage(Stage):
                 self.stored_rows = TierRows(spec, config.block_size, like, used, store_name)
         self._states: dict[str, _State] = {}
         self._events: list[Event] = []
-        self.engine = EngineCore.of_model(decoder, tokenizer, config, self)
+        self.engine = EngineCore(decoder, tokenizer, config, self)
         self.frontend = make_frontend(self.engine, tokenizer)
         # Names without a model's fingerprint mean nothing in other processes.
         self._name_prefix = b"" if self.engine.tiers is not None else os.urandom(8)

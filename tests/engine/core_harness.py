@@ -5,16 +5,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headstart.attention import PagedKVMemory
 from headstart.cache import TokenSequence
 from headstart.engine.config import make_config
 from headstart.engine.engine import EngineCore
 from headstart.engine.params import SamplingParams
-from headstart.engine.parts import make_engine_parts
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling import SamplingState
 from headstart.frontend.text import Detokenizer, OutputText
 from headstart.models.decoder import DecoderModel
+from tests.engine.internals import kv_memory
 
 
 class CoreHarness:
@@ -27,9 +26,8 @@ class CoreHarness:
         **options: Any,
     ) -> None:
         config = make_config({"debug": True, "block_size": 4, **options})
-        parts = make_engine_parts(model, None, config)
-        self.memory: PagedKVMemory = parts.memory
-        self.core = EngineCore(parts, config)
+        self.core = EngineCore(model, None, config)
+        self.memory = kv_memory(self.core)
         self.groups: list[RequestGroup] = []
         self._expected = expected
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
+from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling import SampledToken, SamplingState
@@ -53,13 +54,10 @@ class Bench:
     ) -> None:
         self.kept_out: list[Request] = []
         self.manager = KVCacheManager(CacheConfig(num_blocks=blocks, block_size=BLOCK))
-        self.scheduler = Scheduler(
-            self.manager,
-            max_tokens=tokens,
-            max_running=running,
-            max_bypassed=bypassed,
-            limits=[Beside(self.kept_out), *limits],
+        config = EngineConfig(
+            max_num_batched_tokens=tokens, max_num_seqs=running, max_bypassed=bypassed
         )
+        self.scheduler = Scheduler(self.manager, config, limits=[Beside(self.kept_out), *limits])
         self._names = count()
 
     def add(self, tokens: list[int], max_tokens: int = 4) -> Request:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -46,11 +46,8 @@ from headstart.cache import (
 )
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.tiering.states import StateStores, name_state, search_states
+from headstart.models.tokenizer import Tokenizer
 from headstart.tiers import LoadedBlock, Loader, LoadJob, Saver, StoredBlock
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 _BATCH = 32  # blocks that are copied and offered at once
 _LEAST_TOKENS = 32  # least tokens of a step whose speed is measured
@@ -118,7 +115,7 @@ class BlockPayload:
         self._memory.write_blocks(block_ids, [payload[:size] for payload in payloads])
 
 
-def block_text(tokenizer: PreTrainedTokenizerBase | None, is_on: bool) -> BlockText | None:
+def block_text(tokenizer: Tokenizer | None, is_on: bool) -> BlockText | None:
     """Return a function that returns the text of a block; None if texts are not stored."""
     if tokenizer is None or not is_on:
         return None

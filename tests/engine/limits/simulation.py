@@ -46,9 +46,7 @@ class Simulation:
         self.fair = FairShare(self.manager, config)
         self.scheduler = Scheduler(
             self.manager,
-            max_tokens=tokens,
-            max_running=running,
-            max_bypassed=8,
+            config,
             limits=[self.fair],
             max_prompt_tokens=self.fair.max_prompt_tokens,
         )

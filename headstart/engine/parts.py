@@ -403,8 +403,7 @@ def make_engine_parts(
     if decoder.takes_images and decoder.folder is not None:
         backend = load_module("headstart.models.transformers_backend.image_encoder")
         vision = backend.TransformersVision(decoder, decoder.folder, tokenizer)
-    encoder_row = vision.bytes_per_row if vision is not None else 0
-    plan = plan_memory(config, decoder, encoder_row)
+    plan = plan_memory(config, decoder, vision.bytes_per_row if vision is not None else 0)
     limit = longest_sequence(config, decoder.max_model_len, plan.num_blocks)
     dtype, device = kv_dtype(config, decoder), decoder.device
     memory = PagedKVMemory(
@@ -421,8 +420,8 @@ def make_engine_parts(
         model = identify(decoder, memory, config, folder, rows)
         stores = open_stores(model, config)
         # Loading the longest prompt writes this many blocks, and the next step reads them.
-        stored = max(store.num_stored for store in stores)
-        loaded = min(stored, -(-limit // config.block_size))
+        most = max(store.num_stored for store in stores)
+        loaded = min(most, -(-limit // config.block_size))
         memory.prefault(loaded)
         decoder.prepare(min(loaded * config.block_size, _MOST_PREPARED))
     cache = CacheConfig(
@@ -434,11 +433,10 @@ def make_engine_parts(
     )
     names = BlockHasher(config.block_size, "" if model is None else model.fingerprint)
     manager = (ObservedManager if is_observed else KVCacheManager)(cache, names)
-    tiers = None
-    if stores:
+    tiers = state_stores = None
+    if model is not None:
         payload, text = BlockPayload(memory, rows), block_text(tokenizer, config.cache_words)
-        state_stores = None
-        if states is not None and model is not None:
+        if states is not None:
             has_tail = cache.partial_hits and rows is None
             state_payload = StatePayload(memory, states, has_tail=has_tail)
             record = state_payload.record(model)

@@ -1,13 +1,13 @@
-r"""The commands on the blocks of a folder: verify, list, export, import.
+r"""Commands on the blocks of a folder: verify, list, export, import.
 
 Other processes may use a folder while it is verified. They may move a block while it is read. So a
 block that cannot be read is read again inside a transaction, during which no process writes.
 
 An exported file takes a prefix to another machine:
 
-    headstart blocks VERSION \n | the model, in JSON \n | records | "end" and their number
+    headstart blocks VERSION \n | the model, in JSON \n | records | "end" and the number of records
 
-The last field has 11 bytes. The header of each record has its length.
+The last field has 11 bytes. The header of each record contains the length of its payload.
 """
 
 import json
@@ -31,7 +31,7 @@ from headstart.tiers.index import (
     IndexedBlock,
     IndexedModel,
     described_models,
-    is_passing,
+    is_transient,
     make_folder,
     parse_description,
     rebuild_index,
@@ -55,9 +55,9 @@ class Counts(NamedTuple):
     """Blocks by their state.
 
     whole: listed in the index and readable. damaged: listed, but unreadable. lost: listed beyond
-    the file's end. overwritten: listed, but another block is in the slot, since a process ended
-    while it saved. unlisted: readable, but not listed; the next save overwrites it. gaps: slots
-    without a listed block, below the last one.
+    the file's end. overwritten: listed, but the slot contains another block, because a process was
+    killed during a save. unlisted: readable, but not listed; the next save overwrites it. gaps:
+    slots without a listed block, before the last listed block.
     """
 
     whole: int = 0
@@ -89,7 +89,7 @@ class VerifyReport(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if no block is damaged or lost."""
+        """True if the index is sound and complete, and no block is damaged or lost."""
         total = self.total
         return self.index_is_sound and not (total.damaged or total.lost or total.gaps)
 
@@ -97,11 +97,12 @@ class VerifyReport(NamedTuple):
 def verify(
     folder: Path, *, repair: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> VerifyReport:
-    """Read all records of a folder; safe while others use it.
+    """Read all records of a folder, which other processes may use meanwhile.
 
-    repair: forget damaged and lost blocks, and rebuild a damaged index, after the report is made.
-    progress: called with the number of records read and of all records. Raises ConfigError if the
-    folder cannot be read, or if another process uses its index for too long.
+    repair: afterwards forget damaged and lost blocks, and rebuild an index that is damaged or has
+    gaps. The report describes the folder before the repair. progress: called with the number of
+    records read so far, and the number of all records. Raises ConfigError if the folder cannot be
+    read, or if another process uses its index for too long.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no cache folder {folder}")
@@ -132,14 +133,17 @@ def verify(
 
 
 def _open_index(folder: Path, stack: ExitStack) -> DiskIndex | None:
-    """Return the folder's index; None if it is missing or damaged. Raises if it is in use."""
+    """Return the folder's index; None if it is missing or damaged.
+
+    Raises an error of `is_transient` if the index cannot be read now.
+    """
     try:
         if (folder / INDEX).exists():
             index = DiskIndex(folder / INDEX, read_only=not os.access(folder, os.W_OK))
             stack.callback(index.close)
             return index if index.is_sound() else None
-    except Exception as error:  # any kind, from a damaged index
-        if is_passing(error):
+    except Exception as error:  # a damaged index raises many types
+        if is_transient(error):
             raise
     return None
 
@@ -159,8 +163,8 @@ def _list_checks(folder: Path, index: DiskIndex | None) -> Iterator["_Check"]:
 class _Check:
     """The check of one model's records.
 
-    steps: the slots to read: first the slots of listed blocks, each with the block's name, then all
-    other slots, with None. bad: blocks to forget.
+    steps: name and slot of each listed block, then None and slot of every other record. bad:
+    unreadable blocks.
     """
 
     def __init__(
@@ -183,7 +187,7 @@ class _Check:
         return self._file.num_slots if self._file is not None else 0
 
     def run(self) -> Iterator[None]:
-        """Read all records; yield after each."""
+        """Read all records; yield after each record."""
         doubtful: list[BlockHash] = []
         for (name, _), is_whole in zip(self._listed, self._read(self._listed), strict=True):
             if is_whole:
@@ -215,7 +219,7 @@ class _Check:
             yield payload is not None and payload.nbytes == self.record.block_bytes
 
     def _read_again(self, names: Sequence[BlockHash]) -> None:
-        """Count blocks that could not be read before, while no process writes."""
+        """Read blocks again while no process writes, and count them by their state."""
         assert self._index is not None
         with self._index.changing():
             for name in names:
@@ -227,7 +231,7 @@ class _Check:
                 self.bad.append(name)
                 if self._file is None or block.slot >= self._num_slots:
                     self.counts["lost"] += 1
-                elif self._file.holds_another(block.slot, name):
+                elif self._file.has_other_block(block.slot, name):
                     self.counts["overwritten"] += 1
                 else:
                     self.counts["damaged"] += 1
@@ -236,16 +240,17 @@ class _Check:
 _BLOCKS_OF_WORDS = 16
 _KIND = b"headstart blocks "
 _MAGIC = _KIND + b"%d\n" % VERSION
-_END = b"end"  # and the number of blocks, in 8 bytes
-_LONGEST = 1 << 16  # bytes of the model's line
+_END = b"end"  # followed by the number of blocks, in 8 bytes
+_LONGEST = 1 << 16  # maximum bytes of the line with the model
 _BATCH = 32
 
 
 class ModelState(NamedTuple):
     """A model's blocks in a folder.
 
-    hits: loads of blocks. saved_seconds: the time that computing them would have taken. made: when
-    the oldest block was saved. used: the last use of a block. Both are in seconds since 1970.
+    hits: number of loaded blocks. saved_seconds: the time to compute the loaded blocks. made: the
+    time when the oldest block was saved. used: the time of the last use of any block. Both times
+    are in seconds since 1970.
     """
 
     model: IndexedModel
@@ -259,16 +264,17 @@ class ModelState(NamedTuple):
 
 @dataclass
 class StoredPrefix:
-    """Consecutive blocks up to a fork. `children`: the prefixes that continue it."""
+    """Consecutive blocks up to a fork. children: the prefixes that continue this prefix."""
 
     segment: list[IndexedBlock]
     children: list["StoredPrefix"] = field(default_factory=list)
 
     @property
     def words(self) -> str:
-        """The beginning of its text, on one line; empty if no text is stored."""
+        """The beginning of the prefix's text, on one line; empty if no text is stored."""
         text_bytes = b"".join(block.words for block in self.segment[:_BLOCKS_OF_WORDS])
-        text = text_bytes.decode("utf-8", "replace").replace("\ufffd", "")  # parts of characters
+        # A block may end within a character.
+        text = text_bytes.decode("utf-8", "replace").replace("\ufffd", "")
         return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
     @property
@@ -276,7 +282,7 @@ class StoredPrefix:
         return self.segment[0].name
 
     def all_blocks(self) -> Iterator[IndexedBlock]:
-        """Yield its blocks, and the blocks of all prefixes that continue it."""
+        """Yield the blocks of this prefix and of all prefixes that continue it."""
         todo = [self]
         while todo:
             prefix = todo.pop()
@@ -331,7 +337,7 @@ def read_prefixes(index: DiskIndex, model: int) -> list[StoredPrefix]:
 
 
 def export_blocks(store: DiskStore, blocks: Iterable[IndexedBlock], path: Path) -> int:
-    """Write the whole blocks to a new file, parents before children; return their number.
+    """Write the undamaged blocks to a new file, parents before children; return their number.
 
     Raises CacheError if the file exists or cannot be written, and leaves no partial file.
     """
@@ -368,11 +374,11 @@ def read_model(path: Path) -> ModelRecord:
 
 
 def import_blocks(store: DiskStore, path: Path, now: float) -> int:
-    """Save the blocks of a file before the first damaged block; return how many are new.
+    """Save the blocks of a file up to the first damaged block; return the number of new blocks.
 
-    now: the time of their use, in seconds since 1970. Raises CacheError if the file is not an
-    export or has another model. Raises it after saving if blocks are missing, or if the folder has
-    too little space.
+    now: the time of the blocks' last use, in seconds since 1970. Raises CacheError if the file is
+    not an export or has another model. Also raises CacheError, after saving, if blocks of the file
+    are missing or the folder has too little space.
     """
     size = store.model.block_size
     num_new = num_read = num_held = 0
@@ -419,15 +425,15 @@ def _read_model(file: BinaryIO, path: Path) -> ModelRecord:
         raise CacheError(f"{path} is not a file of `headstart cache export`")
     try:
         model = parse_description(file.readline(_LONGEST))
-    except Exception as error:  # any kind, from a damaged file
-        raise CacheError(f"{path} has no description of its model") from error
+    except Exception as error:  # a damaged file raises many types
+        raise CacheError(f"{path} has no readable description of its model") from error
     if model is None:
         raise CacheError(f"{path} has blocks of an impossible size")
     return model
 
 
 def _read_block(file: BinaryIO, model: ModelRecord, now: float) -> StoredBlock | None:
-    """Return the next block of a file; None at the end, and for a damaged block."""
+    """Return the next block of a file; None at the file's end, or if the block is damaged."""
     head = file.read(HEADER_BYTES)
     header = read_header(head)
     if header is None or header.length != model.block_bytes:

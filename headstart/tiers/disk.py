@@ -2,14 +2,14 @@
 
     FOLDER/index.sqlite       the slot of each block, and its worth
     FOLDER/MODEL.kv           the records of a model's blocks, in slots of one size
-    FOLDER/MODEL.json         the model, for rebuilding the index; it stays when the model has no
+    FOLDER/MODEL.json         the model, for rebuilding the index; remains when the model has no
                               blocks any more
 
-A record has its block's name and a checksum, so a wrong index causes at most a miss. It may be
-wrong because two processes wrote at the same time, a process was killed, or files were truncated or
-damaged. Files have no gaps: when a block is removed, the last block of its file moves to its slot.
-A file is truncated only after the index has dropped the slots behind its new end. So a process that
-is killed loses only the block whose slot it was overwriting.
+A record contains the block's name and a checksum, so a wrong index causes at most a miss. The index
+may be wrong because two processes wrote at the same time, a process was killed, or files were
+truncated or damaged. Files have no gaps: when a block is removed, the last block of the file moves
+to the free slot. A file is truncated only after the index has dropped the slots behind the new end.
+So killing a process loses at most the blocks whose slots its last save was overwriting.
 """
 
 import os
@@ -26,7 +26,7 @@ from headstart.tiers.index import (
     DiskIndex,
     IndexedBlock,
     describe_model,
-    is_passing,
+    is_transient,
     make_folder,
     rebuild_index,
     reopen,
@@ -40,7 +40,7 @@ _INDEX_RESERVE = 8 << 20  # bytes of the disk that a transaction of the index ma
 
 
 class _Closed(Exception):
-    """Raised by calls after the store was closed."""
+    """A method of the store was called after `close`."""
 
 
 class DiskStore:
@@ -61,8 +61,8 @@ class DiskStore:
         self._max_bytes = self._limit = max_bytes
         self._num_rebuilds = 0
         self._new: set[BlockHash] = set()  # blocks that the current save has listed
-        self._surplus = 0  # bytes behind the last listed blocks of files, as `_taken` found them
-        self._to_cut: set[ModelRecord] = set()  # models whose files must be truncated
+        self._surplus = 0  # bytes of all files after their last listed blocks
+        self._to_truncate: set[ModelRecord] = set()  # models whose files must be truncated
         self._files: dict[Path, SlotFile] = {}
         # Two connections, so that a lookup does not wait for a save.
         self._reading, self._writing = threading.RLock(), threading.RLock()
@@ -87,7 +87,7 @@ class DiskStore:
     def first(self, names: Sequence[BlockHash]) -> int:
         if not self._lacks_index:
             with self._guard(), self._reading:
-                stored = self._open("lookups").known(names)
+                stored = self._open("lookups").find_any(names)
                 return next((i for i, name in enumerate(names) if name in stored), len(names))
         return len(names)
 
@@ -123,7 +123,7 @@ class DiskStore:
             self._limit = self._max_bytes
             self._new.clear()
             with self._changing() as index:
-                if (model := self._known_id(index)) is None:
+                if (model := self._model_id(index)) is None:
                     describe_model(self.folder, self.model)
                     model = index.add_model(self.model)
                 for block in blocks:
@@ -134,16 +134,16 @@ class DiskStore:
                     if not self._save_one(index, model, block):
                         break
                     saved += 1
-                if index.known(list(self._new)) != self._new:
+                if index.find_any(list(self._new)) != self._new:
                     raise ValueError("it lacks blocks that were just listed")
             return saved
         return None
 
     def _save_one(self, index: DiskIndex, model: int, block: StoredBlock) -> bool:
-        """Save a block; return False if there is no space."""
+        """Save a block; return False if it has the wrong size or no space is left."""
         file = self._file(self.model)
         if memoryview(block.payload).nbytes != self.model.block_bytes:
-            self.faults.note("a block is of another size", block.name.hex())
+            self.faults.note("a block has the wrong size", block.name.hex())
             return False
         for _ in range(2):
             slot = self._find_slot(index, model, block.used)
@@ -153,7 +153,7 @@ class DiskStore:
                 file.write(slot, block)
             except OSError as error:
                 self.faults.note("a block cannot be written", error)
-                self._limit = self._taken(index)  # the disk is full: evict from now on
+                self._limit = self._count_bytes(index)  # the disk is full: evict from now on
             else:
                 index.insert(model, slot, block, index.worth(block.seconds, file.slot_bytes))
                 self._new.add(block.name)
@@ -161,17 +161,17 @@ class DiskStore:
         return False
 
     def _find_slot(self, index: DiskIndex, model: int, used: float) -> int | None:
-        """Return a slot for a block; None if all other blocks were used after `used`.
+        """Return a slot for a block that was last used at `used`; evict other blocks if necessary.
 
-        Also None if the disk is too full to change the index afterwards, because then no block
-        would be saved in the slot of the evicted block.
+        Return None if all other blocks were used later. Also return None if the disk lacks space
+        for a change of the index, since then a block would be evicted and none saved.
         """
         size = slot_bytes(self.model.block_bytes)
         if self._free_space() < _INDEX_RESERVE:
             self.faults.note("the disk is full", f"less than {_INDEX_RESERVE:,} bytes are free")
             return None
         while True:
-            taken = self._taken(index)
+            taken = self._count_bytes(index)
             free = self._free_space() + self._surplus
             if taken + size <= self._limit and free >= size + _LEAST_FREE:
                 return index.count(model)
@@ -183,10 +183,10 @@ class DiskStore:
             self._new.discard(block.name)
             if block.model == model and taken <= self._limit:
                 return block.slot
-            self._take_out(index, block)
+            self._remove_block(index, block)
 
-    def _taken(self, index: DiskIndex) -> int:
-        """Return the bytes that the blocks of all models take; note the files to truncate.
+    def _count_bytes(self, index: DiskIndex) -> int:
+        """Return the bytes that the blocks of all models take; collect the files to truncate.
 
         Opens no file, since there may be hundreds. Raises ValueError if a file lacks listed slots.
         """
@@ -198,9 +198,9 @@ class DiskStore:
                 length = slot_path(self.folder, record).lstat().st_size
             if count * size > -(-length // size) * size:
                 raise ValueError(f"it lists {count:,} blocks, and the file has {length // size:,}")
-            if length > count * size:  # blocks were taken out, or a process was killed
+            if length > count * size:  # blocks were removed, or a process was killed
                 self._surplus += length - count * size
-                self._to_cut.add(record)
+                self._to_truncate.add(record)
             total += count * size
         return total
 
@@ -208,10 +208,10 @@ class DiskStore:
         state = os.statvfs(self.folder)
         return state.f_bavail * state.f_frsize
 
-    def _take_out(self, index: DiskIndex, block: IndexedBlock) -> None:
-        """Forget a block; the last block of its file moves to its slot.
+    def _remove_block(self, index: DiskIndex, block: IndexedBlock) -> None:
+        """Remove a block from the index, and move the last block of the file to its slot.
 
-        The file is truncated later.
+        `_changing` truncates the file.
         """
         record = dict(index.models())[block.model]
         file, last = self._file(record), index.count(block.model) - 1
@@ -220,28 +220,28 @@ class DiskStore:
         else:
             file.move(last, block.slot)
             index.move(block.model, last, block.slot)
-        self._to_cut.add(record)
+        self._to_truncate.add(record)
 
     @contextmanager
     def _changing(self) -> Iterator[DiskIndex]:
         """Open a transaction of the index; after it, truncate files to the listed blocks.
 
-        Models without blocks are forgotten, and their files are removed; their descriptions stay.
-        Other processes check that a file exists before they use it.
+        Remove models without blocks and their files, but not their descriptions. Other processes
+        check that a file exists before they use it.
         """
         index = self._open("changes")
-        self._to_cut.clear()
+        self._to_truncate.clear()
         with index.changing():
             yield index
-            self._to_cut.update(record for id, record in index.models() if not index.count(id))
-        if not self._to_cut:
+            self._to_truncate.update(record for id, record in index.models() if not index.count(id))
+        if not self._to_truncate:
             return
         with index.changing():  # another process may have saved blocks since
             for model, record in index.models():
-                if record not in self._to_cut:
+                if record not in self._to_truncate:
                     continue
                 if count := index.count(model):
-                    self._file(record).cut(count)
+                    self._file(record).truncate(count)
                     continue
                 path = slot_path(self.folder, record)
                 with self._opening:
@@ -257,12 +257,12 @@ class DiskStore:
                     index.touch(names, slot_bytes(self.model.block_bytes))
 
     def remove(self, names: Sequence[BlockHash]) -> int:
-        """Forget blocks; return how many of them existed."""
+        """Remove blocks; return the number of blocks that were stored."""
         removed = 0
         with self._guard(), self._writing, self._changing() as index:
             for name in names:
                 if (block := index.block(name)) is not None:
-                    self._take_out(index, block)
+                    self._remove_block(index, block)
                     removed += 1
         return removed
 
@@ -270,13 +270,13 @@ class DiskStore:
         if not self._is_read_only:
             with self._guard(), self._writing:
                 with self._changing() as index:
-                    if (model := self._known_id(index)) is not None:
+                    if (model := self._model_id(index)) is not None:
                         index.drop_blocks(model)
                 return True
         return False
 
     def forget_damaged(self, names: Sequence[BlockHash]) -> None:
-        """Forget the blocks among these that cannot be read."""
+        """Remove the blocks that cannot be read."""
         for name in names:
             with self._guard():
                 self._read_again(name)
@@ -285,7 +285,7 @@ class DiskStore:
         return payload is not None and payload.nbytes == self.model.block_bytes
 
     def _read_again(self, name: BlockHash) -> memoryview | None:
-        """Read a block that another process may have moved; forget it if it cannot be read."""
+        """Read a block that another process may have moved; remove it if it cannot be read."""
         if self._is_read_only:
             return None
         with self._writing, self._changing() as index:
@@ -296,9 +296,9 @@ class DiskStore:
             [payload] = file.read([(name, block.slot)])
             if self._is_whole(payload):
                 return payload
-            if not file.holds_another(block.slot, name):
+            if not file.has_other_block(block.slot, name):
                 self.faults.note("a block is damaged", name.hex())
-            self._take_out(index, block)
+            self._remove_block(index, block)
             return None
 
     def close(self) -> None:
@@ -322,8 +322,8 @@ class DiskStore:
             self.faults.note("a file cannot be used", error)
         except ConfigError as error:
             self.faults.note("the folder cannot be used", error)
-        except Exception as error:  # any kind, from a damaged index
-            if is_passing(error):
+        except Exception as error:  # a damaged index raises many types
+            if is_transient(error):
                 self.faults.note("the index cannot be used", error)
                 return
             self.faults.note("the index is damaged", error)
@@ -341,7 +341,7 @@ class DiskStore:
                 self._num_rebuilds += 1
         except _Closed:
             pass
-        except Exception as error:  # any kind, from a damaged folder
+        except Exception as error:  # a damaged folder raises many types
             self.faults.note("the index cannot be rebuilt", error)
 
     def _check_files(self) -> None:
@@ -357,14 +357,14 @@ class DiskStore:
                     for path in slot_files(self.folder) - listed:
                         if path.lstat().st_size:
                             raise ValueError(f"it lacks {path.name}")
-                if (model := self._known_id(index)) is not None:
+                if (model := self._model_id(index)) is not None:
                     self.num_stored = index.count(model)
                     self.block_seconds = index.block_seconds(model)
                 if self.num_stored:
                     SlotFile.prepare_reading()
 
     def _open(self, name: str) -> DiskIndex:
-        """Return the connection for lookups or for changes; the caller holds its lock."""
+        """Return the connection for "lookups" or "changes"; call with `_reading` or `_writing`."""
         self._require_open()
         self._opened[name] = reopen(self.folder, self._opened.pop(name, None))
         return self._opened[name]
@@ -378,7 +378,7 @@ class DiskStore:
             index.close()
         self._opened.clear()
 
-    def _known_id(self, index: DiskIndex) -> int | None:
+    def _model_id(self, index: DiskIndex) -> int | None:
         """Return the model's id; None while it has no blocks."""
         path = slot_path(self.folder, self.model)
         ids = {slot_path(self.folder, record): id for id, record in index.models()}

@@ -1,8 +1,8 @@
 """The files of a disk store, which hold a model's blocks in slots of equal size.
 
-Another user with access to the folder may put a link in a file's place, to make the store overwrite
-the link's target. So a file is accepted only if it is a regular file with a single name that
-belongs to this user or to root. Anything else in its place is removed before the file is written.
+Another user with access to the folder may replace a file by a link, to make the store overwrite the
+link's target. So only regular files with a single hard link that belong to this user or to root are
+accepted. Before a write, anything else with the file's name is removed.
 """
 
 import ctypes
@@ -37,15 +37,15 @@ _NUM_BUFFERS = 8  # unused buffers of this size that are retained
 
 
 def is_accepted(state: os.stat_result) -> bool:
-    """Return True for a regular file with a single name that belongs to this user or to root."""
+    """Return True for a regular file with one hard link that belongs to this user or to root."""
     return stat.S_ISREG(state.st_mode) and state.st_nlink <= 1 and state.st_uid in (os.geteuid(), 0)
 
 
 def open_file(path: Path, flags: int, *, create: bool = False) -> int:
-    """Return a descriptor of a file that is accepted.
+    """Return the descriptor of an accepted file.
 
-    create: create the file if it is missing; anything else in its place is removed, but not a
-    link's target. Raises OSError, or FileNotFoundError if there is no such file.
+    create: create a new file if there is no accepted file of this name, and remove anything else
+    with the name, but not a link's target. Raises OSError; without `create`, FileNotFoundError.
     """
     for _ in range(_ATTEMPTS):
         with suppress(FileNotFoundError):
@@ -69,7 +69,7 @@ def open_file(path: Path, flags: int, *, create: bool = False) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file that is accepted. Raises OSError."""
+    """Return the content of an accepted file. Raises OSError."""
     with open(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
@@ -91,8 +91,7 @@ class ReadBuffers:
     """Buffers of one size. A buffer is reused when no view of it is left. Thread-safe.
 
     The system clears each page of new memory at its first use, which takes longer than reading a
-    file from the page cache. most: unused buffers that are retained. For less than a quarter of a
-    buffer, separate memory is used, so that a small view does not retain a large buffer.
+    file from the page cache. most: maximum number of unused buffers that are retained.
     """
 
     def __init__(self, nbytes: int, most: int) -> None:
@@ -101,7 +100,7 @@ class ReadBuffers:
         self._free: deque[mmap.mmap] = deque(maxlen=most)
 
     def fill(self) -> None:
-        """Allocate all buffers, with their pages, before the first one is needed."""
+        """Allocate all buffers and their pages in advance."""
         while len(self._free) < self._most:
             memory = self._allocate()
             pages = (ctypes.c_char * self._nbytes).from_buffer(memory)
@@ -110,7 +109,8 @@ class ReadBuffers:
             self._free.append(memory)
 
     def take(self, nbytes: int) -> memoryview:
-        """Return memory of `nbytes` bytes, with any content."""
+        """Return `nbytes` bytes of uninitialized memory."""
+        # A small view would retain a large buffer.
         if not self._nbytes // 4 <= nbytes <= self._nbytes:
             return memoryview(bytearray(nbytes))
         try:
@@ -135,7 +135,7 @@ _buffers = ReadBuffers(_READ_BYTES, _NUM_BUFFERS)
 class SlotFile:
     """Records in slots. May be used by several threads and processes. Raises OSError.
 
-    Another process may overwrite a slot while it is read; the record's name and checksums show
+    Another process may overwrite a slot during a read; name and checksums of the record reveal
     this. read_only: the file must exist, and is not written.
     """
 
@@ -147,7 +147,7 @@ class SlotFile:
         self._inode = os.fstat(self._fd).st_ino
 
     def __del__(self) -> None:
-        self.close()  # only now, since another thread may be reading the file
+        self.close()  # not earlier: another thread may be reading the file
 
     @property
     def is_in_place(self) -> bool:
@@ -164,12 +164,12 @@ class SlotFile:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots in the file; the last may be shorter."""
+        """Number of slots in the file; the last slot may be incomplete."""
         return -(-os.fstat(self._fd).st_size // self.slot_bytes)
 
     @staticmethod
     def prepare_reading() -> None:
-        """Allocate the memory for reading in a thread, so that the first load is not slower."""
+        """Allocate read buffers in a separate thread, so that the first load finds them ready."""
         with suppress(RuntimeError):  # the machine has no more threads
             Thread(target=_buffers.fill, name="headstart-buffers", daemon=True).start()
 
@@ -181,7 +181,7 @@ class SlotFile:
             raise OSError(f"only {written:,} bytes of a block were written: the disk is full")
 
     def read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[memoryview | None]:
-        """Yield the payload of each (name, slot), in order; None if the slot has no such block."""
+        """Yield the payload of each (name, slot); None if the slot does not contain this block."""
         most = max(1, _READ_BYTES // self.slot_bytes)
         for offset in range(0, len(blocks), most):
             some = blocks[offset : offset + most]
@@ -197,7 +197,7 @@ class SlotFile:
                     yield payload_of(data[start : start + self.slot_bytes], name)
 
     def _pread(self, slot: int, place: memoryview) -> memoryview:
-        """Read consecutive slots into `place`; return the part that the file has bytes for."""
+        """Read consecutive slots into `place`; return the part of `place` that was filled."""
         filled = 0
         while filled < len(place):
             read = os.preadv(self._fd, [place[filled:]], slot * self.slot_bytes + filled)
@@ -212,7 +212,7 @@ class SlotFile:
         if os.pwrite(self._fd, data, target * self.slot_bytes) != len(data):
             raise OSError("a block could not be moved: the disk is full")
 
-    def cut(self, slots: int) -> None:
+    def truncate(self, slots: int) -> None:
         if os.fstat(self._fd).st_size > slots * self.slot_bytes:
             os.truncate(self._fd, slots * self.slot_bytes)
 
@@ -220,8 +220,8 @@ class SlotFile:
         """Return the header of a slot; None if it is damaged or missing."""
         return read_header(os.pread(self._fd, HEADER_BYTES, slot * self.slot_bytes))
 
-    def holds_another(self, slot: int, name: BlockHash) -> bool:
-        """Return True if another block has overwritten a slot, at least in part."""
+    def has_other_block(self, slot: int, name: BlockHash) -> bool:
+        """Return True if the slot has the header of another block."""
         header = self.header(slot)
         return header is not None and header.name != name
 

@@ -1,13 +1,12 @@
-"""The index of a disk store, with the slot and the worth of each block, and its folder.
+"""The index of a disk store, with the slot and the worth of each block; functions for its folder.
 
-The index is an SQLite file with a journal and without shared memory. Several processes may use it.
-A process that is killed leaves it whole, and a damaged file raises an exception. It is not synced
-to the disk: after a power loss it may be damaged, and is rebuilt from the records.
+The index is an SQLite file with a rollback journal. Several processes may use it, and it stays
+consistent if a process is killed. It is not synced to the disk, so a power loss may damage it. A
+damaged index raises exceptions and is rebuilt from the records.
 
 A block's worth is GreedyDual-Size (Cao and Irani, 1997): `clock + seconds to compute / bytes`,
-where the clock is the worth of the last block that was evicted. So blocks stay if they were used
-recently, or if they take long to compute for their size. Only the last block of a prefix may be
-evicted.
+where the clock is the worth of the last evicted block. So a block stays if it was used recently, or
+if it takes long to compute for its size. Only the last block of a prefix may be evicted.
 """
 
 import fcntl
@@ -33,13 +32,11 @@ INDEX = "index.sqlite"
 _LOG = logging.getLogger("headstart.tiers")
 _OURS = re.compile(r"index\.sqlite.*|lock|fingerprints\..*|[0-9a-f]{32}\..*")
 _LARGEST = 1 << 40  # bytes; a description with larger blocks is damaged
-
-
 _TIMEOUT = 5.0  # seconds to wait for another process's transaction, or rebuild
 _BATCH = 500  # names in a query
-_LONGEST = 1e6  # seconds to compute a block; a longer time is damaged
+_LONGEST = 1e6  # seconds to compute a block; a longer time shows damage
 _SAMPLE = 64  # blocks in the average of the time to compute a block
-_FIRST = 8  # names in the first query of a lookup, where most new prompts miss
+_FIRST = 8  # names in the first query of a lookup; most new prompts miss these already
 _VERSION = 3  # version of the tables; written last, so an incomplete file has none
 _MARK = _VERSION * 0x010101  # three copies, so that a flipped bit is not read as another version
 _SCHEMA = f"""
@@ -59,8 +56,8 @@ INSERT INTO clock VALUES (1, 0);
 PRAGMA user_version = {_MARK};
 """
 
-# Errors that are no sign of damage: the index is busy, the disk is full, and similar.
-_PASSING = frozenset(
+# SQLite's errors that show no damage: the index is busy, the disk is full, and similar.
+_TRANSIENT = frozenset(
     getattr(sqlite3, f"SQLITE_{name}")
     for name in (
         *("BUSY", "LOCKED", "NOMEM", "READONLY", "INTERRUPT"),
@@ -69,9 +66,9 @@ _PASSING = frozenset(
 )
 
 
-def is_passing(error: BaseException) -> bool:
-    """Return True if an error of SQLite is no sign of damage."""
-    return getattr(error, "sqlite_errorcode", -1) & 0xFF in _PASSING
+def is_transient(error: BaseException) -> bool:
+    """Return True if the error is SQLite's and shows no damage of the index."""
+    return getattr(error, "sqlite_errorcode", -1) & 0xFF in _TRANSIENT
 
 
 class IndexedModel(NamedTuple):
@@ -82,7 +79,11 @@ class IndexedModel(NamedTuple):
 
 
 class IndexedBlock(NamedTuple):
-    """A block in the store. made, used: times since 1970, in seconds. words: its text, in UTF-8."""
+    """A block in the store.
+
+    seconds: the time to compute it. made, used: the times when it was saved and last used, in
+    seconds since 1970. words: its text, in UTF-8.
+    """
 
     name: BlockHash
     model: int
@@ -96,14 +97,15 @@ class IndexedBlock(NamedTuple):
     words: bytes
 
 
-_COLUMNS = ", ".join(IndexedBlock._fields[:-1]) + ", CAST(words AS BLOB)"  # damage makes it text
+# In a damaged index, `words` may be of type text.
+_COLUMNS = ", ".join(IndexedBlock._fields[:-1]) + ", CAST(words AS BLOB)"
 
 
 class DiskIndex:
     """A connection to the index, for one thread at a time.
 
-    inode: the inode of its file. read_only: write nothing, not even a journal. Methods raise
-    sqlite3.Error, and ValueError if the index contradicts itself.
+    read_only: write nothing, not even a journal. Methods raise sqlite3.Error, and ValueError if the
+    index contradicts itself.
     """
 
     def __init__(self, path: Path, *, create: bool = False, read_only: bool = False) -> None:
@@ -172,7 +174,7 @@ class DiskIndex:
         return [IndexedModel(row[0], ModelRecord(*row[1:])) for row in rows]
 
     def add_model(self, record: ModelRecord) -> int:
-        """Return a new model's id, made from the time, so that no id is used twice."""
+        """Add a model; return its id, which is derived from the time so that no id is reused."""
         row = self._execute(
             "INSERT INTO models (id, fingerprint, title, block_size, block_bytes) VALUES "
             "(max(?, (SELECT coalesce(max(id), 0) + 1 FROM models)), ?, ?, ?, ?) RETURNING id",
@@ -185,7 +187,7 @@ class DiskIndex:
         self._execute("DELETE FROM models WHERE id = ?", (model,))
 
     def count(self, model: int) -> int:
-        """Return the number of a model's blocks, which fill its slots from 0 on."""
+        """Return the number of a model's blocks, which occupy its slots from 0 on."""
         [last] = self._execute("SELECT max(slot) FROM blocks WHERE model = ?", (model,)).fetchone()
         if last is not None and last < 0:
             raise ValueError(f"the last block is in slot {last}")
@@ -213,8 +215,8 @@ class DiskIndex:
                 blocks.append((name, slots[name]))
         return blocks
 
-    def known(self, names: Sequence[BlockHash]) -> set[BlockHash]:
-        """Return the names that the index has."""
+    def find_any(self, names: Sequence[BlockHash]) -> set[BlockHash]:
+        """Return the names of all blocks among these that the index has."""
         return {name for some in _cut(names) for name in self._slots(some)}
 
     def _slots(self, names: Sequence[BlockHash]) -> dict[BlockHash, int]:
@@ -226,10 +228,10 @@ class DiskIndex:
         return slots
 
     def block(self, name: BlockHash) -> IndexedBlock | None:
-        """Return a block's row; None if there is none.
+        """Return a block's row; None if the index does not have the block.
 
-        Raises ValueError if the index is damaged so that name and slot lead to different rows.
-        Removing such a block would overwrite another block.
+        Raises ValueError if lookups by name and by slot find different rows. Removing such a block
+        would overwrite another block.
         """
         row = self._execute(
             f"SELECT {_COLUMNS}, EXISTS (SELECT 1 FROM blocks AS there INDEXED BY slots WHERE "
@@ -252,7 +254,7 @@ class DiskIndex:
         return [IndexedBlock(*row) for row in rows]
 
     def insert(self, model: int, slot: int, block: StoredBlock, worth: float) -> None:
-        """Add a block in a slot; replace the block there, if any."""
+        """Add a block; replace the block in the same slot, if any."""
         name, parent, depth, seconds, used, _, text = block
         words, now = text.encode(errors="replace"), time.time()
         self._execute("DELETE FROM blocks WHERE model = ? AND slot = ?", (model, slot))
@@ -264,7 +266,7 @@ class DiskIndex:
             raise ValueError("its count of blocks is too low")
 
     def move(self, model: int, source: int, target: int) -> None:
-        """Change the slot of a block; replace the block in the target, if any."""
+        """Move a block to the slot `target`; replace the block there, if any."""
         self._execute("DELETE FROM blocks WHERE model = ? AND slot = ?", (model, target))
         self._change_one(
             "UPDATE blocks SET slot = ? WHERE model = ? AND slot = ?", (target, model, source)
@@ -277,7 +279,7 @@ class DiskIndex:
         self._change_one("DELETE FROM blocks WHERE name = ?", (name,))
 
     def _change_one(self, statement: str, values: tuple[int | bytes, ...]) -> None:
-        """Change one row. Raises ValueError if it is not found, since the index is then damaged."""
+        """Change one row. Raises ValueError if the row is missing: the index is damaged."""
         if self._execute(statement, values).rowcount != 1:
             raise ValueError("a block that it lists is missing")
 
@@ -291,12 +293,11 @@ class DiskIndex:
         return float(self._execute("SELECT worth FROM clock").fetchone()[0])
 
     def victim(self, before: float) -> tuple[IndexedBlock, float] | None:
-        """Return the block to evict next, and its worth.
+        """Return the block to evict next, and its worth; None if there is no candidate.
 
-        None if no block was last used before the time `before`.
-
-        A block with children stays, since they could not be found without it. A block that was
-        used in the future is also a candidate: the system's clock was set back.
+        Candidates were last used before the time `before`, and have no children, since children
+        could not be found without their parent. A block with a last use in the future is also a
+        candidate: the system's clock was set back.
         """
         continued: list[tuple[int, BlockHash]] = []
         rows = self._execute(  # only columns of the index `order_of_eviction`
@@ -319,10 +320,10 @@ class DiskIndex:
         return None
 
     def _place_behind(self, continued: list[tuple[int, BlockHash]]) -> None:
-        """Place blocks, given with their depths, right after their children in the eviction order.
+        """Place blocks, given as (depth, name), after their children in the eviction order.
 
-        They cannot be evicted before their children. At another position in the order, each
-        eviction would have to pass all of them.
+        They cannot be evicted before their children. If they came earlier in the order, each
+        eviction would read all their rows.
         """
         for _, name in sorted(continued, reverse=True):  # the end of a prompt first
             self._execute(
@@ -333,15 +334,15 @@ class DiskIndex:
             )
 
     def advance(self, worth: float) -> None:
-        """Note that a block of this worth was evicted."""
+        """Set the clock to the worth of an evicted block, but never back."""
         self._execute("UPDATE clock SET worth = max(worth, ?)", (worth,))
 
     def use(self, name: BlockHash, used: float) -> None:
-        """Note that a block was used at this time; its worth stays."""
+        """Record that a block was used at this time, but do not change its worth."""
         self._execute("UPDATE blocks SET used = max(used, ?) WHERE name = ?", (used, name))
 
     def touch(self, names: Iterable[BlockHash], block_bytes: int) -> None:
-        """Note that these blocks were used now."""
+        """Record that these blocks were used now."""
         clock, now = self._clock(), time.time()
         self._connection.executemany(
             "UPDATE blocks SET worth = ? + seconds / ?, used = ?, hits = hits + 1 WHERE name = ?",
@@ -363,8 +364,8 @@ def default_folder() -> Path:
 def make_folder(folder: Path) -> bool:
     """Make a folder that only its owner may enter; return True if it can be written.
 
-    If other users could write an existing folder, its files are removed. Raises ConfigError, also
-    for a folder with other files, whose mode must not change.
+    If other users could write an existing folder, its files are removed. Raises ConfigError if the
+    folder cannot be used. A folder with other files is refused, since its mode must not change.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -401,13 +402,13 @@ def make_folder(folder: Path) -> bool:
 
 @lru_cache(maxsize=256)  # called for every model with every block that is saved
 def slot_path(folder: Path, record: ModelRecord) -> Path:
-    """Return the file of a model's blocks, named by a hash of all that its slots depend on."""
+    """Return the file of a model's blocks, named by a hash of the model and the block's size."""
     key = f"{record.fingerprint} {record.block_size} {record.block_bytes}"
     return folder / f"{sha256(key.encode()).hexdigest()[:32]}.kv"
 
 
 def slot_files(folder: Path) -> set[Path]:
-    """Return the files of a cache folder that hold blocks, of any model."""
+    """Return the files with the blocks of all models."""
     return {path for path in folder.glob("*.kv") if _OURS.fullmatch(path.name)}
 
 
@@ -419,9 +420,10 @@ def describe_model(folder: Path, record: ModelRecord) -> None:
 
 
 def reopen(folder: Path, index: DiskIndex | None) -> DiskIndex:
-    """Return `index` if its file is the current one, otherwise a new connection.
+    """Return `index` if its file was not replaced; otherwise close it and open the current file.
 
-    It is read-only if the folder is. Raises sqlite3.Error, ValueError, ConfigError or OSError.
+    The connection is read-only if the folder is. Raises sqlite3.Error, ValueError, ConfigError or
+    OSError.
     """
     inode = _inode(folder)
     if index is not None:
@@ -437,16 +439,16 @@ def reopen(folder: Path, index: DiskIndex | None) -> DiskIndex:
 def rebuild_index(folder: Path, broken: Collection[int]) -> None:
     """Rebuild a damaged index from the records, one process at a time.
 
-    broken: inodes of damaged indexes. If another process has rebuilt the index, and it is sound, it
-    stays. Raises sqlite3.Error or OSError.
+    broken: inodes of damaged index files. A sound index that another process has rebuilt stays.
+    Raises sqlite3.Error or OSError.
     """
     with _locked(folder):
         if _inode(folder) not in (None, *broken):
             try:
                 with closing(DiskIndex(folder / INDEX)) as index:
                     is_sound = index.is_sound()
-            except Exception as error:  # any kind, from a damaged file
-                is_sound = is_passing(error)
+            except Exception as error:  # a damaged file raises many types
+                is_sound = is_transient(error)
             if is_sound:
                 return
         partial = folder / f"{INDEX}.tmp"
@@ -454,7 +456,7 @@ def rebuild_index(folder: Path, broken: Collection[int]) -> None:
         os.close(open_file(partial, os.O_RDWR, create=True))
         records = list(described_models(folder))
         for path in slot_files(folder) - {slot_path(folder, record) for record in records}:
-            path.unlink(missing_ok=True)  # without a description its records cannot be read
+            path.unlink(missing_ok=True)  # records cannot be read without a description
         with closing(DiskIndex(partial, create=True)) as index, index.changing():
             for record in records:
                 if (path := slot_path(folder, record)).exists():
@@ -467,7 +469,7 @@ def rebuild_index(folder: Path, broken: Collection[int]) -> None:
 
 
 def _add_records(index: DiskIndex, record: ModelRecord, file: SlotFile) -> None:
-    """Add a model, and the records of its file with a whole header; close the gaps between them."""
+    """Add a model, and its records with an undamaged header; move records to close gaps."""
     headers: dict[BlockHash, tuple[int, RecordHeader]] = {}
     for slot in range(file.num_slots):
         header = file.header(slot)
@@ -479,7 +481,7 @@ def _add_records(index: DiskIndex, record: ModelRecord, file: SlotFile) -> None:
         slot, header = whole.pop()
         file.move(slot, gap)
         whole.insert(0, (gap, header))
-    file.cut(len(whole))
+    file.truncate(len(whole))
     if whole:
         model = index.add_model(record)
         for slot, (name, parent, depth, seconds, _, _) in whole:
@@ -495,7 +497,7 @@ def _inode(folder: Path) -> int | None:
 
 
 def described_models(folder: Path) -> Iterator[ModelRecord]:
-    """Yield the models whose descriptions can be read."""
+    """Yield the models that have a readable description."""
     for path in sorted(folder.glob("*.json")):
         record = _read_description(path)
         if record is not None and slot_path(folder, record).stem == path.stem:
@@ -505,7 +507,7 @@ def described_models(folder: Path) -> Iterator[ModelRecord]:
 def _read_description(path: Path) -> ModelRecord | None:
     try:
         return parse_description(read_file(path))
-    except Exception:  # any kind, from a damaged file
+    except Exception:  # a damaged file raises many types
         return None
 
 
@@ -527,7 +529,7 @@ def parse_description(data: bytes) -> ModelRecord | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. The system releases it when the process ends."""
+    """Hold the folder's lock, which the system releases when the process ends."""
     fd = open_file(folder / "lock", os.O_RDWR, create=True)
     until = time.monotonic() + _TIMEOUT
     try:

@@ -1,9 +1,9 @@
 """The remote tier: blocks in a Valkey or Redis server, shared by engines on many machines.
 
-Each block is a value: a record with checksums, as on disk. Its key has the names of the model and
-of the block. The server decides how much it stores and what it evicts (`maxmemory`, `allkeys-lru`).
-A server that is down or slow is not called during a pause, and all lookups miss meanwhile. A server
-that refuses blocks, because it is full or a replica, gets none during a pause, and is still read.
+A block is stored as a record with checksums, as on disk. The key has the names of the model and of
+the block. The server's settings limit its size and choose the blocks to evict (`maxmemory`,
+`allkeys-lru`). A server that is down or slow is not called during a pause, and all lookups miss
+meanwhile. If a server refuses blocks, because it is full or a replica, only saves pause.
 """
 
 import time
@@ -27,11 +27,11 @@ from headstart.tiers.store import (
 )
 
 _TIMEOUT = 2.0  # seconds, for an answer and for a connection
-_FIRST = 8  # names in the first query of a lookup, where most new prompts miss
-_BATCH_BYTES = 8 << 20  # most bytes in a query
+_FIRST = 8  # names in the first query of a lookup; most new prompts miss these already
+_BATCH_BYTES = 8 << 20  # maximum bytes in a query
 _FIRST_BYTES = 256 << 10  # bytes in a query before the rate is known
-_QUERY_SECONDS = 1.0  # greatest duration of a query
-_UNLINKED = 1000  # keys that are listed and deleted at once
+_QUERY_SECONDS = 1.0  # intended maximum duration of a query
+_UNLINKED = 1000  # keys that are listed and deleted per call
 
 Answer = TypeVar("Answer")
 
@@ -66,22 +66,22 @@ class RemoteStore:
                 "redis://host:port/db, rediss://..., unix:///path"
             ) from error
         self._prefix = b"headstart:%d:%s:" % (VERSION, model.fingerprint[:32].encode())
-        self._most = max(1, _BATCH_BYTES // model.block_bytes)  # blocks in a query
+        self._most = max(1, _BATCH_BYTES // model.block_bytes)  # maximum blocks in a query
         self._rate: float | None = None  # bytes per second of the last answer
         self._pause = Pause(self.faults)
-        self._refusal = Pause(self.faults)  # pauses only saves
+        self._refusal = Pause(self.faults)  # a pause of saves only
 
     def find(self, names: Sequence[BlockHash]) -> int:
         count = 0
         for some in (names[:_FIRST], names[_FIRST:]):
-            held = self._ask([], self._exist, some)
+            held = self._call([], self._exist, some)
             count += next((i for i, is_held in enumerate(held) if not is_held), len(held))
             if count < _FIRST:
                 break
         return count
 
     def first(self, names: Sequence[BlockHash]) -> int:
-        held = self._ask([], self._exist, names)
+        held = self._call([], self._exist, names)
         return next((i for i, is_held in enumerate(held) if is_held), len(names))
 
     def _exist(self, names: Sequence[BlockHash]) -> list[int]:
@@ -92,9 +92,9 @@ class RemoteStore:
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
         start = 0
-        while some := names[start : start + self._at_once()]:
+        while some := names[start : start + self._batch_size()]:
             start += len(some)
-            values = self._ask([], self._get, some)
+            values = self._call([], self._get, some)
             header = read_header(values[0]) if values and values[0] is not None else None
             if header is not None and header.seconds:
                 self.block_seconds = header.seconds
@@ -104,16 +104,16 @@ class RemoteStore:
                 payload = payload_of(memoryview(value), name)
                 if payload is None or payload.nbytes != self.model.block_bytes:
                     self.faults.note("a block is damaged", name.hex())
-                    self._ask(0, self._client.unlink, self._prefix + name)
+                    self._call(0, self._client.unlink, self._prefix + name)
                     return
                 yield LoadedBlock(self.tier, payload)
             if len(values) < len(some):
                 return
 
-    def _at_once(self) -> int:
+    def _batch_size(self) -> int:
         """Return the number of blocks in a query, fewer for a slow connection.
 
-        An answer can be used only once all of it has arrived.
+        Blocks can be used only when the whole answer has arrived.
         """
         nbytes = _FIRST_BYTES if self._rate is None else int(self._rate * _QUERY_SECONDS)
         return max(1, min(self._most, nbytes // self.model.block_bytes))
@@ -129,7 +129,7 @@ class RemoteStore:
         saved = 0
         for start in range(0, len(blocks), self._most):
             some = blocks[start : start + self._most]
-            answers = None if self._refusal.is_on else self._ask(None, self._set, some)
+            answers = None if self._refusal.is_on else self._call(None, self._set, some)
             if answers is None:
                 self.faults.num_unsaved += len(some)
             else:
@@ -147,16 +147,16 @@ class RemoteStore:
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         self.faults.num_unsaved += len(refused)
         if refused:  # the server is full, a replica, or read-only for this user
-            self._refusal.failed("the server gives blocks and takes none", refused[0])
+            self._refusal.failed("the server refuses new blocks", refused[0])
         elif answers:
             self._refusal.answered()
         return [answer for answer in answers if not isinstance(answer, Exception)]
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """Do nothing: the server notes what is read."""
+        """Do nothing: the server records each read."""
 
     def clear(self) -> bool:
-        return bool(self._ask(False, self._unlink_all))
+        return bool(self._call(False, self._unlink_all))
 
     def _unlink_all(self) -> bool:
         keys = self._client.scan_iter(match=self._prefix + b"*", count=_UNLINKED)
@@ -167,20 +167,20 @@ class RemoteStore:
     def close(self) -> None:
         self._client.close()
 
-    def _ask(self, otherwise: Any, query: Callable[..., Answer], *about: Any) -> Answer | Any:
-        """Return the server's answer; `otherwise` during a pause, or if the call fails."""
+    def _call(self, default: Any, query: Callable[..., Answer], *about: Any) -> Answer | Any:
+        """Return the result of `query`; `default` during a pause, or if the call fails."""
         if self._pause.is_on:
-            return otherwise
+            return default
         try:
             answer = query(*about)
         except Exception as error:  # the client and the network raise many kinds
             self._pause.failed("the server does not answer", error)
-            return otherwise
+            return default
         self._pause.answered()
         return answer
 
 
 def _without_password(url: str) -> str:
-    """Return the url without its password, for logs."""
+    """Return the url without its user and password, for logs."""
     head, separator, tail = url.rpartition("@")
     return f"{head.partition('://')[0]}://...@{tail}" if separator else url

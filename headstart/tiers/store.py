@@ -1,13 +1,13 @@
 """The protocol of a tier: a store of blocks outside the pool, by their hashes.
 
     pool ──offer──▶ saver's thread ──save──▶ store          a block is filled, or will be evicted
-    pool ◀──rows─── loader's thread ◀──load── store         a lookup continues where the pool's ends
+    pool ◀──bytes── loader's thread ◀──load── store         a lookup continues after the pool's hit
 
-A store holds bytes and knows no tensor. It may lose any block at any time; a lost block is computed
-again. It returns a block exactly as it was saved, or not at all.
+A store holds bytes, not tensors. It may lose any block at any time; a lost block is computed again.
+It returns a block exactly as it was saved, or not at all.
 
-A block is stored as a record: a header with its name (the hash of its prefix), and its payload,
-each with a checksum.
+A block is stored as a record: a header with the block's name (the hash of its prefix), and the
+payload. Both have a checksum.
 
     magic 8 | depth 4 | seconds 4 | length 8 | name 32 | parent 32 | payload's 8 | header's 8
 
@@ -29,8 +29,8 @@ from headstart.cache import BlockHash
 
 HEADER_BYTES = 128
 VERSION = 2
-"""The version of a record. Keys and files have it too, so that engines of two versions can share a
-server without reporting each other's blocks as damaged."""
+"""The version of a record's format. Keys and exported files contain it too, so that engines of two
+versions can share a server without reporting each other's blocks as damaged."""
 _MAGIC = b"hsblock%d" % VERSION
 _HEAD = struct.Struct("<8sIfQ32s32sQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -46,10 +46,11 @@ SLOW = "loading is slower than computing"
 
 
 class ModelRecord(NamedTuple):
-    """The model that computed some blocks, and their size.
+    """The model of a store's blocks, and their size.
 
-    fingerprint: equal only for models that can exchange K/V; it is hashed into every block's name.
-    title: the model's display name. block_bytes: bytes of a block's payload.
+    fingerprint: equal only for models that can exchange K/V; part of the hash in a block's name.
+    title: the model's display name. block_size: tokens of a block. block_bytes: bytes of a block's
+    payload.
     """
 
     fingerprint: str
@@ -62,8 +63,8 @@ class StoredBlock(NamedTuple):
     """A block to save.
 
     depth: number of blocks before it in its prompt. seconds: the time to compute it. used: the time
-    of its request, in seconds since 1970. payload: its K/V, which no longer change. words: its
-    text, for `headstart cache list`; empty unless `cache_words` is on.
+    of its request, in seconds since 1970. payload: its K/V, which must not change any more. words:
+    its text, for `headstart cache ls`; empty unless `cache_words` is on.
     """
 
     name: BlockHash
@@ -76,7 +77,7 @@ class StoredBlock(NamedTuple):
 
 
 class LoadedBlock(NamedTuple):
-    """A block as it was saved, and the tier that had it: "disk", "remote"."""
+    """A block as it was saved, and the name of its tier: "disk" or "remote"."""
 
     tier: str
     payload: memoryview
@@ -102,7 +103,7 @@ def make_header(block: StoredBlock) -> bytes:
 
 
 def read_header(data: bytes | memoryview) -> RecordHeader | None:
-    """Return the header at the beginning of the bytes; None if it is damaged or missing.
+    """Return the header at the beginning of `data`; None if it is damaged or missing.
 
     A header whose seconds are negative or not finite counts as damaged.
     """
@@ -118,7 +119,7 @@ def read_header(data: bytes | memoryview) -> RecordHeader | None:
 
 
 def payload_of(data: memoryview, name: BlockHash) -> memoryview | None:
-    """Return the payload of the record in `data`; None unless it is this block, undamaged."""
+    """Return the payload of the record in `data`; None if it is damaged or another block's."""
     header = read_header(data)
     if header is None or header.name != name:
         return None
@@ -129,9 +130,9 @@ def payload_of(data: memoryview, name: BlockHash) -> memoryview | None:
 
 
 class Faults:
-    """Counts of faults by kind, logged at most once a minute. A fault is a miss, never an error.
+    """Counts of faults by kind, logged at most once a minute. A fault causes a miss, no exception.
 
-    num_unsaved: blocks that could not be saved because the store failed or was paused.
+    num_unsaved: blocks that were not saved because the store failed or was paused.
     """
 
     def __init__(self, store: str) -> None:
@@ -141,7 +142,7 @@ class Faults:
         self._logged: dict[str, float] = {}
 
     def note(self, kind: str, detail: object) -> None:
-        """Count a fault; log it unless one of its kind was logged within the last minute."""
+        """Count a fault; log it unless a fault of this kind was logged within the last minute."""
         self.counts[kind] += 1
         now = time.monotonic()
         if now - self._logged.get(kind, -_LOG_INTERVAL) >= _LOG_INTERVAL:
@@ -155,8 +156,8 @@ class Faults:
 class Pause:
     """The time for which a store is not called after a failure.
 
-    It takes five seconds, and twice as long after each further failure, up to five minutes. An
-    answer makes the next pause short again, but does not end the current pause.
+    The first pause takes five seconds, and each further pause twice as long, up to five minutes.
+    After an answer, the next pause takes five seconds again; the current pause continues.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -177,16 +178,16 @@ class Pause:
         self.faults.note(kind, f"{detail}; the store is paused for {self._seconds:.0f} s")
 
     def answered(self) -> None:
-        """Note that the store works: the next pause is short again."""
+        """Let the next pause take five seconds again."""
         self._seconds = 0.0
 
 
 class BlockStore(Protocol):
     """Blocks of one model. Every method may be called from any thread, and none raises.
 
-    A failure is a miss; `faults` counts it, and logs it at most once a minute. tier: the store's
-    name. num_stored: number of blocks when it was opened; 0 if counting takes long. block_seconds:
-    the time to compute a block, as the engines that saved blocks measured it; 0 if unknown.
+    A failure is a miss, which `faults` counts and logs. tier: the tier's name. num_stored: number
+    of blocks when the store was opened; 0 if counting takes long. block_seconds: the time to
+    compute a block, measured by the engines that saved blocks; 0 if unknown.
     """
 
     tier: str
@@ -207,11 +208,11 @@ class BlockStore(Protocol):
         ...
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Save blocks, but evict no block that was used more recently; return how many are new."""
+        """Save blocks; return the number of new blocks. Evict no block that was used later."""
         ...
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """Note that these blocks were used now, which delays their eviction."""
+        """Record that these blocks were used now, which delays their eviction."""
         ...
 
     def clear(self) -> bool:

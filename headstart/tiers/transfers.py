@@ -1,4 +1,4 @@
-"""Loads and saves off the engine's thread, between the pool and slow stores.
+"""Loads and saves between the pool and slow stores, in separate threads.
 
 `ObjectStore` stores objects of any size, such as image embeddings, as blocks of `OBJECT_BLOCK`
 bytes in a `BlockStore`. The first block begins with the object's length. An object with a missing
@@ -19,16 +19,16 @@ from headstart.cache import BlockHash
 from headstart.tiers.store import BlockStore, Faults, LoadedBlock, ModelRecord, StoredBlock
 from headstart.tiers.worker import GuardedStore, Job, StoreChain, Worker, wait_for
 
-_TRIAL = 1.0  # seconds that the first load may take longer than computing
-_LEAST_WAIT = 0.25  # seconds that later loads may take even if computing is faster
+_TRIAL = 1.0  # seconds by which the first load may exceed the time to compute the blocks
+_LEAST_WAIT = 0.25  # seconds that each later load may take even if computing is faster
 _WEIGHT = 0.3  # weight of the last measurement in the average rate
 _LEAST_RATE = 1.0  # bytes per second, for a store that returned nothing in time
 
-_BATCH_BLOCKS = 64  # most blocks in a save
+_BATCH_BLOCKS = 64  # maximum blocks in a save
 _BATCH_BYTES = 16 << 20
-_REST = 15  # a pause lasts this many times as long as the save before it
+_REST = 15  # duration of a rest, as a multiple of the save before it
 _DRAIN_BYTES = 32 << 20  # saved bytes after which `drained` is called
-_MOST_STORED = 1 << 14  # names that wait for `take_saved`
+_MOST_STORED = 1 << 14  # maximum number of names for `take_saved`
 STATES_AT_ONCE = 64  # names of states in a query
 
 
@@ -42,13 +42,13 @@ class StateName(NamedTuple):
 
 @dataclass(eq=False)
 class StateSearch:
-    """The state that a job loads before its blocks. Without it the blocks are of no use.
+    """The search for the recurrent state that a job loads before its blocks.
 
-    candidates: takes the number of blocks that the stores have, and returns the states to look for,
-    deepest first. span: number of tokens that are computed without a state. num_stored: number of
-    blocks that the stores have. found: the deepest state that the stores have, if any. has_arrived:
-    True if the state is loaded. block: the state, until it is taken. rest: the states that were not
-    looked up yet.
+    Without a state the blocks are useless. candidates: takes the number of blocks that the stores
+    have, and returns the states to look for, deepest first. span: positions of the tokens that are
+    computed if no state is found. num_stored: number of blocks that the stores have. found: the
+    deepest state that the stores have, if any. has_arrived: True if the state was loaded. block:
+    the loaded state, until it is taken. rest: the states that were not looked up yet.
     """
 
     candidates: Callable[[int], Iterator[StateName]]
@@ -61,7 +61,7 @@ class StateSearch:
     rest: Iterator[StateName] = field(default_factory=lambda: iter(()))
 
     def count_blocks(self, position: int) -> int:
-        """Return the blocks that need no computing with a state after `position` tokens."""
+        """Return the number of blocks that need not be computed with a state at `position`."""
         return -(-(position - self.span.start) // self.block_size)
 
 
@@ -70,9 +70,9 @@ class LoadJob(Job):
     """Blocks to look up and load.
 
     choose: takes the number of blocks that the stores have, and returns the number to load. count:
-    blocks to load; 0 until the lookup has ended. num_loaded, nbytes: number and bytes of the blocks
-    that have arrived. arrived: blocks that wait to be taken. lookup_seconds: the lookup's duration.
-    state: None if blocks suffice to resume; otherwise `count` may be 0.
+    number of blocks to load; 0 until the lookup has ended. num_loaded, nbytes: number and bytes of
+    the blocks that have arrived. arrived: blocks that wait to be taken. state: None for a model
+    without recurrent layers; with a state, `count` may be 0.
     """
 
     names: Sequence[BlockHash]
@@ -91,7 +91,7 @@ class LoadJob(Job):
 
     @property
     def saved_blocks(self) -> int:
-        """Number of blocks that need no computing after everything has arrived."""
+        """Number of blocks that are not computed once everything has arrived."""
         state = self.state
         if state is None:
             return self.count
@@ -106,11 +106,11 @@ class Loader:
                                                 blocks wait ◀───┘ until `take`
 
     Lookups have a separate worker, so that a new prompt does not wait for the load of another.
-    Loads run one after the other. The blocks of the preferred job are taken as they arrive. Other
-    jobs may fill only half of the queue, so they never delay it. A load ends early if it takes
-    longer than computing its blocks would.
+    Loads run one after the other. The engine takes the blocks of the preferred job as they arrive.
+    Other jobs may fill only half of the queue, so they never delay the preferred job. A load ends
+    early if it takes longer than computing its blocks would.
 
-    max_bytes: limit of the bytes that wait to be taken, exceeded by a chunk at most. compute:
+    max_bytes: limit of the bytes that wait to be taken; exceeded by at most one chunk. compute:
     returns the seconds to compute a number of blocks. rate: recent bytes per second; None before
     the first load. queued_bytes: bytes that wait to be taken. states: the stores of states; None
     for a model without recurrent layers.
@@ -144,9 +144,9 @@ class Loader:
         choose: Callable[[int], int],
         state: StateSearch | None = None,
     ) -> LoadJob:
-        """Look these blocks up, and load the number of blocks that `choose` returns.
+        """Look up these blocks, and load the number of blocks that `choose` returns.
 
-        With a state, `choose` takes the number of blocks that it saves from being computed.
+        With a state, `choose` takes the number of blocks that are not computed if it is loaded.
         """
         job = LoadJob(self._look_up, names=names, choose=choose, state=state)
         self._lookups.submit(job)
@@ -160,7 +160,7 @@ class Loader:
         return taken
 
     def prefer(self, job: LoadJob | None) -> None:
-        """Load this job before all others: its blocks are taken as they arrive."""
+        """Load this job before all others; None prefers no job."""
         with self._changed:
             for worker in self._workers:
                 worker.give_up_late()
@@ -169,31 +169,28 @@ class Loader:
                 self._changed.notify_all()
 
     def cancel(self, job: LoadJob) -> None:
-        """End a job, and drop its blocks."""
+        """End a job and drop its blocks."""
         with self._changed:
             job.done = True
-            self._release(job.arrived)
-            job.arrived.clear()
-            if job.state is not None and job.state.block is not None:
-                self._release([job.state.block])
-                job.state.block = None
+            self.take_state(job)
+            self.take(job, len(job.arrived))
 
     def take_state(self, job: LoadJob) -> LoadedBlock | None:
-        """Return the state of a job that has arrived, once."""
+        """Return the state of a job if it has arrived and was not taken before; else None."""
         state = job.state
         with self._changed:
-            block = state.block if state is not None else None
-            if state is not None and block is not None:
-                state.block = None
-                self._release([block])
-        return block
+            if state is None or (block := state.block) is None:
+                return None
+            state.block = None
+            self._release([block])
+            return block
 
     def _release(self, blocks: Iterable[LoadedBlock]) -> None:
         self.queued_bytes -= sum(block.payload.nbytes for block in blocks)
         self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
-        """Wait for news since the last call: blocks arrived, or a job is done or must wait."""
+        """Wait until blocks have arrived, or a job has ended or must wait, since the last call."""
         with self._changed:
             wait_for(self._workers, lambda: self._has_news or self._loads.is_closed, timeout)
             self._has_news = False
@@ -207,7 +204,7 @@ class Loader:
     # In the threads of the workers
 
     def _pick(self) -> LoadJob | None:
-        """Return the next job to load; None if there is none, or its blocks must wait."""
+        """Return the next job to load; None without a job, or while the queue lacks space."""
         jobs = self._loads.jobs
         if not jobs:
             return None
@@ -222,11 +219,11 @@ class Loader:
         return self.queued_bytes < self._max_bytes // 2
 
     def _note_end(self, job: LoadJob) -> None:
-        """Wake the engine if a job is done, or must wait for space."""
+        """Wake the engine if a job has ended or must wait for space."""
         self._has_news |= job.done or not self._may_load(job)
 
     def _look_up(self, job: LoadJob) -> bool:
-        """Choose how many blocks of a job to load; queue the job for loading if there are any."""
+        """Choose how many blocks of a job to load; if it has any, pass it to the other worker."""
         state = job.state
         blocks = len(job.names) if state is None else state.count_blocks(state.span.stop)
         job.limit = self._limit(blocks)
@@ -245,7 +242,7 @@ class Loader:
         return True
 
     def _choose(self, job: LoadJob, num_stored: int) -> None:
-        """Set the number of blocks to load, and the state that is loaded before them."""
+        """Set the number of blocks to load and the state to load before them."""
         state = job.state
         if state is None:
             job.count = job.choose(num_stored)
@@ -269,7 +266,7 @@ class Loader:
         return _TRIAL + seconds if self.rate is None else max(_LEAST_WAIT, seconds)
 
     def _load(self, job: LoadJob) -> bool:
-        """Load a job; return True if it is interrupted by the preferred job."""
+        """Load a job; return True if the preferred job interrupts it."""
         is_first = self.rate is None
         if job.state is not None and not self._load_state(job, job.state):
             return False
@@ -288,7 +285,10 @@ class Loader:
         return False
 
     def _load_state(self, job: LoadJob, state: StateSearch) -> bool:
-        """Load a job's state unless it has arrived. If it is damaged, load the next deepest one."""
+        """Load a job's state unless it has arrived; return True if the job must be continued.
+
+        If the state is damaged, load the next deepest one.
+        """
         assert self._states is not None
         while state.found is not None and not state.has_arrived:
             chunks = self._states.load([state.found.name], job)
@@ -306,7 +306,7 @@ class Loader:
         return job.has_work and not job.done
 
     def _hand_on(self, job: LoadJob, chunk: list[LoadedBlock]) -> bool:
-        """Queue blocks to be taken, wait for space for more; return True if the job continues."""
+        """Queue blocks to be taken, then wait for space; return True if the job continues."""
 
         def must_stop() -> bool:
             is_other_preferred = self._preferred is not job and self._preferred in self._loads.jobs
@@ -328,7 +328,7 @@ class Loader:
             return True
 
     def _note_rate(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Average a measurement into the rate; replace the rate if computing was faster."""
+        """Average a measurement into the rate; replace the rate if computing had been faster."""
         rate = max(nbytes / max(seconds, 1e-9), _LEAST_RATE)
         if self.rate is None or (rate < self.rate and seconds > self._compute(blocks)):
             self.rate = rate
@@ -340,7 +340,7 @@ class Loader:
 class _Batch(Job):
     """Blocks to save, and the names of stored blocks that were used (`touched`).
 
-    nbytes: bytes of the blocks. stored: the names of these blocks that the stores have afterwards.
+    nbytes: bytes of the unsaved blocks. stored: names of those that the stores have afterwards.
     """
 
     unsaved: list[StoredBlock]
@@ -354,9 +354,8 @@ class Saver:
 
     num_dropped: blocks that were offered while the queue was full; they may be offered again.
     queued_bytes: bytes of blocks that wait to be saved, or are being saved. faults: counts
-    exceptions of a store. drained: called when the queue is empty after many bytes, so that their
-    memory can be returned to the system. While the engine needs the cores, `rest` makes the worker
-    rest after each save, `_REST` times as long as the save took.
+    exceptions of stores. drained: called when the queue is empty after many bytes were saved, so
+    that their memory can be returned to the system.
     """
 
     def __init__(
@@ -387,7 +386,7 @@ class Saver:
         self._changed = self._worker.changed
 
     def has_space(self, nbytes: int) -> bool:
-        """Return True if an offer of `nbytes` bytes would be accepted."""
+        """Return True if blocks of `nbytes` bytes would be accepted."""
         fits = not self._blocks or self.queued_bytes + nbytes <= self.max_bytes
         return fits and not self._worker.is_closed
 
@@ -404,7 +403,7 @@ class Saver:
         return True
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """Note that blocks of the store were used."""
+        """Record that stored blocks were used."""
         with self._changed:
             if not self._worker.is_closed:
                 self._touched.update(dict.fromkeys(names))
@@ -416,24 +415,21 @@ class Saver:
         return bool(self._blocks or self._touched or self._batch)
 
     def take_saved(self) -> list[BlockHash]:
-        """Return the blocks saved or used since the last call: the stores have them.
-
-        Limited to the latest `_MOST_STORED`.
-        """
+        """Return the last `_MOST_STORED` blocks that were saved or used since the last call."""
         with self._changed:
             names = list(self._stored)
             self._stored.clear()
         return names
 
     def rest(self, on: bool) -> None:
-        """Turn rests between saves on or off."""
+        """Turn rests of the worker on or off; a rest takes `_REST` times as long as its save."""
         if on is not self._rests:
             with self._changed:
                 self._rests = on
                 self._changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all is saved; return False if that takes longer than `timeout` seconds."""
+        """Wait until everything is saved; return False after `timeout` seconds."""
         with self._changed:
             self._num_waiting += 1
             self._changed.notify_all()
@@ -443,7 +439,7 @@ class Saver:
             return not self.is_saving
 
     def drop(self, timeout: float) -> bool:
-        """Forget the queue, and wait for the current save; return False if that takes longer."""
+        """Forget the queue, and wait for the current save; return False after `timeout` seconds."""
         with self._changed:
             self._forget_queued()
             is_idle = self._worker.wait_for(lambda: self._batch is None, timeout)
@@ -468,7 +464,7 @@ class Saver:
     # In the worker's thread
 
     def _pick(self) -> Job | None:
-        """Return the queued job (a batch that was given up, or a rest), or a new batch."""
+        """Return the queued job (a rest, or a batch whose save was given up), or a new batch."""
         jobs = self._worker.jobs
         if not jobs and (self._blocks or self._touched):
             blocks: list[StoredBlock] = []
@@ -504,7 +500,7 @@ class Saver:
         return stored
 
     def _note_end(self, job: Job) -> None:
-        """Release a batch, and queue a pause after it if pauses are on."""
+        """Release a batch, and queue a rest if rests are on."""
         if not isinstance(job, _Batch):
             return
         self.queued_bytes -= job.nbytes
@@ -538,10 +534,10 @@ OBJECTS = ModelRecord("objects, 1", "image embeddings and replies", 1, OBJECT_BL
 
 
 class ObjectStore:
-    """Objects, which are bytes by key. A missing or damaged object is None. No method raises.
+    """Objects: bytes by key. No method raises.
 
-    stores: the tiers, nearest first. Loading waits for each of them up to its deadline; saving does
-    not wait.
+    stores: the tiers, nearest first. `load` waits for each tier up to a deadline; `save` does not
+    wait.
     """
 
     def __init__(self, stores: Sequence[GuardedStore], saver: Saver) -> None:
@@ -549,7 +545,10 @@ class ObjectStore:
         self._saver = saver
 
     def load(self, key: bytes, job: Job) -> memoryview | None:
-        """Return an object as it was saved. If it is not in the nearest tier, save it in all."""
+        """Return an object; None if it is missing or damaged.
+
+        If the nearest tier does not have the object, save it in all tiers.
+        """
         for index, guarded in enumerate(self._stores):
             data = guarded.call(job, lambda store: self._load(store, key), None)
             if data is not None:
@@ -575,7 +574,7 @@ class ObjectStore:
         return memoryview(b"".join(parts))[_LENGTH.size : _LENGTH.size + length]
 
     def save(self, key: bytes, data: bytes | memoryview, seconds: float) -> None:
-        """Save an object that took `seconds` to compute, if the saver has space for it."""
+        """Save an object that took `seconds` to compute, if the saver's queue has space."""
         count = _count_blocks(len(data))
         whole = memoryview((_LENGTH.pack(len(data)) + data).ljust(count * OBJECT_BLOCK, b"\0"))
         names = [_name(key, index) for index in range(count)]

@@ -7,7 +7,7 @@ each. A read of a file has no timeout, so a call that takes longer than its dead
     store     is not called before the abandoned thread has returned, nor during a pause
     job       retains the blocks that have arrived, and continues with the other stores
 
-Callers that wait for the worker, or submit a job, check for late calls.
+Late calls are detected whenever a caller submits a job to the worker or waits for it.
 """
 
 import math
@@ -32,7 +32,7 @@ from headstart.tiers.store import (
 DEADLINE = 5.0  # seconds for an answer, and for each chunk of a load
 CHANGE_DEADLINE = 60.0  # seconds to save a batch, or to clear a store
 CHUNK_BYTES = 2 << 20
-_CHUNK_SECONDS = 0.02  # after this time a smaller chunk is passed on
+_CHUNK_SECONDS = 0.02  # after this time, a chunk of fewer bytes is passed on
 _POLL = 0.01  # seconds between two checks for late calls
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class _GivenUpError(BaseException):
 
 @dataclass(eq=False)
 class _Call:
-    """A call of a store. seconds: its deadline. is_load: being late is no failure."""
+    """A call of a store. seconds: its deadline. is_load: a late call is no failure of the store."""
 
     store: "GuardedStore"
     began: float
@@ -57,8 +57,8 @@ class _Call:
 class Job:
     """A unit of work for a worker.
 
-    work: does the job, and returns True if the job stays in the queue. spent: seconds of its calls
-    of stores so far. limit: the limit of `spent`. call: the current call of a store.
+    work: does the job, and returns True if the job stays in the queue. spent: seconds that calls of
+    stores have taken so far. limit: the maximum of `spent`. call: the current call of a store.
     """
 
     work: Callable[[Any], bool]
@@ -76,7 +76,7 @@ class Worker:
 
     pick: returns the next job of the queue, None to wait; by default the first job. ended: called
     after each call of a job's `work`. Both are called with `changed` held, which several workers
-    may share. An exception of a job is counted in `faults` under `problem`.
+    may share. If a job raises, a fault of kind `problem` is counted in `faults`.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class Worker:
         return self._thread is not None and self._thread.is_alive()
 
     def submit(self, job: Job) -> None:
-        """Queue a job. It ends at once, undone, if the worker is closed or gets no thread."""
+        """Queue a job. If the worker is closed or gets no thread, set `job.done` without work."""
         with self.changed:
             if self.wake():
                 self.jobs.append(job)
             else:
                 job.done = True
 
-    def call(self, work: Callable[[Job], T], otherwise: T) -> T:
-        """Return the result of `work`, done in the thread; `otherwise` if it fails."""
-        result = otherwise
+    def call(self, work: Callable[[Job], T], default: T) -> T:
+        """Run `work` in the thread and return its result; `default` if it fails."""
+        result = default
 
         def run(job: Job) -> bool:
             nonlocal result
@@ -139,7 +139,7 @@ class Worker:
 
     def give_up_late(self) -> None:
         """Replace the thread if its call of a store is late. Call with `changed` held."""
-        job = self._job if self._job in self.jobs else None  # another worker may have it by now
+        job = self._job if self._job in self.jobs else None  # it may be with another worker now
         call = job.call if job is not None else None
         if job is not None and call is not None and call.store.give_up(call):
             job.spent += time.monotonic() - call.began
@@ -152,7 +152,7 @@ class Worker:
             self._thread = start_thread(self._run, self._name)
 
     def wait_for(self, condition: Callable[[], object], timeout: float = math.inf) -> bool:
-        """Wait for a condition, and give up late calls meanwhile; return True if it holds."""
+        """Wait for a condition and give up late calls; return False after `timeout` seconds."""
         return wait_for([self], condition, timeout)
 
     def close(self, timeout: float) -> None:
@@ -192,7 +192,7 @@ class Worker:
 def wait_for(
     workers: Sequence[Worker], condition: Callable[[], object], timeout: float = math.inf
 ) -> bool:
-    """Wait for a condition, with workers that share `changed`; return True if it holds."""
+    """Wait like `Worker.wait_for`, for several workers that share `changed`."""
     changed = workers[0].changed
     until = time.monotonic() + timeout
     with changed:
@@ -248,7 +248,7 @@ class GuardedStore:
         return self.call(job, lambda store: store.first(names), len(names))
 
     def load(self, names: Sequence[BlockHash], job: Job) -> Iterator[list[LoadedBlock]]:
-        """Yield the blocks in chunks, up to the first that is missing or late."""
+        """Yield the blocks in chunks, up to the first block that is missing or late."""
         if self.is_resting or job.time_left() <= 0:
             return
         chunks = _read_chunks(self.store, names)
@@ -263,12 +263,12 @@ class GuardedStore:
         self,
         job: Job,
         work: Callable[[BlockStore], T],
-        otherwise: T,
+        default: T,
         deadline: float | None = None,
     ) -> T:
-        """Return the result of `work`, called with the store; `otherwise` while the store rests."""
+        """Return `work(store)`; `default` if the store must not be called or no time is left."""
         if self.is_resting or job.time_left() <= 0:
-            return otherwise
+            return default
         result = self._call(job, work, deadline)
         self.pause.answered()
         return result
@@ -287,7 +287,7 @@ class GuardedStore:
         return self.call(job, lambda store: store.clear(), False, CHANGE_DEADLINE)
 
     def close(self, timeout: float) -> None:
-        """Close the store once all its calls have returned; wait up to `timeout` seconds for it."""
+        """Close the store when all its calls have returned; wait up to `timeout` seconds."""
 
         def close() -> None:
             with self._changed:
@@ -305,7 +305,7 @@ class GuardedStore:
         *,
         is_load: bool = False,
     ) -> T:
-        """Return the result of `work`. End this thread if the call was given up meanwhile."""
+        """Return `work(store)`. End this thread if the call was given up meanwhile."""
         seconds = min(deadline or DEADLINE, job.time_left())
         call = _Call(self, time.monotonic(), seconds, is_load)
         with self._changed:
@@ -339,7 +339,7 @@ class GuardedStore:
         return True
 
     def _note_slow_load(self) -> None:
-        self.faults.note(SLOW, "the other blocks are not loaded in time")
+        self.faults.note(SLOW, "the remaining blocks are not loaded")
 
 
 def _read_chunks(store: BlockStore, names: Sequence[BlockHash]) -> Iterator[list[LoadedBlock]]:
@@ -373,14 +373,14 @@ class StoreChain:
         return count
 
     def first(self, names: Sequence[BlockHash], job: Job) -> int:
-        """Return the index of the first block that a store has; `len(names)` if none has any."""
+        """Return the index of the first block that any store has; `len(names)` without a hit."""
         index = len(names)
         for store in self.stores:
             index = min(index, store.first(names[:index], job)) if index else 0
         return index
 
     def load(self, names: Sequence[BlockHash], job: Job) -> Iterator[list[LoadedBlock]]:
-        """Yield the blocks in chunks, up to the first that no store returns in time."""
+        """Yield the blocks in chunks, up to the first block that no store returns in time."""
         count = 0
         for store in self.stores:
             if count < len(names):
@@ -389,7 +389,7 @@ class StoreChain:
                     yield chunk
 
     def save(self, blocks: Sequence[StoredBlock], job: Job) -> int:
-        """Save blocks in all stores; return the largest number of new blocks in any of them."""
+        """Save blocks in all stores; return the largest number of new blocks in one store."""
         return max(store.save(blocks, job) for store in self.stores)
 
     def touch(self, names: Sequence[BlockHash], job: Job) -> None:

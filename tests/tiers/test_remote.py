@@ -155,7 +155,7 @@ def test_a_server_that_takes_no_blocks_still_gives_what_it_has(
         for _ in range(2):
             assert store.save(blocks(range(8))) == 0
             assert store.find(names(range(8))) == held(store, range(8)) == 4
-        assert store.faults.counts == {"the server gives blocks and takes none": 1}
+        assert store.faults.counts == {"the server refuses new blocks": 1}
         assert store.faults.num_unsaved == 4 + 8, "those refused, and those that were not offered"
         server.client.execute_command(*undo[why])
         clock.now += 60

@@ -3,7 +3,7 @@
 Glossary:
     stage           one model, or one function, of a pipeline
     output          a named tensor that a stage passes to later stages
-    row             one token's part of an output; `frames(n)` outputs have n rows per token
+    row             one entry of an output's first axis; belongs to one token
     watermark       the number of a request's tokens whose rows were passed to later stages
-    condition       a stage's input besides token ids: rows of an earlier stage
+    feed            the inputs of one request to one stage
 """

@@ -1,12 +1,12 @@
-"""Autoregressive stage: an `EngineCore` with a separate KV cache that passes rows to other stages.
+"""Autoregressive stages: an `EngineCore` with a separate KV cache that passes rows to other stages.
 
-The engine runs as usual; only `EngineHooks` differ. A request waits until its inputs have arrived,
-its hits are limited to blocks with stored rows, and after each pass its rows are passed on.
+The engine calls the stage as its `EngineHooks`. A request waits until its inputs have arrived, its
+hits are limited to blocks with stored rows, and after each pass its rows are passed on.
 
-A first stage has its prompt when a request arrives. A later stage receives rows: its prompt is
-complete when enough rows have arrived, and each further token waits for its row. Token ids do not
-determine these rows (a talker's prompt is one repeated mask token), so the rows are part of a
-block's identity, either by the name of the block that they come from or by a digest of their bytes.
+The first stage has a request's prompt when the request arrives. A later stage receives rows: its
+prompt is complete when enough rows have arrived, and each further token waits for its row. Token
+ids do not determine these rows (a talker's prompt is one repeated mask token). So a block's
+identity includes its rows: by the name of the earlier stage's block, or by a digest of their bytes.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ class StagePrompt:
 
 
 class Feed:
-    """One request's inputs to one stage; by default all are present from the beginning."""
+    """One request's inputs to one stage. By default all inputs are present from the start."""
 
     def take(self, source: str, event: OutputEvent | StageStarted) -> None:
         """Take rows or block names from an earlier stage."""
@@ -74,11 +74,11 @@ class Feed:
         """Note that `source` will send no more rows."""
 
     def prompt(self) -> StagePrompt | None:
-        """Return the prompt, None until it is complete. Raises RequestError."""
+        """Return the prompt; None until it is complete. Raises RequestError."""
         raise NotImplementedError
 
     def begin(self, sequence: TokenSequence) -> None:
-        """Take the sequence that the engine made from the prompt."""
+        """Take the sequence that was made from the prompt."""
 
     def is_ready(self, num_tokens: int) -> bool:
         """Return True if the inputs of the sequence's first `num_tokens` tokens have arrived."""
@@ -90,7 +90,7 @@ Feeder = Callable[[OmniRequest], Feed]
 
 
 class PromptFeed(Feed):
-    """A first stage's feed: a prompt."""
+    """The feed of a first stage, which is only a prompt."""
 
     def __init__(self, prompt: StagePrompt) -> None:
         self._prompt = prompt
@@ -101,16 +101,15 @@ class PromptFeed(Feed):
 
 @dataclass(kw_only=True, eq=False)
 class TalkerFeed(Feed):
-    """A talker's feed: makes its prompt and one row per position from the thinker's rows.
+    """A talker's feed: makes the prompt and one row per position from the thinker's rows.
 
     An `EmbeddingSource`: `_combine` makes the embeddings of tokens from their rows. A block that
-    aligns with a thinker's block is identified by the name of the thinker's block, any other block
-    by a digest of its rows.
+    aligns with a block of the thinker is identified by that block's name, any other block by a
+    digest of its rows.
 
-    rows: the thinker's output that it reads. bos, eos, pad: rows `[width]` that are not from the
-    thinker. voice: part of the identity; requests with different voices share no block. positions:
-    None if they are consecutive from 0 on. anonymous: the request shares no block with other
-    requests; for a stage without caching.
+    rows: the thinker's output to read. bos, eos, pad: rows `[width]` that do not come from the
+    thinker. voice: requests with different voices share no block. positions: None if they are
+    consecutive from 0 on. anonymous: the request shares no block; for a stage without caching.
     """
 
     request: OmniRequest
@@ -128,11 +127,10 @@ class TalkerFeed(Feed):
         self._prompt_tokens: int | None = None  # length of the thinker's prompt
         self._num_rows = 0  # rows received from the thinker
         self._private = os.urandom(16) if self.anonymous else None
-        self._buffer: Tensor | None = None  # doubled when full
-        self._num_given = 0
-        self._padding: Tensor | None = None
+        self._buffer: Tensor | None = None  # its size doubles when it is full
+        self._num_buffered = 0  # rows in the buffer; later rows are `pad`
         self._items: list[MultiModalItem] = []  # the identities of all whole blocks so far
-        self._names: Sequence[bytes] = ()
+        self._names: Sequence[bytes] = ()  # of the thinker's blocks that align with the talker's
         self._sequence: TokenSequence | None = None
         self._tokens: Sequence[int] = ()  # token ids of the prompt, then of the sequence
         self._count = 0  # positions whose rows have arrived
@@ -191,30 +189,27 @@ class TalkerFeed(Feed):
                 larger[: self._count] = buffer[: self._count]
             self._buffer = buffer = larger
         buffer[self._count : end] = rows
-        self._count = self._num_given = end
+        self._count = self._num_buffered = end
         self._identify(end)
 
     def _close(self, limit: int) -> None:
         """Add the row `eos`, and `pad` for every later position below `limit`."""
         self._add(self.eos[None])
-        self._padding = self.pad
         size = self.block_size
         border = -(-self._count // size) * size
         self._count = max(limit, self._count)
         self._identify(min(border, self._count))
-        pads = self._private or b"rows" + _rows_digest(self.pad.expand(size, *self.pad.shape))
+        pads = self._private or b"rows" + _rows_digest(self.pad.expand(size, -1))
         self._identify(self._count, pads)
 
     def _rows_of(self, start: int, stop: int) -> Tensor:
         assert self._buffer is not None and stop <= self._count
-        rows = self._buffer[start : min(stop, self._num_given)]
-        missing = stop - max(start, self._num_given)
-        if missing <= 0:
-            return rows
-        assert self._padding is not None
-        return torch.cat([rows, self._padding.expand(missing, *self._padding.shape)])
+        rows = self._buffer[start : min(stop, self._num_buffered)]
+        missing = stop - max(start, self._num_buffered)
+        return rows if missing <= 0 else torch.cat([rows, self.pad.expand(missing, -1)])
 
     def _identify(self, stop: int, digest: bytes | None = None) -> None:
+        """Identify the whole blocks before `stop`, by `digest` if their rows are equal."""
         size = self.block_size
         while (block := len(self._items)) * size + size <= stop:
             identity = self._private or digest
@@ -227,10 +222,10 @@ class TalkerFeed(Feed):
             if self._sequence is not None:
                 self._sequence.add_item(item, size)
 
-    # For each family
+    # Overridden for each family
 
     def _aligned(self, names: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the names of the thinker's blocks that align with the talker's."""
+        """Return the names of the thinker's blocks that align with the talker's blocks."""
         return names
 
     def _take_rows(self, rows: Tensor) -> None:
@@ -242,11 +237,11 @@ class TalkerFeed(Feed):
         raise NotImplementedError
 
     def _token_ids(self) -> list[int] | None:
-        """Return the prompt's token ids, None until its rows have arrived."""
+        """Return the prompt's token ids; None until its rows have arrived."""
         raise NotImplementedError
 
     def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
-        """Return the embeddings of tokens from `position` on, with these rows."""
+        """Return the embeddings of tokens from `position` on, made from tokens and rows."""
         raise NotImplementedError
 
 
@@ -261,7 +256,7 @@ _LOG = logging.getLogger("headstart.omni")
 
 @dataclass(slots=True)
 class _State:
-    """One request in the stage: its inputs and, once its prompt is complete, its group."""
+    """One request in the stage. group: the engine's request, once the prompt is complete."""
 
     request: OmniRequest
     feed: Feed
@@ -280,8 +275,8 @@ class _State:
 class EngineStage(Stage):
     """Runs a decoder over the prompts of its feeds, and passes on rows and tokens.
 
-    cache: the store of rows, unused without `spec.enable_prefix_caching`. Raises
-    OutOfMemoryError if no K/V fit. `engine` and `rows` are public for benchmarks.
+    cache: the stage-output store; unused without `spec.enable_prefix_caching`. Raises
+    OutOfMemoryError if memory for K/V is lacking.
     """
 
     def __init__(
@@ -295,7 +290,7 @@ class EngineStage(Stage):
     ) -> None:
         self.spec = spec
         caching = spec.enable_prefix_caching and config.enable_prefix_caching
-        # Rows are cached by whole blocks.
+        # Rows are cached in whole blocks.
         config = replace(config, partial_hits=False, enable_prefix_caching=caching)
         self._decoder = decoder
         self._feeder = feeder
@@ -321,7 +316,7 @@ class EngineStage(Stage):
         self._events: list[Event] = []
         self.engine = EngineCore(decoder, tokenizer, config, self)
         self.frontend = make_frontend(self.engine, tokenizer)
-        # Names without a model's fingerprint mean nothing in other processes.
+        # Without tiers, block hashes do not cover the model's fingerprint.
         self._name_prefix = b"" if self.engine.tiers is not None else os.urandom(8)
 
     # Stage
@@ -356,7 +351,7 @@ class EngineStage(Stage):
             for group, error in results:
                 self._deliver(group, error)
             self._complete_tokens(results)
-        self._decoder.take_passes()  # drops the passes of a step that failed
+        self._decoder.take_passes()  # drops the passes of a failed step
         seconds = time.perf_counter() - start
         events, self._events = self._events, []
         for request_id in ran & self._states.keys():
@@ -415,10 +410,10 @@ class EngineStage(Stage):
     # Overridden by stages with more work per step
 
     def ran(self, batch: Batch, outputs: Mapping[str, Tensor]) -> None:
-        """Receive a step's outputs `[tokens of the step, ...]`, declared or not."""
+        """Receive a step's outputs `[tokens of the step, ...]`, including undeclared outputs."""
 
     def complete(self, tokens: Mapping[str, tuple[Feed, int]]) -> None:
-        """Receive feeds and new tokens of continuing requests; an exception ends these requests."""
+        """Receive feed and new token of each continuing request; an exception ends them all."""
 
     def give(self, request_id: str, chunk: Chunk) -> None:
         """Pass rows of an output to later stages."""
@@ -473,10 +468,10 @@ class EngineStage(Stage):
         self._events.append(StageStarted(request_id, length, manager.block_size, names))
 
     def _join(self, parts: list[ScheduledRows], passes: list[HostCopy]) -> Mapping[str, Tensor]:
-        """Concatenate a step's outputs to one tensor each, on the host.
+        """Wait for a step's outputs and concatenate those of its passes.
 
-        In deterministic mode a step has many passes, each a whole block of one sequence; only the
-        rows of the pass's part are used.
+        In deterministic mode a step has many passes, and each computes a whole block of one
+        sequence. Only the rows of scheduled tokens are used.
         """
         if not self._deterministic:
             return passes[0].wait()

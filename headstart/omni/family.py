@@ -12,7 +12,6 @@ from headstart.engine.request import (
     PrecomputedEmbeddings,
     PreparedPrompt,
     PromptExtras,
-    RotaryPositions,
 )
 from headstart.errors import DamagedModelError, RequestError
 from headstart.models.tokenizer import load_tokenizer
@@ -26,11 +25,11 @@ from headstart.omni.stage_decoder import OmniModel
 
 
 class OmniStages:
-    """Makes the stages of one loaded model, and prompts for them.
+    """Makes the stages of one loaded model, and prompts for these stages.
 
-    audio, codes: the outputs with the waveform and the codes. spelling: the text that stands for an
-    audio and for an image in a prompt. A request's options: `voice` for `talker`. Embeddings of
-    audio and images are cached in `cache`, and in the thinker's tiers if it has any.
+    audio, codes: the outputs with the waveform and the codes. spelling: the text of the placeholder
+    of a sound ("audio") and of an image ("image"). A request has the option `voice` for `talker`.
+    Embeddings of audio and images are cached in `cache`, and in the thinker's tiers if it has any.
     """
 
     graph: str
@@ -55,8 +54,8 @@ class OmniStages:
     ) -> SpokenPrompt:
         """Return a prompt with placeholders for its audio and images. Raises RequestError.
 
-        inputs: `features` as transformers' processor makes them, or `audio` and `images`. An item
-        that was encoded before under the same salt is not encoded again.
+        inputs: `features` of transformers' processor, or `audio` and `images`. An item that was
+        encoded before with the same salt is not encoded again.
         """
         media = self.model.media
         features = read_features(inputs.get("features", {}))
@@ -90,8 +89,7 @@ class OmniStages:
             rows.append(PlacedRows(item.offset, encoded))
         extras = None
         if placed:
-            table, delta = self.model.positions(token_ids, features)
-            positions = RotaryPositions(table.numpy(), delta)
+            positions = self.model.positions(token_ids, features)
             extras = PromptExtras(tuple(items), PrecomputedEmbeddings(rows), positions)
         return SpokenPrompt(PreparedPrompt(token_ids, text.text, extras), features)
 
@@ -110,7 +108,7 @@ class OmniStages:
         return stage
 
     def voice(self, request: OmniRequest) -> str:
-        """Return the voice of a request, by default the first. Raises RequestError."""
+        """Return a request's voice, by default the first voice. Raises RequestError."""
         name = request.options.get("talker", {}).get("voice") or self.voices[0]
         if name not in self.voices:
             raise RequestError(f"there is no voice {name!r}; allowed: {', '.join(self.voices)}")

@@ -1,12 +1,12 @@
-"""Stages that are functions: vocoders, encoders, diffusion. There are two kinds.
+"""Stages that are functions, such as vocoders, encoders and diffusion.
 
-    WholeStage    needs all of its inputs, so it runs once per request. The cache key of its result
+    WholeStage    runs once per request, when all inputs are complete. The cache key of the result
                   is the content of all inputs.
-    FramesStage   causal: frames depend only on earlier codes. Runs block by block as codes arrive;
-                  the cache key of a block's frames is all codes up to the block's end.
+    FramesStage   causal: runs block by block as codes arrive. The cache key of a block's frames is
+                  the content of all codes up to the block's end.
 
-Both return the same bits with and without the cache, since a frames stage always computes whole
-blocks at absolute positions.
+Both return the same bits with and without the cache. A `FramesStage` always computes whole blocks,
+which begin at multiples of the block's size.
 """
 
 import time
@@ -60,7 +60,7 @@ class _State:
 
 
 class _FunctionStage(Stage):
-    """The base of both kinds: requests, their inputs, and errors that end only one request."""
+    """The base of both classes. Collects the inputs of requests. An error ends one request."""
 
     def __init__(self, spec: StageSpec, cache: OutputCache | None) -> None:
         if spec.autoregressive:
@@ -124,7 +124,7 @@ class _FunctionStage(Stage):
         raise NotImplementedError
 
     def _checked(self, outputs: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
-        """Return the declared outputs, checked. Raises EngineError."""
+        """Check the declared outputs and return them in host memory. Raises EngineError."""
         checked = {}
         for output in self.spec.gives:
             if output.name in outputs:
@@ -140,8 +140,8 @@ class _FunctionStage(Stage):
 class WholeStage(_FunctionStage):
     """Runs `function` when all inputs are complete.
 
-    identity: returns a digest of everything that the result depends on, or None for a result that
-    must not be reused. Without `identity` no result is reused.
+    identity: returns a digest of everything on which the result depends, or None if the result must
+    not be reused. Without `identity` no result is reused.
     """
 
     def __init__(
@@ -186,12 +186,13 @@ class WholeStage(_FunctionStage):
 class FramesPlan:
     """The options of a `FramesStage`.
 
-    Frames depend on the earlier codes of their segment and on `context` codes before the segment.
+    A code's frames depend on the earlier codes of its segment and on `context` codes before the
+    segment.
 
-    function: maps `(request, codes [n, ...], context)` to the frames of all codes but the first
+    function: maps `(request, codes [n, ...], context)` to the frames of all codes after the first
     `context`. block: codes per call. segment: codes per segment, a multiple of `block`; None makes
-    each block a segment. identity: what determines a request's frames besides its codes. Raises
-    ConfigError for a segment that is no multiple of the block.
+    each block a segment. identity: returns a digest of everything besides the codes on which a
+    request's frames depend. Raises ConfigError if the segment is not a multiple of the block.
     """
 
     function: Callable[[OmniRequest, Tensor, int], Tensor]
@@ -208,7 +209,7 @@ class FramesPlan:
 
 
 class FramesStage(_FunctionStage):
-    """Makes frames for blocks of codes as these arrive. Has one input and one output."""
+    """Makes frames for blocks of codes as they arrive. Has one input and one output."""
 
     def __init__(self, spec: StageSpec, plan: FramesPlan, cache: OutputCache | None = None) -> None:
         super().__init__(spec, cache)
@@ -244,7 +245,7 @@ class FramesStage(_FunctionStage):
         return events
 
     def _frames(self, state: _State, codes: Tensor, stop: int) -> Tensor:
-        """Return the frames of codes `done` to `stop - 1`; caches the frames of a whole block."""
+        """Return the frames of codes `done` to `stop - 1`; cache the frames of a whole block."""
         is_whole = stop - state.done == self._plan.block
         index = len(state.keys)
         if is_whole and self._cache is not None:

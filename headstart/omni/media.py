@@ -1,7 +1,7 @@
-"""Audio and images in prompts of the Qwen-Omni family: features, and their placeholders.
+"""Features and placeholders of audio and images in prompts of the Qwen-Omni family.
 
-The checkpoint's own processors turn audio and images into features. Each item has a run of
-placeholders in the prompt, one per embedding that the model's encoder makes of it.
+The checkpoint's processors turn audio and images into features. The model's encoder turns these
+into embeddings. In the prompt each item has consecutive placeholders, one for each embedding.
 """
 
 import os
@@ -50,10 +50,10 @@ class PlacedItem:
 class Media:
     """Reads audio and images of one model's prompts.
 
-    placeholders: the token ids that stand for "audio" and "image". sound_lengths: maps numbers of
-    audio frames int64 `[sounds]` to numbers of embeddings. merge_size: the side, in patches, of the
-    square that becomes one embedding. padding: the feature extractor's padding mode; padding beyond
-    the longest sound is removed afterwards.
+    placeholders: the token ids of the placeholders for "audio" and "image". sound_lengths: maps
+    numbers of audio frames int64 `[sounds]` to numbers of embeddings. merge_size: the side, in
+    patches, of the square that becomes one embedding. padding: the feature extractor's padding
+    mode; padding beyond the longest sound is removed afterwards.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Media:
 
     @property
     def sound_rate(self) -> int:
-        """Samples per second of sounds. Raises ModelError without a feature extractor."""
+        """Samples per second of sounds. Raises ModelError if the model has no feature extractor."""
         return int(self._extractor.sampling_rate)
 
     def encode_audio(self, sounds: Sequence[Any]) -> dict[str, Tensor]:
         """Return features of sounds, arrays `[samples]` at the extractor's rate.
 
-        Raises RequestError for an invalid sound, ModelError without a feature extractor.
+        Raises RequestError for an invalid sound, ModelError if the model has no feature extractor.
         """
         waves = [_wave(sound) for sound in sounds]
         if not waves:
@@ -113,12 +113,12 @@ class Media:
         }
 
     def encode_images(self, images: Sequence[Any]) -> dict[str, Tensor]:
-        """Return features of Pillow images or arrays. Opens and fetches no files.
+        """Return features of Pillow images or arrays.
 
-        Raises RequestError for an invalid image, ModelError without an image processor.
+        Raises RequestError for an invalid image, ModelError if the model has no image processor.
         """
         for image in images:
-            if isinstance(image, (str, bytes, os.PathLike)):  # transformers would open or fetch it
+            if isinstance(image, (str, bytes, os.PathLike)):  # transformers would read files
                 raise RequestError(
                     f"an image is a {type(image).__name__}; allowed: a Pillow image or an array"
                 )
@@ -134,10 +134,10 @@ class Media:
     def place(
         self, token_ids: Sequence[int], features: Mapping[str, Tensor]
     ) -> tuple[list[int], list[PlacedItem]]:
-        """Expand a prompt to one placeholder per embedding; return it and its items in order.
+        """Expand a prompt to one placeholder per embedding; return its token ids and its items.
 
-        `token_ids` may have one placeholder per item, or one per embedding already. Raises
-        RequestError if placeholders and items differ in number.
+        `token_ids` may have one placeholder per item, or one per embedding. Raises RequestError for
+        another number of placeholders.
         """
         expanded, placed = list(token_ids), []
         contents = {"audio": self._audios(features), "image": self._images(features)}
@@ -154,8 +154,7 @@ class Media:
             positions = [i for i, token in enumerate(expanded) if token == self._placeholders[kind]]
             if len(positions) != sum(lengths):
                 raise RequestError(
-                    f"the prompt has {len(positions)} {kind} placeholders; allowed: {sum(lengths)} "
-                    "for its contents"
+                    f"the prompt has {len(positions)} {kind} placeholders; allowed: {sum(lengths)}"
                 )
             start = 0
             for length, content in zip(lengths, items, strict=True):
@@ -210,16 +209,16 @@ class Media:
 
 
 def as_items(value: object) -> list[Any]:
-    """Return one item or several as a list; an array is one item."""
+    """Return an item or a sequence of items as a list; an array is one item."""
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
         return list(value)
     return [value]
 
 
 def read_features(values: object) -> dict[str, Tensor]:
-    """Return a prompt's tensors as transformers' processor makes them. Raises RequestError.
+    """Return features of transformers' processor as tensors. Raises RequestError.
 
-    Checks names, dtypes and numbers of axes, but not whether the tensors' shapes agree.
+    Checks names, dtypes and numbers of axes, but not that the tensors fit together.
     """
     if not isinstance(values, Mapping):
         raise RequestError(
@@ -250,7 +249,7 @@ def read_features(values: object) -> dict[str, Tensor]:
 
 
 def _wave(sound: Any) -> NDArray[np.float32]:
-    """Return samples `[samples]` as floats, integers scaled to -1 .. 1. Raises RequestError."""
+    """Return a sound as floats; integers are scaled to -1 .. 1. Raises RequestError."""
     try:
         if isinstance(sound, Tensor):
             sound = sound.detach().cpu()
@@ -291,7 +290,7 @@ def _load(kind: Any, folder: Path, **options: Any) -> Any:
 
 
 def as_rgb(image: Any) -> Any:
-    """Return a Pillow image in RGB, and anything else unchanged. Raises RequestError."""
+    """Convert a Pillow image to RGB; return any other object unchanged. Raises RequestError."""
     try:
         from PIL import Image
     except ImportError:

@@ -1,7 +1,4 @@
-"""`Omni` and `AsyncOmni`: models with text, audio and image input and spoken answers.
-
-As in `LLM` and `AsyncLLM`, a driver's thread runs all steps.
-"""
+"""`Omni` and `AsyncOmni`: models with text, audio and image input and spoken answers."""
 
 import itertools
 import weakref
@@ -39,16 +36,16 @@ _TEXT = ("prompt", "prompt_token_ids")
 
 
 class Omni:
-    """A pipeline of a thinker, a talker and a vocoder that cache each stage's work.
+    """A pipeline of a thinker, a talker and a vocoder, in which each stage caches its work.
 
-    May be called from several threads, and while streams are open: all requests share the steps of
-    one pipeline. After `close` every call raises EngineError.
+    May be called from several threads and while streams are open: a driver's thread runs the steps
+    of all requests. After `close` every call raises EngineError.
 
-    pipeline: a graph in TOML that replaces the model's own; a stage's `options` are the fields of
-    `EngineConfig`. cache_bytes: size limit of the stage-output store. options: defaults for all
-    engines. `enable_prefix_caching=False` disables the caches of all stages, `num_threads` applies
-    to the process, and with `cache_dir` a restarted pipeline reuses what this one computed. Options
-    without effect in a pipeline are refused.
+    pipeline: a graph in TOML that replaces the model's graph; the `options` of a stage are fields
+    of `EngineConfig`. cache_bytes: size limit of the stage-output store. options: default options
+    of all engines. `enable_prefix_caching=False` disables the caches of all stages. `num_threads`
+    applies to the process. With `cache_dir`, later processes reuse the K/V and outputs of this one.
+    Options without effect in a pipeline are refused.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class Omni:
         pipeline: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load a model from its folder or hub name. Raises ConfigError, ModelError."""
+        """Load a model from its folder or hub name. Raises ConfigError or ModelError."""
         if not (options is None or isinstance(options, Mapping)):
             raise ConfigError(f"options is {describe(options)}; allowed: a dict or None")
         settings = dict(options or {})
@@ -86,13 +83,13 @@ class Omni:
         self.speech_params = self._stages.speech_params
         """Default sampling parameters of speech."""
         self.spelling = self._stages.spelling
-        """The text of a sound ("audio") and of an image ("image") in a prompt."""
+        """The text of the placeholder of a sound ("audio") and of an image ("image")."""
         self.tokenizer = self._stages.tokenizer
-        """The model's tokenizer, None if it came without one."""
+        """The model's tokenizer; None if the model has none."""
         self.max_model_len = thinker.engine.max_model_len
-        """Maximum number of tokens of a prompt and its text."""
+        """Maximum number of tokens of a prompt and its text answer."""
         self.max_num_seqs = thinker.engine.config.max_num_seqs
-        """Maximum number of requests whose texts are generated at a time."""
+        """Maximum number of requests in a step of the thinker."""
         self._inputs = InputProcessor(
             self.tokenizer,
             self._stages.model.vocab_size,
@@ -104,7 +101,7 @@ class Omni:
 
     @property
     def sound_rate(self) -> int:
-        """Samples per second of sounds in prompts. Raises ModelError without sounds."""
+        """Samples per second of sounds in prompts. Raises ModelError if the model takes none."""
         return self._stages.model.media.sound_rate
 
     def generate(
@@ -114,10 +111,10 @@ class Omni:
         *,
         cache_salt: str | None = None,
     ) -> list[OmniOutput]:
-        """Answer one or many prompts together; returns outputs in the order of the prompts.
+        """Answer one or many prompts together; return the outputs in the order of the prompts.
 
         cache_salt: prompts with different salts share nothing. Raises RequestError before any work
-        if any prompt is invalid; EngineError if a stage failed, and after `close`.
+        if a prompt is invalid. Raises EngineError if a stage fails.
         """
         self.pipeline.require_open()
         prompts = _as_list(prompts)
@@ -129,19 +126,19 @@ class Omni:
     def stream(
         self, prompt: OmniPrompt, params: OmniParams | None = None, *, cache_salt: str | None = None
     ) -> OutputStream[OmniOutput]:
-        """Stream the outputs of one prompt; each holds the whole answer so far.
+        """Return a stream of outputs for one prompt; each output has the whole answer so far.
 
-        Closing the iterator aborts the request, as does its garbage collection. Raises the same
-        errors as `generate`.
+        Closing the stream aborts the request, as does its garbage collection. Raises the errors of
+        `generate`.
         """
         self.pipeline.require_open()
         progress = self._driver.call(lambda: self.prepare(prompt, params, cache_salt))
         return OutputStream(self._driver, progress, owner=self)
 
     def reset_cache(self) -> bool:
-        """Drop everything cached in memory; returns False and does nothing while a request runs.
+        """Drop everything cached in memory; do nothing and return False while a request runs.
 
-        The contents of `cache_dir` stay, and are used again. Raises EngineError after `close`.
+        The contents of `cache_dir` stay.
         """
 
         def reset() -> bool:
@@ -157,7 +154,7 @@ class Omni:
         self._driver.close()
 
     def prepare(self, prompt: OmniPrompt, params: OmniParams | None, salt: str | None) -> Progress:
-        """Make a request for the pipeline, its sounds and images encoded. Raises RequestError.
+        """Return a request for the pipeline, with sounds and images encoded. Raises RequestError.
 
         For the driver's thread.
         """
@@ -194,7 +191,8 @@ class Omni:
         result = progress.results.get("thinker") or self._thinker.peek(progress.request_id)
         if isinstance(result, RequestOutput):
             text = result.outputs[0].text
-            reason = reason and (result.outputs[0].finish_reason if reason == "done" else reason)
+            if reason == "done":
+                reason = result.outputs[0].finish_reason
         chunks = progress.chunks
         return OmniOutput(
             request_id=progress.request_id,
@@ -203,7 +201,7 @@ class Omni:
             codes=_joined(chunks.get(self._stages.codes, [])),
             audio_chunks=tuple(chunk.rows for chunk in chunks.get(self._stages.audio, [])),
             sample_rate=self._stages.model.sample_rate,
-            finished=progress.finish_reason is not None,
+            finished=progress.finished,
             finish_reason=reason,
             metrics=dict(progress.metrics),
             prompt_token_ids=progress.request.prompt.prepared.token_ids,
@@ -211,10 +209,10 @@ class Omni:
 
 
 class AsyncOmni:
-    """An `Omni` whose answers are awaited, by any number of tasks of any event loop."""
+    """An `Omni` with asynchronous methods, for any number of tasks and event loops."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        """Load a model; `options` are those of `Omni`. Raises ConfigError, ModelError."""
+        """Load a model with the arguments of `Omni`. Raises ConfigError or ModelError."""
         self.omni = Omni(model, **options)
         self._driver = self.omni._driver
 
@@ -228,7 +226,7 @@ class AsyncOmni:
     ) -> AsyncOutputStream[OmniOutput]:
         """Check a request, and return the stream of its outputs.
 
-        Each output holds the whole answer so far. The request begins when the first output is read.
+        Each output has the whole answer so far. The request begins when the first output is read.
         Closing the stream aborts the request, as does its garbage collection. Raises the errors of
         `Omni.generate`.
         """
@@ -250,12 +248,10 @@ class AsyncOmni:
         raise EngineError("the pipeline ended a request without an answer")
 
     async def call(self, function: Callable[[], Answer]) -> Answer:
-        """Call `function` in the pipeline's thread; returns its result or raises its exception.
+        """Call `function` in the pipeline's thread; return its result or raise its exception.
 
-        Raises EngineError after `close`, RequestError for an object that cannot be called.
+        Raises EngineError after `close`.
         """
-        if not callable(function):
-            raise RequestError(f"function is {describe(function)}; allowed: a function")
         return await self._driver.call_async(function)
 
     def close(self) -> None:

@@ -1,22 +1,22 @@
 """Stage-output store: output rows of stages, block by block.
 
-A stage that skips a cached prefix still needs that prefix's rows for the next stage. An entry maps
-(block identity, stage, output) to the rows of one block in host memory, and is never overwritten.
-When the store is full, the least recently used entry outside the prefix that is being stored is
-evicted. If there is no such entry, nothing more of the prefix is stored. So
+A stage that skips a cached prefix must still pass the prefix's rows to the next stage. An entry
+maps (block identity, stage, output) to the rows of one block in host memory, and is never
+overwritten. When the store is full, it evicts the least recently used entry. Entries of the prefix
+that is being stored are not evicted; if only these are left, the rest of the prefix is not stored.
 
     only K/V evicted           the rows stay until they are evicted; they are used again once a
                                request computes the block's K/V again
     only rows evicted          the block is no hit for a stage that must pass its rows on
-    a reader                   holds the tensors themselves: eviction from the store or reuse of
-                               the KV block does not affect them
+    a reader                   holds the tensors themselves, so neither eviction from the store nor
+                               reuse of the KV block affects the reader
 
 A block is identified by its stage, its namespace, and every key from the root on, compared by
-content as in the KV cache. The store knows no block ids, so a stage may have any number of KV
+content as in the KV cache. The store does not use block ids, so a stage may have any number of KV
 groups.
 
-Source: "Automatic Prefix Caching in Omni Models" (vLLM-Omni). The reference mirrors KV slots in
-one tensor `[num_blocks, block_size, D]` per key; docs/omni.md compares the two.
+Source: "Automatic Prefix Caching in Omni Models" (vLLM-Omni), whose design mirrors KV slots in one
+tensor `[num_blocks, block_size, D]` per output. docs/omni.md compares both designs.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ from headstart.validation import Number, describe
 
 _BYTES = Number(int, 0)
 ENTRY_BYTES = 768
-"""Bytes of an entry besides its rows: two tensor headers and its place in the order."""
+"""Bytes of an entry besides its rows: two tensor headers, and the entry in the eviction order."""
 NODE_BYTES = 256
-"""Bytes of a block identity besides its key: its node, and its place in the tree."""
+"""Bytes of a block identity besides its key: the node, and its entry in the tree."""
 
 
 class BlockPath(NamedTuple):
-    """A prefix of one stage: `keys` of its blocks from position 0, as `TokenSequence` cuts them."""
+    """A prefix in one stage. keys: the `TokenSequence` keys of its blocks, from position 0."""
 
     stage: str
     namespace: Namespace
@@ -51,7 +51,7 @@ class BlockPath(NamedTuple):
 
 
 class OutputCacheStats(NamedTuple):
-    """The store's contents in entries and bytes, and counts of entries since it was made."""
+    """The numbers of stored entries and bytes, and total counts of entries by event."""
 
     entries: int
     bytes: int
@@ -61,9 +61,9 @@ class OutputCacheStats(NamedTuple):
 
 
 class _Node(PrefixNode):
-    """One block identity. `needed`: the outputs that must be stored to make the block a hit.
+    """One block identity. A node without rows stays while it has children.
 
-    A node without rows stays while it has children. `nbytes` includes its rows.
+    needed: the outputs that must be stored to make the block a hit. nbytes: size of node and rows.
     """
 
     __slots__ = ("nbytes", "needed", "rows")
@@ -80,9 +80,9 @@ class _Node(PrefixNode):
 
 
 class OutputCache:
-    """Rows of whole blocks by (block identity, stage, output), within `max_bytes`.
+    """Rows of whole blocks by (block identity, stage, output). Not thread-safe.
 
-    Not thread-safe. Raises ConfigError for a bound below 0; with 0 it stores nothing.
+    max_bytes: size limit; with 0 nothing is stored. Raises ConfigError for a negative limit.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -103,10 +103,10 @@ class OutputCache:
         )
 
     def place(self, stage: str) -> str:
-        """Reserve a unique stage name in the store, for `BlockPath.stage`.
+        """Reserve a unique name for a stage, for `BlockPath.stage`.
 
-        Two pipelines may use the same stage name with different weights. The first one gets the
-        name unchanged.
+        Two pipelines may have stages of the same name with different weights. The first stage gets
+        the name unchanged.
         """
         self._places[stage] += 1
         count = self._places[stage]
@@ -115,8 +115,7 @@ class OutputCache:
     def find(self, path: BlockPath, start: int = 0) -> list[Mapping[str, Tensor]]:
         """Return the rows of blocks from `start` up to the first that lacks a needed output.
 
-        Changes nothing. The result holds the rows themselves, which are never overwritten, so it
-        stays valid after eviction.
+        Changes nothing. The rows are never overwritten, so the result stays valid after eviction.
         """
         return [dict(node.rows) for node in self._whole(path, start)]
 
@@ -125,7 +124,7 @@ class OutputCache:
         return sum(1 for _ in self._whole(path, start))
 
     def touch(self, path: BlockPath) -> None:
-        """Mark a prefix as just used. Its end will be evicted first, as in the KV cache."""
+        """Mark a prefix as just used. Its end is evicted before its beginning."""
         for node in reversed(list(self._walk(path))):
             for name in node.rows:
                 self._order.move_to_end((node, name))
@@ -137,12 +136,13 @@ class OutputCache:
         rows: Mapping[str, Tensor],
         required: Collection[str] | None = None,
     ) -> None:
-        """Store a copy of a stage's outputs for block `index` of the path: by name, `[rows, ...]`.
+        """Store a copy of a stage's outputs for block `index` of the path.
 
-        The rows must be complete in host memory. required: the outputs that must be stored to make
-        the block a hit; by default those in `rows`. An existing entry is not replaced. Rows with
-        NaN or inf are not stored, nor rows for which there is no space besides the blocks before
-        this one. Call `touch` at the end of a prefix.
+        rows: by output name, `[rows, ...]`, complete in host memory. required: the outputs that
+        must be stored to make the block a hit; by default the outputs in `rows`. An existing entry
+        is not replaced. Rows with NaN or inf are not stored. Rows are not stored either if their
+        space could only be freed by evicting earlier blocks of the path. Call `touch` after the
+        last block of a prefix.
         """
         node = self._make(path, index)
         node.needed = frozenset(rows if required is None else required)
@@ -162,7 +162,7 @@ class OutputCache:
         self._prune(node)
 
     def drop(self, stage: str, name: str) -> None:
-        """Drop all rows of an output that is not aligned by token; hits no longer need them."""
+        """Drop all rows of an output that is not aligned by token; hits no longer need it."""
         for node, entry in [key for key in self._order if key[1] == name]:
             top: PrefixNode = node
             while top.parent is not None and top.parent.parent is not None:
@@ -191,7 +191,7 @@ class OutputCache:
             )
             for name, rows in node.rows.items():
                 sizes_of_rows[node, name] = rows.nbytes + ENTRY_BYTES
-                assert rows.untyped_storage().nbytes() == rows.nbytes, "rows hold more than theirs"
+                assert rows.untyped_storage().nbytes() == rows.nbytes, "rows hold other memory"
         assert sizes_of_rows == dict(self._order), "the order is not that of the rows"
         total = sum(node.nbytes for node in self._nodes())
         assert self._bytes == total, "the bytes are counted wrong"
@@ -226,9 +226,9 @@ class OutputCache:
         return node
 
     def _make_space(self, node: _Node, size: int) -> bool:
-        """Evict the oldest entries until `size` bytes are free; return False if that is impossible.
+        """Evict the oldest entries until `size` bytes are free; return False if it is impossible.
 
-        The rows of the node and of the nodes before it are not evicted.
+        The rows of the node and of its ancestors are not evicted.
         """
         if self._bytes + size <= self.max_bytes:
             return True
@@ -266,12 +266,12 @@ class OutputCache:
 
 
 def _keys(path: BlockPath) -> Iterator[BlockKey]:
-    """Return the keys below a namespace's root: the stage, then its blocks."""
+    """Return the keys below a namespace's root: the stage, then the blocks."""
     return chain([BlockKey(path.stage.encode())], path.keys)
 
 
 class ContentCache:
-    """Tensors by digest, in a separate namespace of an `OutputCache`."""
+    """Tensors by digest, under a separate stage name in an `OutputCache`."""
 
     def __init__(self, cache: OutputCache, name: str) -> None:
         self._cache, self._name = cache, name
@@ -280,16 +280,16 @@ class ContentCache:
         self._model = ""
 
     def keep(self, store: ImageLoads, model: str) -> None:
-        """Also save tensors made from now on in a store that outlives the process.
+        """From now on, also save tensors in a store that outlives the process.
 
-        model: the fingerprint of everything that a tensor depends on besides its digest.
+        model: the fingerprint of everything besides the digest on which a tensor depends.
         """
         self._store, self._model = store, model
 
     def recall(self, digest: bytes, make: Callable[[], Tensor], salt: str | None = None) -> Tensor:
         """Return the cached tensor of a digest and salt, or call `make` and cache its result.
 
-        The tensor is on the host. Raises the exceptions of `make`.
+        The tensor is in host memory. Raises the exceptions of `make`.
         """
         path = BlockPath(self._place, Namespace(None, salt), [BlockKey(digest)])
         blocks = self._cache.find(path)
@@ -308,7 +308,7 @@ class ContentCache:
 
 
 def content_digest(*parts: Any) -> bytes:
-    """Return a SHA-256 over tensors by content and JSON values, each preceded by its length."""
+    """Return the SHA-256 digest of the content of tensors and JSON values."""
     digest = hashlib.sha256()
     for part in parts:
         data = content_bytes(part) if isinstance(part, Tensor) else json.dumps(part).encode()
@@ -317,7 +317,7 @@ def content_digest(*parts: Any) -> bytes:
 
 
 def content_bytes(tensor: Tensor) -> bytes:
-    """Return a tensor's dtype, shape and bytes."""
+    """Return bytes that are equal for tensors of the same dtype, shape and content."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     head = json.dumps([str(tensor.dtype), list(tensor.shape)]).encode()
     return len(head).to_bytes(4, "little") + head + flat.view(torch.uint8).numpy().tobytes()

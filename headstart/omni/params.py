@@ -14,7 +14,7 @@ from headstart.engine.params import SEEDS, SamplingParams
 from headstart.engine.request import PreparedPrompt
 from headstart.errors import RequestError
 from headstart.omni.stage import StageMetrics
-from headstart.validation import check_fields, describe, option
+from headstart.validation import check_fields, option
 
 
 def pcm16(samples: Tensor) -> bytes:
@@ -40,17 +40,18 @@ def wav_bytes(samples: Tensor, sample_rate: int) -> bytes:
 
 OmniPrompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a mapping with `prompt` or `prompt_token_ids`. A mapping may also have
-`audio` and `images` (one or a list each), or `features` (tensors of transformers' processor).
-Sounds are arrays `[samples]`: floats from -1 to 1, int16 or int32. Images are Pillow's."""
+`audio` and `images` (one item or a list), or `features` (tensors of transformers' processor).
+Sounds are arrays `[samples]`: floats from -1 to 1, int16 or int32. Images are Pillow images or
+arrays."""
 
 
 @dataclass(kw_only=True)
 class OmniParams:
     """The parameters of one request.
 
-    text, speech: sampling of the thinker and of the talker; None takes the model's defaults. voice:
-    None takes the first. audio: False generates only text. seed: for a vocoder that starts from
-    noise. Raises RequestError for a value outside its range; values set later are checked at use.
+    text, speech: sampling parameters of the thinker and of the talker; None takes the model's
+    defaults. voice: None takes the first voice. audio: False generates only text. seed: seed of a
+    vocoder that starts from noise. Raises RequestError for a value outside its range.
     """
 
     text: SamplingParams | None = None
@@ -76,9 +77,9 @@ class OmniOutput:
     """A request and its answer so far.
 
     token_ids: the token ids of the text. codes: the codes of the speech, int64 `[codes, ...]`.
-    metrics: the metrics of the stages that have ended, by name. finish_reason: None while it runs,
-    then the thinker's ("stop", "length") or "abort". prompt_token_ids: with one placeholder per
-    embedding.
+    metrics: the metrics of the stages that have ended, by name. finish_reason: None while the
+    request runs, then the thinker's ("stop", "length") or "abort". prompt_token_ids: the prompt,
+    with one placeholder for each embedding of a sound or image.
     """
 
     request_id: str
@@ -111,7 +112,5 @@ class OmniOutput:
         return wav_bytes(self.audio, self.sample_rate)
 
     def save_wav(self, path: str | Path) -> None:
-        """Write the waveform to a WAV file. Raises RequestError for an invalid path; OSError."""
-        if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
-            raise RequestError(f"path is {describe(path)}; allowed: the path of a file to write")
+        """Write the waveform to a WAV file. Raises OSError."""
         Path(path).write_bytes(self.wav())

@@ -1,9 +1,9 @@
 """Pipelines: stages in an acyclic graph; each output goes to the stages that take it.
 
-A pipeline step runs one step of each stage that has work, in topological order. Outputs reach the
-stages that take them at once, so a talker speaks while its thinker still generates, and stages work
-on different requests at the same time. A driver's thread runs the steps. A request that fails in
-one stage ends in all stages and frees its memory; other requests continue.
+A step of the pipeline runs one step of each stage that has work, in topological order. Outputs
+reach later stages at once, so a talker speaks while its thinker still generates, and stages work on
+different requests at the same time. A driver's thread runs the steps. A request that fails in one
+stage ends in all stages and frees its memory; other requests continue.
 
 A graph is written in TOML. `kind` names the factory that makes the stage, and `options` are the
 factory's arguments:
@@ -89,7 +89,7 @@ class Graph:
         return replace(self, nodes=tuple(nodes))
 
     def build(self, factories: Mapping[str, Factory]) -> Pipeline:
-        """Build the pipeline. Raises ConfigError, after closing the stages already made."""
+        """Build the pipeline. On an error, close the stages built so far. Raises ConfigError."""
         unknown = sorted({node.kind for node in self.nodes} - factories.keys())
         if unknown:
             raise ConfigError(f"the stage kind is {unknown[0]!r}; allowed: {sorted(factories)}")
@@ -98,7 +98,7 @@ class Graph:
         try:
             for node in self.nodes:
                 spec = node.spec
-                if spec.autoregressive:  # store only rows that a stage takes
+                if spec.autoregressive:  # do not store rows that no stage takes
                     gives = tuple(
                         output
                         for output in spec.gives
@@ -115,7 +115,7 @@ class Graph:
 
 
 def read_graph(text: str) -> Graph:
-    """Read a graph from TOML. Raises ConfigError that names the wrong entry."""
+    """Read a graph from TOML. Raises ConfigError, which names the invalid entry."""
     if not isinstance(text, str):
         raise ConfigError(f"the pipeline is {describe(text)}; allowed: a text in TOML")
     try:
@@ -190,12 +190,12 @@ _OF_ALL = {
 }
 _OF_STORES = dict.fromkeys(
     ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"),
-    "a stage needs the previous stage's blocks: set it in the options for all stages",
+    "all stages must store their blocks or none: set it in the options for all stages",
 )
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if one of the options for all stages would have no effect."""
+    """Check the options for all stages. Raises ConfigError for an option without effect."""
     _refuse(options, _REFUSED)
     if make_config({"partial_hits": False, **options}).partial_hits:  # rows are in whole blocks
         raise ConfigError("partial_hits is True; allowed in a stage: False")
@@ -211,7 +211,7 @@ def stage_config(node: StageNode) -> EngineConfig:
 
 
 def no_options(node: StageNode) -> None:
-    """Raise ConfigError if a stage that takes no options is given any."""
+    """Raise ConfigError if the node of a stage without options has options."""
     if node.options:
         raise ConfigError(
             f"stage {node.spec.name!r} has the option {sorted(node.options)[0]!r}; allowed: none"
@@ -228,9 +228,10 @@ def _refuse(options: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
 class Progress:
     """One request in the pipeline.
 
-    chunks: the rows of the outputs that the pipeline collects, in order; the caller may remove
-    them. results, metrics: result and metrics of each stage that has ended. finish_reason: "done",
-    "abort" or "error", None while it runs. render: makes the user's output from this object.
+    open_stages: names of the stages that have not ended. chunks: the rows of the outputs that the
+    pipeline collects, in order; the caller may remove them. results, metrics: result and metrics of
+    each ended stage. finish_reason: "done", "abort" or "error"; None while the request runs.
+    render: makes the user's output from this object.
     """
 
     request: OmniRequest
@@ -263,9 +264,10 @@ class Progress:
 
 
 class Pipeline:
-    """Runs stages; a driver calls it. `collects`: the outputs for the user.
+    """Runs stages for a driver. collects: the outputs for the user.
 
-    Raises ConfigError for two stages with the same name, an input that no stage has, and a cycle.
+    Raises ConfigError if two stages have the same name, no stage has an input of another stage, or
+    the stages form a cycle.
     """
 
     def __init__(self, stages: Sequence[Stage], collects: Sequence[Input] = ()) -> None:
@@ -316,7 +318,7 @@ class Pipeline:
     def prepare(
         self, request: OmniRequest, render: Callable[[Progress], Any] | None = None
     ) -> Progress:
-        """Check a request; changes nothing. Raises RequestError."""
+        """Check a request and return its progress. Changes nothing. Raises RequestError."""
         self.require_open()
         unknown = sorted(
             {*request.params, *request.options, *(request.stages or ())} - self.stages.keys()
@@ -324,19 +326,18 @@ class Pipeline:
         if unknown:
             raise RequestError(f"there is no stage {unknown[0]!r}; allowed: {[*self.stages]}")
         names = self.stages.keys() if request.stages is None else request.stages
-        for stage in self._order:
-            if stage.spec.name in names:
-                for entry in stage.spec.takes:
-                    if entry.stage not in names:
-                        name = stage.spec.name
-                        raise RequestError(f"stage {name!r} cannot go without {entry.stage}")
-        for stage in self._order:
-            if stage.spec.name in names:
-                stage.check(request)
+        stages = [stage for stage in self._order if stage.spec.name in names]
+        for stage in stages:
+            for entry in stage.spec.takes:
+                if entry.stage not in names:
+                    name = stage.spec.name
+                    raise RequestError(f"stage {name!r} needs stage {entry.stage!r}, which is off")
+        for stage in stages:
+            stage.check(request)
         return Progress(request, time.perf_counter(), set(names), render=render)
 
     def submit(self, progress: Progress) -> None:
-        """Begin a prepared request. Raises RequestError when its id is in use."""
+        """Begin a prepared request. Raises RequestError if its id is in use."""
         self.require_open()
         if progress.request_id in self._requests:
             raise RequestError(f"request id {progress.request_id!r} is in use")
@@ -348,8 +349,8 @@ class Pipeline:
     def step(self) -> list[tuple[Progress, HeadstartError | None]]:
         """Run a step of each stage that has work.
 
-        Returns the requests that progressed, each with the error that ended it. Raises EngineError
-        if requests wait for inputs that will never come.
+        Return the requests with events, each with the error that ended it, if any. Raises
+        EngineError if requests wait for inputs that will never arrive.
         """
         self.require_open()
         moved: dict[Progress, None] = {}
@@ -368,7 +369,7 @@ class Pipeline:
         return [(progress, progress.error) for progress in moved]
 
     def abort(self, request_id: str) -> Progress | None:
-        """Abort a request in every stage; returns its progress, or None if it is unknown."""
+        """Abort a request in every stage; return its progress, or None if it is unknown."""
         progress = self._requests.get(request_id)
         if progress is not None:
             self._end(progress, "abort")
@@ -383,7 +384,7 @@ class Pipeline:
         return [(progress, progress.error) for progress in progresses]
 
     def reset_cache(self) -> bool:
-        """Drop the stages' caches; returns False and does nothing while a request runs."""
+        """Drop the stages' caches; do nothing and return False while a request runs."""
         self.require_open()
         if self._requests:
             return False

@@ -1,15 +1,15 @@
 """Qwen2.5-Omni: thinker, talker and token2wav.
 
 The thinker takes text, audio and images and generates text. The talker generates codes from the
-thinker's rows. token2wav makes a waveform from codes and a voice. A talker's prompt is a constant
-codec prompt, and the thinker's rows carry the content:
+thinker's rows. token2wav makes a waveform from codes and a voice. The talker's prompt consists of
+constant codec tokens; the content is in the thinker's rows:
 
     position   0 ......... T-1   T         T+1       T+2       T+3  ...
     token      mask ..... mask   lead[0]   lead[1]   code 0    code 1
     row        thinker's prompt  bos       reply 0   reply 1   reply 2 ... eos  pad  pad ...
 
-From position T on, the token's embedding is added to the row. The prompt is complete with the
-thinker's first reply row; after that the talker runs one row behind the thinker.
+From position T on, the token's embedding is added to the row. The talker's prompt is complete when
+the thinker's first reply row arrives. After that, the talker runs one row behind the thinker.
 
 Source: `Qwen2_5OmniForConditionalGeneration.generate` in transformers.
 """
@@ -41,7 +41,7 @@ from headstart.omni.stage_decoder import OmniModel, PassTensors, StageDecoder, S
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """A speaker: the text token that begins its speech, and the vocoder's inputs for its voice."""
+    """A voice: the text token that begins its speech, and the vocoder's inputs."""
 
     bos_token: int
     conditioning: Tensor
@@ -49,7 +49,7 @@ class Voice:
 
 
 Recall = Callable[[Tensor, Callable[[], Tensor]], Tensor]
-"""Returns the cached result for a tensor, or computes it now."""
+"""Returns the cached result for a tensor, or calls the function and caches its result."""
 
 
 class _Remembered(nn.Module):
@@ -84,7 +84,7 @@ class Qwen25Omni(OmniModel):
             padding="max_length",
         )
         self.ids: Any = self._talker.config
-        """The configuration that names special token ids of speech: `tts_..._token_id`."""
+        """The configuration with the special token ids of speech: `tts_..._token_id`."""
         self.end_codes = (self.ids.tts_codec_end_token_id, self.ids.tts_codec_pad_token_id)
 
     def thinker(self) -> StageDecoder:
@@ -109,7 +109,7 @@ class Qwen25Omni(OmniModel):
         )
 
     def talker(self) -> StageDecoder:
-        """Return a decoder that generates codes; its inputs are rows of the thinker's width."""
+        """Return a decoder that generates codes, with inputs of the thinker's width."""
         return StageDecoder(
             StageParts(
                 text_model=self._talker.model,
@@ -135,12 +135,15 @@ class Qwen25Omni(OmniModel):
         return self._talker if of_talker else self._thinker.model
 
     def remember_speakers(self, recall: Recall) -> None:
-        """Cache each speaker's embedding, which is otherwise computed in every vocoder step."""
+        """Cache the embedding of each voice, which every step of the vocoder needs."""
         inputs = self._token2wav.code2wav_dit_model.input_embed
         inputs.spk_encoder = _Remembered(inputs.spk_encoder, recall)
 
     def make_wave(self, codes: Tensor, voice: Voice, seed: int) -> Tensor:
-        """Return the waveform float32 `[samples]` of codes int64 `[codes]`, with seeded noise."""
+        """Return the waveform, float32 `[samples]`, of codes int64 `[codes]`.
+
+        seed: seed of the noise from which the vocoder starts.
+        """
         if not len(codes):
             return torch.empty(0)
         device = self._whole.device
@@ -164,18 +167,18 @@ def _load_voices(file: Path) -> dict[str, Voice]:
             str(name): Voice(int(e["bos_token"]), e["cond"].float(), e["ref_mel"].float())
             for name, e in entries.items()
         }
-    # torch raises RuntimeError, EOFError, UnpicklingError; a wrong entry KeyError, TypeError, ...
+    # A damaged file raises many types.
     except Exception as error:
         raise DamagedModelError(f"{file} has no voices: {type(error).__name__}: {error}") from error
 
 
 @dataclass(kw_only=True, eq=False)
 class CodecTalkerFeed(TalkerFeed):
-    """One request's feed: a step needs the thinker to be one row ahead.
+    """One request's feed. In a step the thinker must be one row ahead.
 
-    mask_id, lead_ids: the prompt's token ids. embed: token ids int64 `[n]` to embeddings `[n,
-    width]`. positions: the rotary positions of the thinker's prompt and of the lead. limit: maximum
-    number of tokens.
+    mask_id, lead_ids: the prompt's token ids. embed: maps token ids int64 `[n]` to embeddings `[n,
+    width]`. positions: the rotary positions of the thinker's prompt and of `lead_ids`. limit:
+    maximum number of tokens.
     """
 
     mask_id: int
@@ -184,7 +187,7 @@ class CodecTalkerFeed(TalkerFeed):
     limit: int
 
     def _take_rows(self, rows: Tensor) -> None:
-        """Add rows; the bos row goes between the thinker's prompt and its reply."""
+        """Add rows, and `bos` between the rows of the thinker's prompt and of its reply."""
         assert self._prompt_tokens is not None
         left = self._prompt_tokens - self._num_rows
         self._num_rows += len(rows)
@@ -231,7 +234,7 @@ gives = { audio = { alignment = "request", dtype = "float32" } }
 
 
 class Qwen25Stages(OmniStages):
-    """Makes the stages of Qwen2.5-Omni. Another option of a request: `seed` for `token2wav`."""
+    """Makes the stages of Qwen2.5-Omni. A request also has the option `seed` for `token2wav`."""
 
     model: Qwen25Omni
     graph = _GRAPH
@@ -288,8 +291,7 @@ class Qwen25Stages(OmniStages):
         if prompt.prepared.extras is None:
             return None
         ids = [*prompt.prepared.token_ids, bos, bos]
-        table, delta = self.model.positions(ids, prompt.features, of_talker=True)
-        return RotaryPositions(table.numpy(), delta)
+        return self.model.positions(ids, prompt.features, of_talker=True)
 
     def _make_token2wav(self, node: StageNode) -> Stage:
         no_options(node)

@@ -4,19 +4,20 @@
     token     blank          blank       nothink  bos  eos  voice  pad  bos   frame 0 frame 1
     row       user's turns   answer 0-2  pad      pad  pad  pad    bos  3     4       5 ... eos pad
 
-Rows come from the thinker: first the rows of the user's turns, then those of the answer's turn.
-From position U + 3 on, the token's embedding is added to the row; a frame's embedding is the sum of
-its codes' embeddings.
+Rows come from the thinker: U rows of the user's turns, then the rows of the answer's turn. From
+position U + 3 on, the token's embedding is added to the row. The embedding of a frame is the sum of
+the embeddings of its codes.
 
-The talker generates a frame's first code. Then a small decoder predicts the frame's other codes,
-one after another, since the talker's next step needs them. It has no state between frames:
+The talker generates a frame's first code. Then a small decoder, the predictor, predicts the frame's
+other codes one after another, since the talker's next step needs them. The predictor has no state
+between frames:
 
     position   0             1              2              3 ...
     input      talker's row  first code     second code    third code
     predicts                 second code    third code     ...
 
-Frames with equal first codes may differ in the others. So the other codes are stored with the rows,
-and are part of a block's identity.
+Frames with equal first codes may differ in the other codes. So the other codes are stored with the
+rows, and are part of a block's identity.
 
 Source: `Qwen3OmniMoeForConditionalGeneration.generate` in transformers.
 """
@@ -65,7 +66,7 @@ from headstart.omni.stage_decoder import (
 )
 
 _UNSPOKEN = 1024
-"""Number of the talker's last token ids that are no codes; only the end may be sampled."""
+"""The last token ids of the talker, this many, are no codes; only the end token may be sampled."""
 
 
 class Qwen3Omni(OmniModel):
@@ -76,9 +77,9 @@ class Qwen3Omni(OmniModel):
     def __init__(self, model: str | Path, dtype: str = "auto", device: str = "cpu") -> None:
         super().__init__(model, dtype, device, Qwen3OmniMoeForConditionalGeneration)
         self.config = self._config
-        """The configuration that names the thinker's special token ids: `..._token_id`."""
+        """The configuration with the thinker's special token ids: `..._token_id`."""
         self.codec: Any = self._talker.config
-        """The configuration that names the talker's special token ids: `codec_..._id`."""
+        """The configuration with the talker's special token ids: `codec_..._id`."""
         config = self.config.thinker_config
         seen, heard = config.vision_config, config.audio_config
         self._num_deep = len(seen.deepstack_visual_indexes)
@@ -107,7 +108,7 @@ class Qwen3Omni(OmniModel):
         )
 
     def talker(self) -> StageDecoder:
-        """Return a decoder of first codes with the output `hidden`, the predictor's input."""
+        """Return a decoder that generates first codes, with the predictor's input `hidden`."""
         count, end = int(self.codec.text_config.vocab_size), int(self.codec.codec_eos_token_id)
         unspoken = set(range(count - _UNSPOKEN, count)) - {end}
         return StageDecoder(
@@ -122,9 +123,9 @@ class Qwen3Omni(OmniModel):
         )
 
     def embed_codes(self, ids: Tensor, other_codes: Tensor | None = None) -> Tensor:
-        """Return the talker's embeddings `[n, hidden]` of its token ids int64 `[n]`.
+        """Return the embeddings `[n, hidden]` of the talker's token ids, int64 `[n]`.
 
-        With `other_codes` int64 `[n, others]` of their frames, return the frames' embeddings.
+        other_codes: int64 `[n, others]`; with them, return the embeddings of whole frames.
         """
         device = self._whole.device
         with torch.inference_mode():
@@ -138,10 +139,10 @@ class Qwen3Omni(OmniModel):
     def predict_others(
         self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor], Sequence[int]]
     ) -> Tensor:
-        """Return the other codes int64 `[n, others]` of many frames at once, on the host.
+        """Return the other codes, int64 `[n, others]`, of n frames, in host memory.
 
-        hidden: the talker's rows `[n, hidden]` from which the first codes, int64 `[n]`, were
-        sampled. choose: samples one code per row of logits float32 `[rows, codes]`.
+        first: the first codes, int64 `[n]`. hidden: the talker's rows `[n, hidden]` from which they
+        were sampled. choose: samples one code per row of logits float32 `[n, codes]`.
         """
         tables, embedded = self._predictor.get_input_embeddings(), self.embed_codes(first)
         past, codes_list = None, []
@@ -173,7 +174,7 @@ class Qwen3Omni(OmniModel):
     def encode(self, placed: PlacedItem) -> Tensor:
         """Return the rows of an item's placeholders, `[length, hidden * (1 + deep layers)]`.
 
-        A row is an embedding, then the parts added after the first layers (zeros for audio).
+        A row is an embedding, followed by rows to add after the first layers (zeros for audio).
         """
         content = self._on_device(placed.content)
         with torch.inference_mode():
@@ -186,7 +187,7 @@ class Qwen3Omni(OmniModel):
             return torch.cat(rows, dim=1)
 
     def _rope_model(self, *, of_talker: bool) -> Any:
-        return self._thinker  # the talker counts in the same way
+        return self._thinker  # for the talker too
 
 
 def thinker_decoder(
@@ -199,7 +200,7 @@ def thinker_decoder(
 ) -> StageDecoder:
     """Return a thinker's decoder with the output `handed` `[tokens, hidden]`.
 
-    A text token's row is its embedding, a placeholder's row the output of layer `accept_layer`.
+    A text token's row is its embedding. A placeholder's row is the output of layer `accept_layer`.
     """
 
     def give(tensors: PassTensors) -> Mapping[str, Tensor]:
@@ -222,12 +223,12 @@ def thinker_decoder(
 class CausalVocoder:
     """A causal vocoder that runs block by block; the function of a `FramesStage`.
 
-    A code becomes `ratio` samples. The last `delay` samples of a code need the next code, so the
-    convolutions omit them at the end of their input. The wave therefore begins with `delay` samples
-    of silence, and blocks join without a gap.
+    A frame of codes becomes `ratio` samples. The last `delay` samples of a frame need the next
+    frame, so the convolutions omit them at the end of their input. The wave therefore begins with
+    `delay` samples of silence, and blocks join without a gap.
 
     The transformer before the convolutions has a longer context and is cheaper. So it runs over all
-    codes, and the convolutions run only over the block and the `reach` codes before it.
+    codes of a call, and the convolutions run only over the block and the `reach` frames before it.
     """
 
     def __init__(self, code2wav: Qwen3OmniMoeCode2Wav) -> None:
@@ -240,7 +241,7 @@ class CausalVocoder:
     def __call__(self, request: object, codes: Tensor, context: int) -> Tensor:
         """Return samples float32 `[(n - context) * ratio]` of codes int64 `[n, quantizers]`.
 
-        The first `context` codes are only context.
+        context: number of first frames without samples in the result.
         """
         skipped = max(0, context - self.reach)
         wave = self._wave(codes, skipped)
@@ -249,7 +250,7 @@ class CausalVocoder:
         return wave[(context - skipped) * self.ratio - self.delay :]
 
     def _wave(self, codes: Tensor, skipped: int = 0) -> Tensor:
-        """Run the model; the convolutions skip the first `skipped` codes."""
+        """Run the model; the convolutions skip the first `skipped` frames."""
         model = self._code2wav
         with torch.inference_mode():
             ids = codes.T[None].to(model.device) + model.code_offset
@@ -262,9 +263,9 @@ class CausalVocoder:
 
 
 def _reach(code2wav: Qwen3OmniMoeCode2Wav, delay: int) -> int:
-    """Return the number of earlier codes on which the samples of a code depend.
+    """Return the number of earlier frames on which the samples of a frame depend.
 
-    These samples begin `delay` samples before the code.
+    A frame's samples begin `delay` samples before its position in the wave.
     """
     position = -delay
     for part in (code2wav.decoder, code2wav.upsample):
@@ -280,24 +281,24 @@ def _reach(code2wav: Qwen3OmniMoeCode2Wav, delay: int) -> int:
 CODES = "codes"
 """The output of a frame talker with its frames, int64 `[frames, codes]`."""
 
-_NOW = 3
-"""Rows of the answer's turn that are in the prompt: its start, its role, a newline."""
+_NUM_HEADER = 3
+"""Rows at the start of the answer's turn: the turn's start, the role, and a newline."""
 
 _OTHERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
-"""transformers' sampling of the other codes; a greedy request samples these greedily too."""
+"""Sampling parameters of the other codes, as in transformers, unless the request is greedy."""
 
 
 @dataclass(kw_only=True, eq=False)
 class FrameTalkerFeed(TalkerFeed):
     """One request's feed. A step needs the previous frame and the thinker's next row.
 
-    spoken_to: bool `[prompt]`, true for the user's turns in the thinker's prompt. is_media: bool
-    for the tokens of these turns, true for audio and images. answer_start: the position where the
-    answer's turn begins. lead_ids: the six ids before the first frame. generator: samples the other
-    codes.
+    is_user: bool `[prompt]`, true for the user's turns in the thinker's prompt. is_media: bool for
+    the tokens of these turns, true for audio and images. answer_start: the position where the
+    answer's turn begins in the thinker's prompt. lead_ids: the six token ids before the first
+    frame. generator: random numbers for the other codes.
     """
 
-    spoken_to: Tensor
+    is_user: Tensor
     is_media: Tensor
     answer_start: int
     blank_id: int
@@ -314,14 +315,14 @@ class FrameTalkerFeed(TalkerFeed):
         self.sampling = SamplingState(params, (), [], self.generator, frozenset())
         """The sampling parameters of the other codes."""
         self._num_user = len(self.is_media)  # rows of the user's turns
-        self._num_prompt = self._num_user + _NOW + len(self.lead_ids)
+        self._num_prompt = self._num_user + _NUM_HEADER + len(self.lead_ids)
 
     def _aligned(self, names: Sequence[bytes]) -> Sequence[bytes]:
-        is_prefix = bool(self.spoken_to[: self._num_user].all())
+        is_prefix = bool(self.is_user[: self._num_user].all())
         return names[: self._num_user // self.block_size] if is_prefix else ()
 
     def _take_rows(self, rows: Tensor) -> None:
-        first, mask = self._num_rows, self.spoken_to
+        first, mask = self._num_rows, self.is_user
         self._num_rows += len(rows)
         spoken_rows = rows[: max(0, len(mask) - first)][mask[first : self._num_rows]]
         if len(spoken_rows):
@@ -334,29 +335,30 @@ class FrameTalkerFeed(TalkerFeed):
         self._advance()
 
     def add_frame(self, codes: Tensor) -> int:
-        """Add the other codes int64 `[others]` of the next frame; returns its number, from 0."""
+        """Add the other codes, int64 `[others]`, of the next frame; return the frame's index."""
         self._frames.append(codes)
         self._advance()
         return len(self._frames) - 1
 
     def _advance(self) -> None:
         """Add the rows of all positions whose inputs have arrived."""
-        if self._count == self._num_user and (row := self._row(_NOW)) is not None:
+        if self._count == self._num_user and (row := self._row(_NUM_HEADER)) is not None:
+            header = [self._row(index) for index in range(_NUM_HEADER)]
             pads = [self.pad] * (len(self.lead_ids) - 2)
-            first = (self._row(index) for index in range(_NOW))
-            rows = (
-                [first_row for first_row in first if first_row is not None] + pads + [self.bos, row]
-            )
-            self._add(self._with_others(torch.stack([first_row.to(row) for first_row in rows])))
+            rows = [part.to(row) for part in (*header, *pads, self.bos, row) if part is not None]
+            self._add(self._with_others(torch.stack(rows)))
         frame = self._count - self._num_prompt
-        while 0 <= frame < len(self._frames) and (row := self._row(_NOW + 1 + frame)) is not None:
+        while (
+            0 <= frame < len(self._frames)
+            and (row := self._row(_NUM_HEADER + 1 + frame)) is not None
+        ):
             self._add(self._with_others(row[None], self._frames[frame][None]))
             frame += 1
 
     def _row(self, index: int) -> Tensor | None:
-        """Return a row of the answer, or None if it has not arrived.
+        """Return a row of the answer; None if it has not arrived.
 
-        After the last row of the answer, return `eos` once, then `pad`.
+        The row after the last is `eos`; later rows are `pad`.
         """
         if index < len(self._answer):
             return self._answer[index]
@@ -365,7 +367,7 @@ class FrameTalkerFeed(TalkerFeed):
         return self.eos if index == len(self._answer) else self.pad
 
     def _with_others(self, rows: Tensor, codes: Tensor | None = None) -> Tensor:
-        """Append the frames' other codes to rows, in float32, which represents both exactly."""
+        """Append the other codes of frames to their rows, in float32, which is exact for both."""
         if codes is None:
             codes = torch.zeros(len(rows), self.model.num_others)
         return torch.cat([rows.float().cpu(), codes.float()], dim=1)
@@ -373,16 +375,16 @@ class FrameTalkerFeed(TalkerFeed):
     def _token_ids(self) -> list[int] | None:
         if self._count < self._num_prompt:
             return None
-        return [self.blank_id] * (self._num_user + _NOW) + list(self.lead_ids)
+        return [self.blank_id] * (self._num_user + _NUM_HEADER) + list(self.lead_ids)
 
     def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
-        """Return projected rows, plus the tokens' embeddings from position U + 3 on."""
+        """Return projected rows; from position U + 3 on, add the tokens' embeddings."""
         model, count = self.model, self.model.num_others
         is_media = torch.zeros(len(rows), dtype=torch.bool)
         part = self.is_media[position : position + len(rows)]
         is_media[: len(part)] = part
         embeddings = model.project(rows[:, :-count], is_media)
-        first = max(0, self._num_user + _NOW - position)
+        first = max(0, self._num_user + _NUM_HEADER - position)
         frames = max(first, self._num_prompt - position)
         ids = torch.tensor(token_ids, dtype=torch.int64)
         with torch.inference_mode():
@@ -395,7 +397,7 @@ class FrameTalkerFeed(TalkerFeed):
 
 
 class FrameTalker(EngineStage):
-    """An engine stage that generates first codes and completes the frames after each step.
+    """An engine stage that generates first codes, and predicts the other codes after each step.
 
     Its feeds are `FrameTalkerFeed`s; its decoder has the output `hidden` `[tokens, hidden]`.
     """
@@ -415,7 +417,7 @@ class FrameTalker(EngineStage):
         self._hidden: dict[str, Tensor] = {}
 
     def ran(self, batch: Batch, outputs: Mapping[str, Tensor]) -> None:
-        """Keep the rows that the predictor needs."""
+        """Store the rows that the predictor needs."""
         ends = itertools.accumulate(part.stop - part.start for part in batch.scheduled)
         self._hidden = {
             part.request.group.request_id: outputs["hidden"][end - 1]
@@ -462,13 +464,13 @@ gives = {{ audio = {{ alignment = "frames({ratio})", dtype = "float32" }} }}
 """
 
 _BLOCK = 25
-"""Codes per block of the vocoder."""
+"""Frames per block of the vocoder."""
 _SEGMENT, _CONTEXT = 300, 25
-"""Codes per vocoder pass of transformers' `generate`, and how many codes earlier a pass begins."""
+"""Frames per pass of the vocoder in transformers' `generate`, and frames of context before them."""
 
 
 def vocoder_plan(vocoder: CausalVocoder) -> FramesPlan:
-    """Return small blocks that together have the same samples as transformers' longer passes."""
+    """Return a plan of small blocks with the same samples as the longer passes of transformers."""
     return FramesPlan(function=vocoder, block=_BLOCK, context=_CONTEXT, segment=_SEGMENT)
 
 
@@ -511,14 +513,14 @@ class Qwen3Stages(OmniStages):
             voice = self.voice(request)
             prompt: SpokenPrompt = request.prompt
             token_ids = torch.tensor(prompt.prepared.token_ids)
-            spoken_to, start = self._turns(token_ids)
-            user = token_ids[spoken_to]
+            is_user, start = self._turns(token_ids)
+            user = token_ids[is_user]
             media = torch.tensor(list(model.placeholders.values()))
             return FrameTalkerFeed(
                 request=request,
                 rows=node.spec.takes[0],
                 block_size=config.block_size,
-                spoken_to=spoken_to,
+                is_user=is_user,
                 is_media=torch.isin(user, media),
                 answer_start=start,
                 blank_id=codec.codec_pad_id,
@@ -559,14 +561,13 @@ class Qwen3Stages(OmniStages):
                 "the prompt does not end with the assistant's turn, which a spoken answer needs"
             )
         turn = torch.searchsorted(starts, torch.arange(len(ids)), right=True) - 1
-        # As in transformers, tokens before the first turn belong to it.
+        # As in transformers, tokens before the first turn belong to the first turn.
         roles = ids[torch.where(turn < 0, 0, starts[turn]) + 1]
         return roles == config.user_token_id, int(starts[-1])
 
     def _positions(self, user: list[int], prompt: SpokenPrompt) -> RotaryPositions | None:
-        """Return the thinker's rotary positions of the user's turns and the next nine tokens."""
+        """Return the thinker's rotary positions of the user's turns and nine more tokens."""
         if "image_grid_thw" not in prompt.features:
             return None
         ids = [*user, *[self.model.config.tts_pad_token_id] * 9]
-        table, delta = self.model.positions(ids, prompt.features)
-        return RotaryPositions(table.numpy(), delta)
+        return self.model.positions(ids, prompt.features)

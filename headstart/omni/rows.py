@@ -2,14 +2,14 @@
 
     position    0 ........... watermark ...... start ........... stop
                 passed on   | from the store | from this step  |
-                                             ^ where the request runs from
+                                             ^ the first token that the request computes
 
-Rows of a skipped prefix are read from the store, or from this step if another request computes them
-now. This is also true for chunked prefill, for decoding, and for a preempted request that resumes
-with a longer or a shorter hit.
+Rows of a skipped prefix are read from the stage-output store, or from this step's outputs if
+another request computes them in this step. A preempted request may resume with a longer or a
+shorter hit.
 
-The order of calls in a step: `usable` for requests that could be admitted, `admitted` for admitted
-requests, `computed` for all requests that ran.
+In a step, `usable` is called for requests that could be admitted, then `admitted` for admitted
+requests, then `computed` for all requests that ran.
 """
 
 import math
@@ -29,7 +29,7 @@ from headstart.omni.stage import AlignmentDetector, Chunk, Output, StageSpec
 
 
 class ScheduledRows(NamedTuple):
-    """The computed tokens `start` to `stop - 1` of a sequence in a step."""
+    """A step computes the tokens `start` to `stop - 1` of a sequence."""
 
     sequence: TokenSequence
     start: int
@@ -38,7 +38,7 @@ class ScheduledRows(NamedTuple):
 
 @dataclass(slots=True)
 class _Tail:
-    """Rows of one output since the last block border, or since the request was admitted."""
+    """Rows of one output after the last whole block, or since the request was admitted."""
 
     start: int
     stop: int
@@ -47,7 +47,12 @@ class _Tail:
 
 @dataclass(slots=True)
 class _Request:
-    """The state of one request's rows. finite: the number of tokens before the first NaN or inf."""
+    """The state of one request's rows.
+
+    watermark: number of tokens whose rows were passed on. start: the first token that the request
+    computes. finite: number of tokens before the first NaN or inf. stored: rows of skipped blocks
+    from the store. awaited: ids of the skipped blocks that other requests compute in this step.
+    """
 
     watermark: int = 0
     start: int = 0
@@ -61,9 +66,9 @@ class _Request:
 class StageRows:
     """The rows of all requests of one stage.
 
-    outputs: the declared outputs. find_outputs: detect the alignment of undeclared outputs, which
-    are otherwise ignored. cache: None caches no rows. A stage without row outputs can use all hits
-    of its KV cache.
+    stage: the stage's name in `cache`. outputs: the declared outputs. cache: None caches no rows.
+    find_outputs: use undeclared outputs too, and detect their alignment. A stage without outputs by
+    token can use all hits of its KV cache.
     """
 
     def __init__(
@@ -85,14 +90,11 @@ class StageRows:
         self.limit_to(None)
 
     def limit_to(self, outputs: Set[str] | None) -> None:
-        """Limit the outputs that other stages take, None for all. Not while a request runs.
-
-        Other outputs are neither cached nor required for a hit.
-        """
+        """Pass on and cache only these outputs; None for all. Call only while no request runs."""
         self._taken = outputs
         by_token = (name for name, output in self._outputs.items() if output.alignment.is_by_token)
         self._has_given = any(map(self._is_taken, by_token))
-        self._gives_rows = self._has_given or self._find_outputs  # until a step shows otherwise
+        self._gives_rows = self._has_given or self._find_outputs  # assumed before the first step
 
     def _is_taken(self, name: str) -> bool:
         return self._taken is None or name in self._taken
@@ -102,7 +104,7 @@ class StageRows:
         self._requests[sequence] = _Request()
 
     def close(self, sequence: TokenSequence) -> Counter[str]:
-        """End a request; return how many tokens' rows came from the store, by output."""
+        """End a request; return the number of tokens with rows from the store, by output."""
         request = self._requests.pop(sequence, _Request())
         if self._cache is not None:
             self._cache.touch(self._path(sequence, len(sequence.keys)))
@@ -115,13 +117,14 @@ class StageRows:
     # Admission
 
     def usable(self, sequence: TokenSequence, found: ComputedBlocks) -> int:
-        """Return how many blocks of a lookup have rows, or need no rows. Changes nothing.
+        """Return the number of found blocks, from the first on, that the request may skip.
 
-        Blocks below the watermark need no rows. Blocks that this step computes will have rows when
-        it ends, except with undeclared outputs, which may first appear in a later part of the
-        block. An output whose alignment is still undecided is usable only for a request that runs
-        alone with fewer tokens than any earlier pass, because then its own pass decides the
-        alignment before the rows are passed on.
+        Changes nothing. Blocks below the watermark need no rows. Other blocks need rows in the
+        store, or must be computed by this step. With undeclared outputs, blocks of this step are
+        not usable, because an output may first appear in a later step of a block. While an
+        alignment is undecided, stored rows are usable only if the request runs alone and computes
+        fewer tokens than every earlier pass. Then this pass decides the alignment before the rows
+        are passed on.
         """
         count = len(found.blocks)
         if not self._gives_rows:
@@ -139,7 +142,7 @@ class StageRows:
         return usable
 
     def admitted(self, sequence: TokenSequence, start: int) -> None:
-        """Get the rows of the skipped prefix; the sequence runs from token `start` on."""
+        """Find the rows of the skipped prefix; the request computes tokens from `start` on."""
         request = self._requests[sequence]
         request.start = start
         request.tails.clear()
@@ -157,11 +160,11 @@ class StageRows:
     def computed(
         self, parts: Sequence[ScheduledRows], outputs: Mapping[str, Tensor]
     ) -> list[tuple[TokenSequence, Chunk]]:
-        """Return the chunks that the step's requests pass on, in order.
+        """Return the chunks that the step's requests pass on, in order; cache whole blocks.
 
-        outputs: `[tokens of the step * ratio, ...]`, the parts one after another; outputs of other
-        alignments are left out. Raises EngineError if an output differs from its declaration;
-        nothing of the step is then cached.
+        outputs: `[tokens of the step * ratio, ...]`, in the order of `parts`. Outputs that do not
+        belong to tokens are ignored. Raises EngineError if an output differs from its declaration;
+        then nothing of the step is cached.
         """
         named = self._sort(outputs, parts)
         ratios = {name: self._detector.ratio(name) for name in named}
@@ -178,7 +181,7 @@ class StageRows:
         filled: dict[int, Mapping[str, Tensor]] = {}  # by block id
         if self._cache is not None:
             self._find_nonfinite(parts, named)
-            # A hit needs all outputs that are not optional, even if their alignment is undecided.
+            # A hit also needs outputs whose alignment is undecided.
             optional = {name for name, output in self._outputs.items() if not output.required}
             required = frozenset(named) - optional
             for part, share in zip(parts, shares, strict=True):
@@ -243,8 +246,8 @@ class StageRows:
     ) -> None:
         """Store the blocks that the part completes, and add them to `filled`.
 
-        From the first row with NaN or inf on, no rows of the request are stored, since the engine
-        ends it and stored rows are never overwritten.
+        From the first row with NaN or inf on, no rows of the request are stored. The engine ends
+        the request, and stored rows are never overwritten.
         """
         request = self._requests[part.sequence]
         blocks: dict[int, dict[str, Tensor]] = {}
@@ -287,7 +290,7 @@ class StageRows:
         share: Mapping[str, Tensor],
         filled: Mapping[int, Mapping[str, Tensor]],
     ) -> list[Chunk]:
-        """Return the rows from the watermark to the part's end, once each."""
+        """Return the rows from the watermark to the part's end, and raise the watermark."""
         request = self._requests[part.sequence]
         chunks = []
         if request.start > request.watermark:
@@ -304,7 +307,7 @@ class StageRows:
     def _stored_chunks(
         self, request: _Request, filled: Mapping[int, Mapping[str, Tensor]]
     ) -> list[Chunk]:
-        """Return stored rows from the watermark to the first token that the request computes."""
+        """Return the rows from the watermark to the first token that the request computes."""
         missing = [block for block in request.awaited if block not in filled]
         if missing:
             raise EngineError(
@@ -316,7 +319,7 @@ class StageRows:
         first = request.watermark // self._block_size * self._block_size
         for name in sorted({name for block in blocks for name in block}):
             ratio = self._detector.ratio(name)
-            has_gaps = not all(name in block for block in blocks)  # of an optional output
+            has_gaps = not all(name in block for block in blocks)  # the output is not required
             if has_gaps or not self._detector.is_by_token(name):
                 continue
             rows = torch.cat([block[name] for block in blocks])
@@ -330,7 +333,7 @@ class StageRows:
 
 
 def _nonfinite_rows(rows: Tensor) -> list[int]:
-    """Return the rows of a tensor `[rows, ...]` with a NaN or an infinity.
+    """Return the indices of rows with a NaN or an infinity in a tensor `[rows, ...]`.
 
     Several times faster than `isfinite`.
 
@@ -357,9 +360,9 @@ class _BlockLayout(NamedTuple):
 
 
 class TierRows:
-    """The declared rows of one stage as bytes for its engine's tiers; a `BlockRows`.
+    """The declared rows of one stage as bytes for the tiers of its engine; a `BlockRows`.
 
-    place: the stage's name in `cache`. like: the stage's outputs for one token, `[ratio, ...]`.
+    like: the stage's outputs for one token, `[ratio, ...]`. store_name: its name in `cache`.
     """
 
     def __init__(
@@ -384,13 +387,13 @@ class TierRows:
         self.nbytes = sum(layout.nbytes for layout in self._layouts)
 
     def read(self, blocks: Sequence[UnsavedBlock]) -> list[bytes | None]:
-        """Return the rows of each block, one output after another; None where one is missing."""
+        """Return the bytes of each block's rows, output by output; None if an output is missing."""
         if not self._layouts:
             return [b""] * len(blocks)
         data: list[bytes | None] = []
         first = 0
         for stop in range(1, len(blocks) + 1):
-            # One lookup covers a run of consecutive blocks of one prefix.
+            # One lookup for consecutive blocks of one prefix.
             if stop == len(blocks) or blocks[stop].parent != blocks[stop - 1].name:
                 path = BlockPath(self._place, *blocks[stop - 1].path())
                 data += map(self._join, self._cache.find(path, blocks[first].depth))
@@ -407,7 +410,10 @@ class TierRows:
         return b"".join(part.numpy().tobytes() for part in flat)
 
     def write(self, sequence: TokenSequence, first: int, blocks: Sequence[memoryview]) -> None:
-        """Put rows into the stage-output store, as far as they fit."""
+        """Put the rows of consecutive blocks into the stage-output store, as far as they fit.
+
+        first: the index of the first block in the sequence.
+        """
         if not self._layouts:
             return
         keys = sequence.keys[: first + len(blocks)]

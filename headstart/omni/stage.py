@@ -1,9 +1,9 @@
-"""Stages, their outputs, and the alignment of their rows with a stage's tokens.
+"""Stages, their outputs, and the alignment of an output's rows with the stage's tokens.
 
     token          one row per token of the stage's sequence: cached block by block
     frames(ratio)  `ratio` rows per token (a vocoder's samples): cached block by block
-    request        one value per request, made when the request ends
-    global         the same for all requests
+    request        belongs to the request as a whole: not cached
+    global         the same for all requests: not cached
 
 `AlignmentDetector` detects undeclared alignments from shapes.
 """
@@ -24,7 +24,7 @@ from headstart.validation import check_name
 
 
 class Kind(Enum):
-    """The unit of an output's first axis."""
+    """The unit to which the rows of an output belong."""
 
     TOKEN = "token"
     FRAMES = "frames"
@@ -34,14 +34,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """An output's `kind`, and for frames the number of rows per token."""
+    """The kind of an output. ratio: number of rows per token."""
 
     kind: Kind
     ratio: int = 1
 
     @property
     def is_by_token(self) -> bool:
-        """True if rows belong to tokens, so that they can be cached by blocks."""
+        """True if rows belong to tokens and so can be cached block by block."""
         return self.kind in (Kind.TOKEN, Kind.FRAMES)
 
     def __str__(self) -> str:
@@ -66,11 +66,11 @@ def parse_alignment(text: str) -> Alignment:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One output of a stage: its name, its alignment and its dtype.
+    """One output of a stage.
 
-    dtype: torch's name of the tensors' dtype ("float32"); None allows any. required: a prefix is
-    skipped only if its rows are stored; rows of other outputs may be missing downstream. Raises
-    ConfigError.
+    dtype: the tensors' dtype, as torch names it ("float32"); None allows any. required: a prefix is
+    skipped only if this output's rows are stored; if False, later stages may not receive all rows.
+    Raises ConfigError.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Output:
             raise ConfigError(f"output {self.name!r}: {self.dtype!r} is not a dtype of torch")
 
     def check(self, tensor: Tensor, num_tokens: int) -> None:
-        """Raise EngineError if the output of `num_tokens` tokens differs from its declaration."""
+        """Raise EngineError if an output of `num_tokens` tokens differs from its declaration."""
         if self.dtype is not None and tensor.dtype is not getattr(torch, self.dtype):
             raise EngineError(f"output {self.name!r} is {tensor.dtype}, declared {self.dtype}")
         rows = num_tokens * self.alignment.ratio
@@ -96,12 +96,11 @@ class Output:
 
 
 class AlignmentDetector:
-    """Detects from shapes which outputs of a stage have one row per token.
+    """Detects from shapes which undeclared outputs of a stage have one row per token.
 
-    An output is a candidate if the length of its first axis is the number of tokens of the pass.
-    One match may be chance, so a candidate is accepted only after passes of two different lengths,
-    one of them with more tokens than requests. A pass in which the lengths differ excludes the
-    candidate. Declared alignments are not checked here.
+    An output is a candidate if its first axis is as long as the pass has tokens. One match may be
+    chance, so a candidate is accepted only after passes with two different numbers of tokens, one
+    of them greater than the number of requests. A pass without a match excludes the candidate.
     """
 
     def __init__(self, declared: Mapping[str, Alignment]) -> None:
@@ -113,9 +112,9 @@ class AlignmentDetector:
     def observe(
         self, outputs: Mapping[str, Tensor], num_tokens: int, num_requests: int
     ) -> list[str]:
-        """Record the output shapes of one pass; return the candidates that it rules out.
+        """Record the output shapes of one pass; return the candidates that it excludes.
 
-        The caller must drop their cached rows.
+        The caller must drop the cached rows of these outputs.
         """
         refuted = []
         for name, tensor in outputs.items():
@@ -132,18 +131,18 @@ class AlignmentDetector:
         return refuted
 
     def is_by_token(self, name: str) -> bool:
-        """Return True if the output's rows belong to tokens, by declaration or by two passes."""
+        """Return True if the output's rows belong to tokens, as declared or as detected."""
         if name in self._declared:
             return self._declared[name].is_by_token
         return name in self._dense and name not in self._refuted and len(self._lengths[name]) > 1
 
     def is_undecided(self, name: str) -> bool:
-        """Return True if the output needs another pass before requests may rely on its rows."""
+        """Return True if the output is a candidate that is not yet accepted or excluded."""
         is_known = name in self._declared or name in self._refuted
         return not is_known and not self.is_by_token(name)
 
     def is_settled_by(self, num_tokens: float) -> bool:
-        """Return True if one request's pass over `num_tokens` tokens will decide all candidates."""
+        """Return True if a pass of one request over `num_tokens` tokens will decide all outputs."""
         return all(
             name in self._dense and num_tokens < min(lengths)
             for name, lengths in self._lengths.items()
@@ -156,7 +155,7 @@ class AlignmentDetector:
 
 
 TOKENS = "tokens"
-"""The output of every autoregressive stage with its generated tokens, int64 `[n]`."""
+"""The output with the generated tokens, int64 `[n]`, of every autoregressive stage."""
 
 
 class Input(NamedTuple):
@@ -170,7 +169,7 @@ class Input(NamedTuple):
 class StageSpec:
     """A stage's declaration. Raises ConfigError.
 
-    find_outputs: the stage may have undeclared outputs, whose alignment is then detected.
+    find_outputs: use undeclared outputs too, and detect their alignment.
     """
 
     name: str
@@ -203,8 +202,9 @@ class OmniRequest:
     """A user's request to a pipeline.
 
     prompt: the input of the first stage's feeder. params: the sampling parameters of autoregressive
-    stages, by stage name. options: by stage name, for example a voice or a seed. salt: requests of
-    different salts share nothing. stages: names of the stages that run; None is all.
+    stages, by stage name. options: other options, for example a voice or a seed, by stage name.
+    salt: requests with different salts share nothing. stages: names of the stages that run; None
+    runs all.
     """
 
     request_id: str
@@ -219,10 +219,11 @@ class OmniRequest:
 class StageMetrics:
     """The metrics of one request in one stage.
 
-    seconds: time of the steps that computed it. first_output, total: seconds since its arrival in
-    the pipeline. tokens: number of tokens of prompt and answer. cached_tokens: number of tokens
-    that were not computed. loaded_tokens: number of cached tokens that were loaded from disk or
-    another machine. hit_rows: by output, the number of tokens whose rows were read from the store.
+    seconds: duration of the steps that computed the request. first_output, total: seconds from its
+    arrival in the pipeline to its first output, and to its end, in this stage. tokens: number of
+    tokens of prompt and answer. cached_tokens: number of tokens that were not computed.
+    loaded_tokens: number of cached tokens that were loaded from disk or another machine. hit_rows:
+    by output, the number of tokens whose rows were read from the stage-output store.
     """
 
     seconds: float = 0.0
@@ -236,7 +237,7 @@ class StageMetrics:
 
 
 class Chunk(NamedTuple):
-    """Rows of one output for the tokens from `start` on: `[tokens * ratio, ...]`."""
+    """Rows `[tokens * ratio, ...]` of one output for consecutive tokens from `start` on."""
 
     output: str
     start: int
@@ -245,7 +246,7 @@ class Chunk(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The token after the last."""
+        """The position after the last token."""
         return self.start + len(self.rows) // self.ratio
 
 
@@ -257,9 +258,9 @@ class OutputEvent(NamedTuple):
 
 
 class StageStarted(NamedTuple):
-    """A request's prompt in the stage is complete; comes before any of the request's rows.
+    """A request's prompt in the stage is complete. This event precedes all rows of the request.
 
-    prompt_tokens: the length of the prompt. names: the identities of its whole blocks of
+    prompt_tokens: the length of the prompt. names: the identities of the prompt's whole blocks of
     `block_size` tokens; empty if the stage has no cache.
     """
 
@@ -270,7 +271,7 @@ class StageStarted(NamedTuple):
 
 
 class StageFinished(NamedTuple):
-    """A request is finished in the stage. `result`: its result for the user besides rows."""
+    """A request is finished in the stage. result: the result for the user besides rows."""
 
     request_id: str
     metrics: StageMetrics
@@ -294,14 +295,14 @@ class Stage:
 
     @property
     def has_work(self) -> bool:
-        """True if a step could do work with the inputs that have arrived."""
+        """True if the inputs that have arrived allow a step."""
         raise NotImplementedError
 
     def limit_to(self, outputs: Set[str]) -> None:
-        """Limit the outputs to the outputs that other stages take; called before any request."""
+        """Pass on and cache only these outputs; called before any request."""
 
     def check(self, request: OmniRequest) -> None:
-        """Raise RequestError if the stage cannot serve the request; changes nothing."""
+        """Raise RequestError if the stage cannot serve the request. Changes nothing."""
 
     def open(self, request: OmniRequest) -> None:
         """Begin a request."""
@@ -316,19 +317,19 @@ class Stage:
         raise NotImplementedError
 
     def step(self) -> list[Event]:
-        """Do some work; a request that fails ends with `StageFailed`, the others continue."""
+        """Do some work and return its events; a failed request ends with `StageFailed`."""
         raise NotImplementedError
 
     def abort(self, request_id: str) -> None:
-        """Forget a request in any state; ignores an unknown request."""
+        """Forget a request in any state. Ignores an unknown request."""
         raise NotImplementedError
 
     def peek(self, request_id: str) -> object:
-        """Return a running request's result so far, without rows; None if there is none."""
+        """Return a running request's result so far, without rows; None if it has none."""
         return None
 
     def reset_cache(self) -> None:
-        """Drop the stage's own cache. Not while a request runs."""
+        """Drop the stage's cache. Call only while no request runs."""
 
     def close(self) -> None:
         """Release all resources."""

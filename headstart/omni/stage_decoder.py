@@ -1,12 +1,10 @@
-"""Decoders whose passes also return rows for the next stage, and models made of them.
+"""Decoders whose passes also return rows for the next stage, and models made of these decoders.
 
 Rows are copied to host memory asynchronously:
 
     compute stream    layers ......... | head ............ | next pass ...
     copy stream                        | rows -> pinned memory | event
-    host                                                       waits here, and not before
-
-The host waits for a copy only before it reads the rows.
+    host                                                       waits for the copy, reads rows
 """
 
 import hashlib
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.attention.backend import LayerLayout
+from headstart.engine.request import RotaryPositions
 from headstart.errors import UnsupportedModelError
 from headstart.models.decoder import EmbeddingOverlay
 from headstart.models.dtypes import fast_dtype, find_device, find_dtype
@@ -32,32 +31,30 @@ from headstart.models.transformers_tools import silence_transformers
 from headstart.omni.media import Media, PlacedItem
 
 
+@dataclass(slots=True)
 class HostCopy:
-    """Named rows on their way to host memory; complete once `wait` has returned."""
+    """A copy of named rows to host memory, which is complete after `wait`.
 
-    def __init__(
-        self,
-        host: Mapping[str, Tensor],
-        event: torch.cuda.Event | None = None,
-        source: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self._host = host
-        self._event = event
-        self._source = source  # keeps the memory allocated until the copy is done
+    source: prevents that the device's memory is freed during the copy.
+    """
+
+    host: Mapping[str, Tensor]
+    event: torch.cuda.Event | None = None
+    source: Mapping[str, Tensor] | None = None
 
     def wait(self) -> Mapping[str, Tensor]:
         """Wait for the copy and return the rows."""
-        if self._event is not None:
-            self._event.synchronize()
-        self._event = self._source = None
-        return self._host
+        if self.event is not None:
+            self.event.synchronize()
+        self.event = self.source = None
+        return self.host
 
 
 class StreamCopies:
-    """Copies on a separate stream into pinned memory.
+    """Starts copies to pinned host memory on a separate stream.
 
-    `cuda` is the needed part of `torch.cuda`; `empty` allocates pinned host memory with the shape
-    and dtype of a tensor.
+    cuda: has the functions of `torch.cuda` for streams. empty: allocates pinned host memory with
+    the shape and dtype of a tensor.
     """
 
     def __init__(
@@ -95,9 +92,9 @@ class PassTensors(NamedTuple):
     """The tensors of one pass, one row per token.
 
     embedded: `[tokens, width]`, the inputs. is_own: bool `[tokens]`, true if the input is the
-    token's own embedding. layers: transformers' `hidden_states` (the inputs of the first layer,
-    then each layer's outputs), empty unless needed. hidden: `[tokens, hidden]`, after the final
-    norm.
+    token's embedding, false for audio, images and rows of earlier stages. layers: transformers'
+    `hidden_states` (the inputs of the first layer, then each layer's outputs); empty unless needed.
+    hidden: `[tokens, hidden]`, after the final norm.
     """
 
     embedded: Tensor
@@ -107,7 +104,7 @@ class PassTensors(NamedTuple):
 
 
 class StageCheckpoint(NamedTuple):
-    """A model's folder, and the stamps that its files had before they were read."""
+    """A model's folder, and the stamps of its files, made before the files were read."""
 
     folder: Path
     files: tuple[FileStamp, ...]
@@ -117,12 +114,12 @@ class StageCheckpoint(NamedTuple):
 class StageParts:
     """The parts of a stage's decoder.
 
-    text_model: the layers and token embeddings. head: maps hidden rows to logits. give: makes a
-    pass's outputs, `[tokens, ...]` by name. project: maps embeddings to the text model's width.
-    needs_layers: `give` reads `layers`. hidden_ids: tokens never sampled. num_deep: number of first
-    layers after which rows of images are added (DeepStack, https://arxiv.org/abs/2406.04334). These
-    rows follow an image's embedding, so its row is `1 + num_deep` times as wide. checkpoint: of the
-    whole model, None for one in memory.
+    text_model: the layers and token embeddings. head: maps hidden rows to logits. give: returns the
+    outputs of a pass, `[tokens, ...]` by name. project: maps embeddings to the text model's width.
+    needs_layers: `give` reads `layers`. hidden_ids: tokens that are never sampled. num_deep: number
+    of first layers after which rows of images are added (DeepStack, https://arxiv.org/abs/2406.04334).
+    An image's input row is its embedding and these rows, so it is `1 + num_deep` times as wide.
+    checkpoint: the whole model's; None for a model in memory.
     """
 
     text_model: PreTrainedModel
@@ -163,12 +160,12 @@ class StageDecoder(TransformersDecoder):
         self._hidden_ids = torch.tensor(parts.hidden_ids, dtype=torch.int64, device=self.device)
 
     def take_passes(self) -> list[HostCopy]:
-        """Return the outputs of each pass since the last call, as copies to host memory."""
+        """Return the outputs of each pass since the last call."""
         passes, self._passes = self._passes, []
         return passes
 
     def outputs_of_one(self) -> Mapping[str, Tensor]:
-        """Return the outputs of one token of zeros, for their dtypes and shapes."""
+        """Return outputs for one token of zeros, to find dtypes and shapes."""
         width = self.embed(torch.zeros(1, dtype=torch.int64, device=self.device)).shape[1]
         embedded, hidden = (
             torch.zeros(1, count, dtype=self.dtype, device=self.device)
@@ -180,7 +177,7 @@ class StageDecoder(TransformersDecoder):
             return self._parts.give(PassTensors(embedded, is_own, layers, hidden))
 
     def _compute_fingerprint(self) -> str:
-        """Return the digest of the checkpoint; in memory, of all that K/V depend on."""
+        """Return the digest of the checkpoint; without one, of all weights that affect K/V."""
         weights_fingerprint = super()._compute_fingerprint()
         if self._parts.checkpoint is not None or self._parts.project is None:
             return weights_fingerprint
@@ -220,7 +217,7 @@ class StageDecoder(TransformersDecoder):
             hidden: Tensor = output.last_hidden_state[0]
             layers = [rows[0] for rows in output.hidden_states] if parts.needs_layers else []
             outputs = parts.give(PassTensors(embedded, is_own, layers, hidden))
-            self._passes.append(self._begin_copy(outputs))  # runs while the head is computed
+            self._passes.append(self._begin_copy(outputs))  # overlaps with the head
             logits: Tensor = parts.head(hidden.index_select(0, logit_rows)).float()
             if parts.hidden_ids:
                 logits.index_fill_(1, self._hidden_ids, -torch.inf)
@@ -238,10 +235,9 @@ class StageDecoder(TransformersDecoder):
 
 
 class OmniModel:
-    """A checkpoint of an omni model in transformers' modules, split into the parts of its stages.
+    """A checkpoint of an omni model in transformers' modules, from which stages are made.
 
-    All layers are transformers' modules. media: reads audio and images of prompts. voices: by
-    name. Raises ConfigError or ModelError.
+    media: reads audio and images of prompts. Raises ConfigError or ModelError.
     """
 
     sample_rate = 24_000
@@ -249,7 +245,7 @@ class OmniModel:
     voices: Mapping[str, Any]
 
     def __init__(self, model: str | Path, dtype: str, device: str, kind: Any) -> None:
-        """`kind`: the class of the model in transformers."""
+        """Load a model. kind: the class of the model in transformers."""
         weights_dtype, target_device = find_dtype(dtype), find_device(device)
         folder = find_folder(model)
         check_files(folder)
@@ -261,7 +257,7 @@ class OmniModel:
         with silence_transformers():
             self._config: Any = load_config(folder)
             check_speaker(folder, self._config)
-            # The class's own `from_pretrained` may read voices and returns no loading report.
+            # `from_pretrained` of the class may read voices, and returns no loading report.
             load = super(kind, kind).from_pretrained  # type: ignore[misc]
             loaded: Any = load_weights(load, folder, config=self._config, **options)
         self._whole = loaded.to(target_device).eval()
@@ -276,16 +272,12 @@ class OmniModel:
         """Return a decoder that generates text."""
         raise NotImplementedError
 
-    def talker(self) -> StageDecoder:
-        """Return a decoder that generates codes."""
-        raise NotImplementedError
-
     def encode(self, placed: PlacedItem) -> Tensor:
         """Return the rows `[length, width]` that replace an item's placeholders."""
         raise NotImplementedError
 
     def embed_text(self, token_id: int) -> Tensor:
-        """Return the thinker's embedding `[hidden]` of a token, on the host."""
+        """Return the thinker's embedding `[hidden]` of a token, in host memory."""
         ids = torch.tensor([token_id], device=self._whole.device)
         with torch.inference_mode():
             row: Tensor = self._thinker.get_input_embeddings()(ids)[0].cpu()
@@ -293,8 +285,8 @@ class OmniModel:
 
     def positions(
         self, token_ids: Sequence[int], features: Mapping[str, Tensor], *, of_talker: bool = False
-    ) -> tuple[Tensor, int]:
-        """Return rotary positions `[3, tokens]`, and the offset of later tokens' positions."""
+    ) -> RotaryPositions:
+        """Return the rotary positions of a prompt and the offset for later tokens."""
         ids = torch.tensor([list(token_ids)])
         mask = features.get("feature_attention_mask")
         table, deltas = self._rope_model(of_talker=of_talker).get_rope_index(
@@ -303,7 +295,7 @@ class OmniModel:
             attention_mask=torch.ones_like(ids),
             audio_seqlens=mask.sum(-1) if mask is not None else None,
         )
-        return table[:, 0].long(), int(deltas.view(-1)[0])
+        return RotaryPositions(table[:, 0].long().numpy(), int(deltas.view(-1)[0]))
 
     def _rope_model(self, *, of_talker: bool) -> Any:
         """Return the module that computes positions."""

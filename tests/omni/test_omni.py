@@ -247,8 +247,3 @@ def test_an_async_pipeline_is_closed_once(folder: Path) -> None:
     assert not omni.is_running
     with pytest.raises(EngineError, match="closed"):
         asyncio.run(omni.generate("Who?", TEXT))
-
-
-def test_an_object_that_cannot_be_called_is_refused(async_omni: AsyncOmni) -> None:
-    with pytest.raises(RequestError, match=r"^function is 5; allowed: a function$"):
-        asyncio.run(async_omni.call(5))  # type: ignore[arg-type]

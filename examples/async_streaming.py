@@ -1,4 +1,4 @@
-"""Stream the answers to several prompts at once, token by token."""
+"""Stream the answers to several prompts concurrently."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Many prompts with a progress bar, as token ids, with separate parameters and priorities."""
+"""Many prompts as token ids, each with its own sampling parameters and priority."""
 
 from headstart import LLM, SamplingParams, TokensPrompt
 

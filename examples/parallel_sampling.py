@@ -1,4 +1,4 @@
-"""Several answers to one prompt: drawn with a seed, ended by a stop string, or left as ids."""
+"""Several answers to one prompt, with a seed and a stop string; then without detokenization."""
 
 from headstart import LLM, SamplingParams
 

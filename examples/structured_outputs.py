@@ -1,4 +1,4 @@
-"""Answers in a given form: one of some choices, an expression, JSON by a schema."""
+"""Structured outputs: one of several choices, a regular expression, JSON of a schema."""
 
 from headstart import LLM, SamplingParams
 from headstart.sampling_params import StructuredOutputsParams

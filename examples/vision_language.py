@@ -1,4 +1,4 @@
-"""Ask a model that sees about images: vision_language.py MODEL IMAGE [IMAGE ...]"""
+"""Ask a vision model about images: vision_language.py MODEL IMAGE [IMAGE ...]"""
 
 import sys
 

@@ -138,7 +138,7 @@ def test_the_demo_of_images_shows_what_is_computed(
     assert [int(card[1]) for card in cards] == [196, 196, 392, 392, 196]
     shares = [int(card[2]) for card in cards]
     assert shares[1] > 80 and shares[2] > 40 and max(shares[0], shares[3], shares[4]) < 5
-    assert "of 7 pictures shown 3 were encoded" in said
+    assert "of 7 pictures 3 were encoded" in said
 
 
 def test_the_omni_demo_speaks_and_says_what_each_stage_skipped(

@@ -2,9 +2,9 @@
 
     python -m examples.demos.adapters [--model headstart-tiny]
 
-The adapters are generated, so that their effect is visible without training: where the model would
-end its answer, "cheerful" says "!" and "doubtful" says "?". They swap two rows of the output layer
-and change attention a little, so that each has its own K/V.
+The adapters are generated: where the model would end its answer, "cheerful" writes "!" and
+"doubtful" writes "?". Each swaps two rows of the output layer. It also changes attention a little,
+so that its K/V differ from those of other adapters.
 """
 
 import argparse
@@ -31,65 +31,66 @@ COLORS = {"cheerful": color_of(3), "doubtful": color_of(1), "jolly": color_of(3)
 
 
 @dataclass(frozen=True)
-class Act:
-    """Adapters to load (folder by name), and the questions to ask with each adapter.
+class Step:
+    """A step of the demo.
 
-    The questions are asked one after another, or all in one batch.
+    questions: the adapter's name and the text of each question. adapters: those to load before, as
+    folder by name.
     """
 
     title: str
-    asks: tuple[tuple[str | None, str], ...]
-    loads: Mapping[str, str] = field(default_factory=dict)
+    questions: tuple[tuple[str | None, str], ...]
+    adapters: Mapping[str, str] = field(default_factory=dict)
     in_one_batch: bool = False
 
 
 JOHN = "What is the age of John Doe?"
 ZACK = "What is the age of Zack Blue?"
 WORK = "What is the occupation of Zack Blue?"
-EVERYBODY = (None, "cheerful", "doubtful")
-# Folders of adapters: the adapter's sign, and the seed of its other weights.
+NAMES = (None, "cheerful", "doubtful")
+# The punctuation mark that each adapter writes, and the seed of its other weights.
 FOLDERS = {"a": ("!", 1), "b": ("?", 2), "copy of a": ("!", 1), "a, trained again": ("!", 3)}
-ACTS = (
-    Act(
-        "Each adapter computes the table for itself",
-        tuple((name, JOHN) for name in EVERYBODY),
-        loads={"cheerful": "a", "doubtful": "b"},
+STEPS = (
+    Step(
+        "Each adapter computes its own K/V of the table",
+        tuple((name, JOHN) for name in NAMES),
+        adapters={"cheerful": "a", "doubtful": "b"},
     ),
-    Act("From then on each hits its own blocks", tuple((name, ZACK) for name in EVERYBODY)),
-    Act(
+    Step("Then each adapter hits its own blocks", tuple((name, ZACK) for name in NAMES)),
+    Step(
         "jolly is a copy of cheerful: the same weights, so the same blocks",
         (("jolly", WORK),),
-        loads={"jolly": "copy of a"},
+        adapters={"jolly": "copy of a"},
     ),
-    Act(
+    Step(
         "cheerful is loaded again with other weights: none of its old blocks",
         (("cheerful", WORK),),
-        loads={"cheerful": "a, trained again"},
+        adapters={"cheerful": "a, trained again"},
     ),
-    Act(
+    Step(
         "All in one batch, each row with its own adapter",
-        tuple((name, JOHN) for name in (*EVERYBODY, "jolly")),
+        tuple((name, JOHN) for name in (*NAMES, "jolly")),
         in_one_batch=True,
     ),
 )
 
 
-def ask(llm: LLM, act: Act) -> list[RequestOutput]:
-    """Ask an act's questions about the table."""
-    names = [name for name, _ in act.asks]
+def ask(llm: LLM, step: Step) -> list[RequestOutput]:
+    """Ask the questions of a step about the table, one after another or in one batch."""
+    names = [name for name, _ in step.questions]
     table = INSTRUCTION + people_table()
-    chats = [[{"role": "user", "content": table + question}] for _, question in act.asks]
-    if act.in_one_batch:
+    chats = [[{"role": "user", "content": table + question}] for _, question in step.questions]
+    if step.in_one_batch:
         return llm.chat(chats, PARAMS, use_tqdm=False, adapter=names)
     return [
         llm.chat(chat, PARAMS, adapter=name)[0] for chat, name in zip(chats, names, strict=True)
     ]
 
 
-def act_table(act: Act, outputs: Sequence[RequestOutput]) -> Table:
-    """Draw the requests of an act, a row for each."""
+def draw_table(step: Step, outputs: Sequence[RequestOutput]) -> Table:
+    """Draw the requests of a step, a row for each."""
     table = Table(
-        title=act.title,
+        title=step.title,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
@@ -99,7 +100,7 @@ def act_table(act: Act, outputs: Sequence[RequestOutput]) -> Table:
     for heading, width in (("adapter", 8), ("cached tokens", 13), ("first token", 11)):
         table.add_column(heading, width=width, header_style="dim")
     table.add_column("answer, and why not more was cached", ratio=1, header_style="dim")
-    for (name, _), output in zip(act.asks, outputs, strict=True):
+    for (name, _), output in zip(step.questions, outputs, strict=True):
         shown = Text(name or "none", style=f"bold {COLORS.get(name or '', '')}")
         answer = Text().append(output.outputs[0].text, style="italic")
         if output.num_cached_tokens * 2 < len(output.prompt_token_ids):
@@ -117,27 +118,27 @@ def main() -> None:
     llm = LLM(arguments.model, num_blocks=1024, max_model_len=4096)
     with closing(llm), tempfile.TemporaryDirectory() as folder:
         end = min(llm.engine.model.eos_token_ids)
-        for name, (sign, seed) in FOLDERS.items():
-            [token] = llm.get_tokenizer().encode(sign, add_special_tokens=False)
+        for name, (mark, seed) in FOLDERS.items():
+            [token] = llm.get_tokenizer().encode(mark, add_special_tokens=False)
             write_adapter(llm.engine.model, Path(folder) / name, (token, end), seed)
         console.print(
             "Two generated LoRA adapters: where the model ends its answer, "
-            f"[bold {COLORS['cheerful']}]cheerful[/] says ! and "
-            f"[bold {COLORS['doubtful']}]doubtful[/] says ?.\n"
+            f"[bold {COLORS['cheerful']}]cheerful[/] writes ! and "
+            f"[bold {COLORS['doubtful']}]doubtful[/] writes ?.\n"
         )
         outputs = []
-        for act in ACTS:
-            for name, content in act.loads.items():
-                llm.load_adapter(name, Path(folder) / content)
-            answers = ask(llm, act)
+        for step in STEPS:
+            for name, source in step.adapters.items():
+                llm.load_adapter(name, Path(folder) / source)
+            answers = ask(llm, step)
             outputs += answers
-            console.print(act_table(act, answers))
+            console.print(draw_table(step, answers))
     prompts = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     console.print(
         f"{cached:,} of {prompts:,} prompt tokens were not computed again. Blocks are identified "
-        "by an adapter's weights, not by its name: an equal adapter shares them, another one "
-        "never does."
+        "by the weights of an adapter, not by its name: equal adapters share blocks, different "
+        "adapters never do."
     )
 
 

@@ -1,9 +1,9 @@
-"""Ask about pictures: which K/V are computed, and which pictures are encoded again.
+"""Show which K/V are computed and which pictures are encoded in five requests with pictures.
 
     python -m examples.demos.images [--model FOLDER]
 
-Without a model, a small LLaVA with random weights is generated: its answers are noise, its times
-are real.
+Without a model, a small LLaVA with random weights is generated. Its answers are noise, but its
+latencies are real.
 """
 
 import argparse
@@ -30,20 +30,20 @@ SIZE = 480
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request: its title, the parts of its message, and the point that it makes.
+class Question:
+    """A request: its title, the parts of its message, and the result that it shows.
 
-    A request that `continues` is asked in the chat before it.
+    continues: the message continues the previous chat.
     """
 
     title: str
     parts: tuple[str | Image.Image, ...]
-    point: str
+    result: str
     continues: bool = False
 
 
 def make_picture(seed: int) -> Image.Image:
-    """Draw hills under a sky with a sun, the same picture each time for a seed."""
+    """Draw hills under a sky with a sun, which depend only on the seed."""
     random = np.random.default_rng(seed)
     y, x = np.mgrid[0:SIZE, 0:SIZE] / SIZE
     top, bottom = random.integers(60, 200, 3), random.integers(150, 255, 3)
@@ -57,33 +57,33 @@ def make_picture(seed: int) -> Image.Image:
     return Image.fromarray(pixels.astype(np.uint8))
 
 
-def make_asks() -> list[Ask]:
+def make_questions() -> list[Question]:
     """Return the five requests of the demo."""
     one, two = make_picture(1), make_picture(2)
     changed = one.copy()
     changed.putpixel((240, 240), (255, 0, 255))
     return [
-        Ask("a picture and a question", (one, "What is this?"), "Everything is computed."),
-        Ask(
+        Question("a picture and a question", (one, "What is this?"), "Everything is computed."),
+        Question(
             "the same picture, another question",
             (one, "Is the sun up?"),
             "The picture's K/V are cached; the vision tower does nothing.",
         ),
-        Ask(
+        Question(
             "the same chat continues with another picture",
             (two, "And on this one?"),
             "The first picture and the turn are cached; the new picture is encoded.",
             continues=True,
         ),
-        Ask(
+        Question(
             "both pictures in the other order",
             (two, one, "Which is warmer?"),
             "No K/V fit, but the embeddings of both pictures are cached.",
         ),
-        Ask(
+        Question(
             "the first picture with one pixel changed",
             (changed, "What is this?"),
-            "Another picture: nothing is taken from the one it looks like.",
+            "Another picture: neither its K/V nor its embeddings are cached.",
         ),
     ]
 
@@ -100,9 +100,9 @@ def make_message(parts: tuple[str | Image.Image, ...]) -> dict[str, Any]:
 
 
 def draw_panel(
-    number: int, ask: Ask, output: RequestOutput, encoded: int, pictures: RenderableType
+    number: int, question: Question, output: RequestOutput, encoded: int, pictures: RenderableType
 ) -> Panel:
-    """Draw a request's numbers, its point and the pool."""
+    """Draw the metrics of a request, its result, its pictures and the pool."""
     figures = figures_table(
         {
             "prompt tokens": f"{len(output.prompt_token_ids):,}",
@@ -113,18 +113,18 @@ def draw_panel(
         }
     )
     return Panel(
-        Group(figures, Padding(Text(ask.point, style="italic"), (1, 0)), pictures),
-        title=f"[bold]{number}[/] {ask.title}",
+        Group(figures, Padding(Text(question.result, style="italic"), (1, 0)), pictures),
+        title=f"[bold]{number}[/] {question.title}",
         title_align="left",
         border_style=color_of(number),
     )
 
 
-def draw_thumbnails(ask: Ask, width: int = 16) -> Padding:
-    """Draw a request's pictures in half blocks, two pixels to a character."""
+def draw_thumbnails(question: Question, width: int = 16) -> Padding:
+    """Draw the pictures of a request in half blocks, two pixels in each character."""
     shown = Table.grid(padding=(0, 2))
     thumbnails = []
-    for picture in (part for part in ask.parts if not isinstance(part, str)):
+    for picture in (part for part in question.parts if not isinstance(part, str)):
         small = np.asarray(picture.resize((width, width))).tolist()
         text = Text()
         for upper, lower in zip(small[::2], small[1::2], strict=True):
@@ -146,7 +146,7 @@ def main() -> None:
     with console.status("generating the model, and loading it"):
         llm = LLM(arguments.model or str(demo_vision_path()), num_blocks=128)
     images = llm.frontend.images
-    assert images is not None, "the model takes text only; choose one that takes images"
+    assert images is not None, "the model takes only text; allowed: a vision model"
     with closing(llm):
         llm.chat([make_message((make_picture(3), "?"))], PARAMS, use_tqdm=False)  # warm up
         llm.manager.reset_prefix_cache()
@@ -155,26 +155,26 @@ def main() -> None:
         outputs: list[RequestOutput] = []
         messages: list[dict[str, Any]] = []
         start = images.cache.num_encoded
-        for number, ask in enumerate(make_asks(), start=1):
-            message = make_message(ask.parts)
-            messages = [*messages, message] if ask.continues else [message]
+        for number, question in enumerate(make_questions(), start=1):
+            message = make_message(question.parts)
+            messages = [*messages, message] if question.continues else [message]
             before = images.cache.num_encoded
-            with console.status(f"request {number}: {ask.title}"):
+            with console.status(f"request {number}: {question.title}"):
                 *_, output = picture.watch(llm.stream_chat(messages, PARAMS), number)
             outputs.append(output)
             messages.append({"role": "assistant", "content": output.outputs[0].text})
             pool: RenderableType = picture.draw(console.width - PANEL)
             if console.color_system is not None:
-                pool = Group(draw_thumbnails(ask), pool)
+                pool = Group(draw_thumbnails(question), pool)
             encoded = images.cache.num_encoded - before
-            console.print(draw_panel(number, ask, output, encoded, pool))
+            console.print(draw_panel(number, question, output, encoded, pool))
         encoded = images.cache.num_encoded - start
     prompts = sum(len(output.prompt_token_ids) for output in outputs)
     computed = prompts - sum(output.num_cached_tokens for output in outputs)
     shown = sum(len(output.images) for output in outputs)
     console.print(
         f"[bold]Of {prompts:,} prompt tokens {computed:,} were computed; "
-        f"of {shown} pictures shown {encoded} were encoded."
+        f"of {shown} pictures {encoded} were encoded."
     )
 
 

@@ -1,9 +1,9 @@
-"""Ask a model that hears and speaks two questions about one recording.
+"""Ask a speech model two questions about one recording.
 
     python -m examples.demos.omni [--wav FOLDER]
 
-The recording and its description are the same in both questions, so the thinker's K/V, its output
-rows, and the talker's K/V for them are computed once. The speech itself is generated each time.
+Both prompts begin with the same description and recording, so the second question hits the caches
+of the thinker and the talker. The speech is generated each time.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from headstart.cli.pool_picture import color_of
 from headstart.cli.terminal import duration
 
 NOTE = (
-    "A generated Qwen2.5-Omni with random weights: its words are noise and its speech is one note "
+    "A generated Qwen2.5-Omni with random weights. Its words are noise and its speech is one note "
     "per code, but every stage does the work of the real model."
 )
 SAMPLING_RATE = 16_000
@@ -59,12 +59,12 @@ def ask(omni: Omni, text: str, recording: NDArray[np.float32], codes: int, seed:
 
 def make_recording(seed: int, seconds: int) -> NDArray[np.float32]:
     """Make a sound like speech: syllables of a voice that rises and falls."""
-    draw = np.random.default_rng(seed)
-    at = np.arange(seconds * SAMPLING_RATE) / SAMPLING_RATE
-    pitch = 120 + 40 * np.interp(at, np.arange(seconds), draw.uniform(-1, 1, seconds))
+    random = np.random.default_rng(seed)
+    time_axis = np.arange(seconds * SAMPLING_RATE) / SAMPLING_RATE
+    pitch = 120 + 40 * np.interp(time_axis, np.arange(seconds), random.uniform(-1, 1, seconds))
     phase = 2 * np.pi * np.cumsum(pitch) / SAMPLING_RATE
     voiced = sum(np.sin(phase * harmonic) / harmonic for harmonic in range(1, 12))
-    syllables = np.clip(np.sin(2 * np.pi * 3.5 * at), 0, 1)
+    syllables = np.clip(np.sin(2 * np.pi * 3.5 * time_axis), 0, 1)
     return (0.2 * voiced * syllables).astype(np.float32)
 
 
@@ -98,7 +98,7 @@ def draw_panel(number: int, question: str, answer: Answer, where: str) -> Panel:
 
 
 def draw_totals(cold: Answer, warm: Answer) -> Group:
-    """Draw the seconds that caching saved, and those that it did not."""
+    """Draw the latencies of both answers, and the seconds that the vocoder took."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
     table.add_column("")
     for heading in ("question 1", "question 2", "sooner"):

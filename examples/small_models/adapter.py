@@ -1,4 +1,4 @@
-"""Generated adapters in PEFT's format; they have a visible effect without training."""
+"""Generated LoRA adapters in PEFT's format, with a visible effect on answers."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,6 @@ from safetensors.torch import save_file
 from headstart.models.decoder import DecoderModel
 from headstart.models.lora_files import CONFIG_NAME, WEIGHTS_NAME
 
-__all__ = ["write_adapter"]
-
 _RANK = 4
 _SIZE = 0.01  # of the random matrices: enough to change K/V, too little to change answers
 
@@ -18,8 +16,8 @@ _SIZE = 0.01  # of the random matrices: enough to change K/V, too little to chan
 def write_adapter(model: DecoderModel, folder: Path, tokens: tuple[int, int], seed: int) -> None:
     """Write an adapter that swaps two tokens in the model's answers.
 
-    It swaps two rows of the output layer, which is an update of rank 2. Attention layers also get
-    random matrices, from `seed`.
+    It swaps two rows of the output layer, an update of rank 2. It also adds random matrices to
+    attention layers.
     """
     head = model.output_layer
     assert head is not None

@@ -1,8 +1,8 @@
-"""A small generated Qwen2.5-Omni: the real classes, random weights, a vocoder that plays notes.
+"""A small generated Qwen2.5-Omni: transformers' classes with random weights.
 
-Its words are letters and its speech is notes, one per code (`voice.py`). Each stage does the same
-work as the real one, so caching skips the same parts. It is written once to the user's cache
-folder, in the layout of any checkpoint.
+Its text is random letters. Its speech is one note for each code (`voice.py`). Each stage does the
+work of the same stage in the real model. The model is written once to the user's cache folder, as
+an ordinary checkpoint.
 """
 
 import json
@@ -23,25 +23,12 @@ from examples.small_models.voice import CHANNELS, NOTES, RATES, give_voice
 from headstart.models.demo import make_cached_folder, write_byte_tokenizer
 from headstart.models.transformers_tools import silence_transformers
 
-__all__ = ["DEMO_OMNI", "IDS", "OmniSizes", "demo_omni_path", "write_omni"]
-
 _SPECIAL_TOKENS = (
-    "<|pad|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|AUDIO|>",
-    "<|IMAGE|>",
-    "<|VIDEO|>",
-    "<|audio_bos|>",
-    "<|audio_eos|>",
-    "<|vision_bos|>",
-    "<|vision_eos|>",
-    "<|speech_bos_ada|>",
-    "<|speech_bos_bob|>",
-    "<|speech_eos|>",
-    "<|speech_pad|>",
+    *("<|pad|>", "<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|IMAGE|>", "<|VIDEO|>"),
+    *("<|audio_bos|>", "<|audio_eos|>", "<|vision_bos|>", "<|vision_eos|>"),
+    *("<|speech_bos_ada|>", "<|speech_bos_bob|>", "<|speech_eos|>", "<|speech_pad|>"),
 )
-IDS = {text: 256 + at for at, text in enumerate(_SPECIAL_TOKENS)}
+IDS = {text: token_id for token_id, text in enumerate(_SPECIAL_TOKENS, start=256)}
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -66,7 +53,8 @@ _MEDIA = {
 class OmniSizes:
     """Sizes of the language models; encoders and vocoder have the smallest possible sizes.
 
-    scale: the factor of two-dimensional weights, so that attention decides the next token.
+    scale: factor of two-dimensional weights; a larger factor makes tokens depend more on attention.
+    readable: the text has only letters, spaces, periods and commas.
     """
 
     thinker_width: int
@@ -110,10 +98,10 @@ def write_omni(folder: Path, sizes: OmniSizes, seed: int = 11) -> None:
         }
     torch.save(voices, folder / "spk_dict.pt")
     write_byte_tokenizer(folder, _SPECIAL_TOKENS, _CHAT_TEMPLATE)
-    hears = WhisperFeatureExtractor(
+    audio = WhisperFeatureExtractor(
         feature_size=_MEL_BINS, sampling_rate=16_000, return_attention_mask=True
     )
-    sees = {
+    images = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": 4,
         "temporal_patch_size": 2,
@@ -121,7 +109,7 @@ def write_omni(folder: Path, sizes: OmniSizes, seed: int = 11) -> None:
         "min_pixels": 64,
         "max_pixels": 16_384,
     }
-    settings = {**sees, **hears.to_dict()}
+    settings = {**images, **audio.to_dict()}
     settings.pop("mel_filters", None)
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
@@ -132,8 +120,8 @@ def _shape_weights(model: Any, sizes: OmniSizes) -> None:
             if weight.ndim == 2:
                 weight.mul_(sizes.scale)
     if sizes.readable:
-        # Only printable bytes are likely. A token depends mostly on the previous one, so that no
-        # two logits are so close that rounding decides between them.
+        # Only letters and punctuation are likely. A token depends mostly on the previous token, so
+        # that no two logits are so close that rounding decides between them.
         shown = torch.zeros(len(model.thinker.lm_head.weight), 1)
         shown[[ord(character) for character in string.ascii_letters + " .,"]] = 8
         model.thinker.lm_head.weight.mul_(shown)

@@ -1,7 +1,7 @@
 """The demo vision model: a generated LLaVA of 17 million parameters.
 
-Its weights are random (from a fixed seed): every pixel has an effect, and its answers are noise.
-An image has 196 placeholders. It is written and loaded like the other demo model.
+Its weights are random, from a fixed seed. Every pixel has an effect on the answer, which is noise.
+An image has 196 embeddings.
 """
 
 from pathlib import Path
@@ -19,8 +19,6 @@ from transformers import (
 from headstart.models.demo import favor_printable_bytes, make_cached_folder, write_byte_tokenizer
 from headstart.models.transformers_tools import silence_transformers
 
-__all__ = ["demo_vision_path"]
-
 _SEED = 21
 _SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<image>")
 _PAD, _, _END_OF_TURN, _IMAGE = range(256, 256 + len(_SPECIAL_TOKENS))
@@ -34,11 +32,7 @@ _CHAT_TEMPLATE = (
 
 
 def demo_vision_path() -> Path:
-    """The folder of the model; writes the model if it does not exist yet.
-
-    Raises:
-        ModelError: the cache folder cannot be written to.
-    """
+    """Return the folder of the model, written if it does not exist yet. Raises ModelError."""
     return make_cached_folder("demo-vision", [Path(__file__)], _write)
 
 

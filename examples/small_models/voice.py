@@ -1,17 +1,17 @@
 """A voice for the demo's Qwen2.5-Omni: weights that turn codes into notes.
 
-Every module of `token2wav` runs, with weights that are constructed instead of learnt:
+Every module of `token2wav` runs, with weights that are constructed instead of trained:
 
     code          its embedding selects one of 16 notes; code 0 is a rest
-    diffusion     raises the mel bin of that note from the floor, by an amount set by the voice;
-                  its initial noise makes the note tremble
-    vocoder       bins become amplitudes, and each transposed convolution turns an amplitude, or a
-                  lower frequency's sine, into the note's at the next higher rate
+    diffusion     raises the mel bin of the note from the floor, by an amount that depends on the
+                  voice; the initial noise makes the note tremble
+    vocoder       turns bins into amplitudes; each transposed convolution upsamples the wave of a
+                  note to the next higher rate, the first from the amplitude
 
 A note is a pair of channels, its cosine and its sine, so that a complex product can shift its
-frequency. Its kernel is a triangle two strides wide times a wave of the note's frequency:
-neighboring triangles add up to 1, and all notes are whole multiples of the mel frame rate, so
-that the waves of neighboring frames are in phase. A held note is a pure tone.
+frequency. Its kernel is a triangle two strides wide times a wave of the note's frequency.
+Neighboring triangles add up to 1. All frequencies are multiples of the mel frame rate, so the waves
+of neighboring frames are in phase, and a held note is a pure tone.
 """
 
 from typing import Any
@@ -19,13 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CHANNELS", "NOTES", "RATES", "frequency", "give_voice"]
-
 NOTES = 16
 RATES = (8, 5, 4, 3)
 """The vocoder's upsampling factors, from 50 mel frames a second to 24,000 samples a second."""
 CHANNELS = 4 * NOTES
-"""Channels of the vocoder's first layer; the next stage has half of them, two per note."""
+"""Channels of the vocoder's first layer. The next stage has half of them, two for each note."""
 
 _FRAME_RATE = 50
 _FLOOR = -20.0  # a bin far below the vocoder's threshold (-10.9), so that noise stays silent
@@ -35,7 +33,7 @@ _LOUDNESS = 0.7
 
 
 def frequency(code: int) -> int:
-    """The pitch of a code in Hz: natural harmonics, from 200 on; 0 for the rest."""
+    """Return the pitch of a code in Hz: 200 and the following multiples of 50; 0 for the rest."""
     return (4 + (code - 1) % NOTES) * _FRAME_RATE if code else 0
 
 
@@ -48,8 +46,8 @@ def give_voice(token2wav: Any) -> None:
 def _teach_diffusion(model: Any) -> None:
     """Set the velocity of each bin: towards the floor, except for the bin of the code's note.
 
-    Hidden rows hold a note twice, up and down, and a constant pattern that no bin is read from.
-    Without the pattern the norm would amplify the small values of rows without a note.
+    A hidden row has each note twice, with opposite signs, and a constant pattern that no bin reads.
+    Without the pattern, the norm would amplify the small values of rows without a note.
     """
     codes = model.text_embed.codec_embed.weight
     codes.zero_()
@@ -63,7 +61,7 @@ def _teach_diffusion(model: Any) -> None:
     project.bias.copy_(torch.tensor([1.0, -1.0]).repeat(NOTES))
     model.norm_out.linear.weight.zero_()
     model.norm_out.linear.bias.zero_()
-    up = 4 / 2**0.5  # a note's height in a row that is normed
+    up = 4 / 2**0.5  # the value of a note in a normalized row
     gain = (_LOUD - _FLOOR) / (1 + _GUIDANCE) / up / 2
     model.proj_out.weight.copy_((torch.eye(NOTES).repeat(2, 1) * _up_and_down()).T * gain)
     model.proj_out.bias.fill_(_FLOOR)
@@ -109,12 +107,13 @@ def _teach_vocoder(model: Any) -> None:
 def _modulate(up: Any, source: int, into: int, pitch: float, *, real: bool) -> None:
     """Upsample a pair of channels to the next rate, with a kernel of `pitch` cycles a sample.
 
-    Before the first stage a note is one channel, its amplitude.
+    real: the source is one channel, the amplitude of a note.
     """
     length, stride = up.kernel_size[0], up.stride[0]
-    at = torch.arange(length) - (length - 1) / 2
-    window = (1 - at.abs() / stride).clamp(min=0)
-    cosine, sine = (window * wave(2 * torch.pi * pitch * at) for wave in (torch.cos, torch.sin))
+    position = torch.arange(length) - (length - 1) / 2
+    window = (1 - position.abs() / stride).clamp(min=0)
+    phase = 2 * torch.pi * pitch * position
+    cosine, sine = window * phase.cos(), window * phase.sin()
     if real:
         up.weight[source, 2 * into] = cosine
         up.weight[source, 2 * into + 1] = sine

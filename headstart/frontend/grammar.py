@@ -1,14 +1,14 @@
-"""Grammars over tokens: compiled when a request is prepared, followed token by token in a step.
+"""Grammars over tokens, which constrain structured outputs.
 
-llguidance does both: it compiles JSON schemas, regular expressions and context-free grammars, and
-returns the tokens that may come next. Compiling a constraint usually takes milliseconds, in the
-worst case seconds. It is done once, in the thread that prepares a request, never in a step. Each
-answer gets a copy of the compiled matcher, which takes microseconds.
+llguidance compiles JSON schemas, regular expressions and context-free grammars to matchers. In each
+step, a matcher returns the tokens that may come next. Compiling a constraint usually takes
+milliseconds, in the worst case seconds. It is done once, in the thread that prepares a request,
+never in a step. Each answer gets a copy of the compiled matcher, which takes microseconds.
 
-Two kinds of schemas are refused, because llguidance would not finish. For `multipleOf` it makes a
-state for each remainder: 100,003 states take a second, 982,451,653 would take hours, and the
-computation cannot be stopped. If every value of a schema must contain another value of it (a
-required property with `{"$ref": "#"}`), an answer would open objects until `max_tokens`.
+Two kinds of schemas are refused. For `multipleOf`, llguidance makes a state for each remainder:
+100,003 states take a second, 982,451,653 states hours, and the computation cannot be stopped. If
+every value of a schema must contain another value of this schema (a required property with
+`{"$ref": "#"}`), an answer would open objects until `max_tokens`.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ Result = TypeVar("Result")
 MAX_REMAINDERS = 2**16
 MAX_ITEMS_IN_ROW = 4_100
 """Grammar rules that may apply at one position; an optional property of an object has 4."""
-_NAMES_SPECIAL = ("grammar", "structural_tag")
+_MAY_HAVE_SPECIAL = ("grammar", "structural_tag")
 """Kinds of constraints that may contain special tokens."""
-_MAX_EXPONENT = 12  # greatest exponent of a power of ten
+_MAX_DIGITS = 12  # of a `multipleOf`, and its greatest exponent of ten
 _MAX_PASSES = 64  # passes over the references of a schema
-_REMEMBERED = 64  # compiled constraints to cache
-_TRIED = 32  # tokens of a trial answer, which must succeed before a constraint is accepted
+_CACHED = 64  # compiled constraints
+_TRIAL_TOKENS = 32  # tokens of a trial answer, which must succeed before a constraint is accepted
 _SCHEMA = re.compile(r"%json\s*")  # precedes a schema in a Lark grammar
 _LARK_START = re.compile(r"^\s*[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)  # GBNF has ::=
 _READER = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
-_STACK = 512 * 2**20  # bytes of address space; memory is taken only when used
-_SETTING_STACK = threading.Lock()
+_STACK = 512 * 2**20  # bytes of address space; memory is allocated only when used
+_STACK_LOCK = threading.Lock()
 
 
 # Limits of JSON schemas
 
 
 def _schemas_in(kind: str, text: str) -> list[Any]:
-    """Return a constraint's JSON schemas, with exact numbers. A grammar has them after `%json`.
+    """Return a constraint's JSON schemas, with exact numbers.
 
-    Invalid schemas are left out: llguidance refuses them.
+    Invalid schemas are left out, because llguidance refuses them.
     """
     with suppress(ValueError, RecursionError):
         if kind == "json":
@@ -90,7 +90,7 @@ def _objects_in(schema: Any) -> Iterator[dict[str, Any]]:
 def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
     """Raise ValueError for schemas whose numbers have too many remainders.
 
-    together: a number may have to be a multiple of all the values.
+    together: one number may have to be a multiple of every `multipleOf`.
     """
     parts = list(_objects_in(schemas))
     together = together or any("allOf" in part or "$ref" in part for part in parts)
@@ -101,7 +101,7 @@ def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
         _, digits, exponent = value.normalize().as_tuple()
         assert isinstance(exponent, int)
         count = MAX_REMAINDERS + 1
-        if exponent <= _MAX_EXPONENT and len(digits) <= _MAX_EXPONENT:
+        if exponent <= _MAX_DIGITS and len(digits) <= _MAX_DIGITS:
             count = int("".join(map(str, digits)) + "0" * exponent)  # without the decimal point
         most = lcm(most, count) if together else count
         if most > MAX_REMAINDERS:
@@ -114,9 +114,8 @@ def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
 def _check_recursion(schema: Any) -> None:
     """Raise ValueError for a schema that no finite value satisfies, because references recur.
 
-    Computes a least fixed point: a reference has a finite value if its target has one without the
-    reference. A schema that this function does not understand counts as finite; llguidance may
-    still refuse it.
+    Computes a least fixed point: a reference has a finite value if its target has a finite value
+    that does not need the reference. Unknown parts of a schema count as finite.
     """
     targets: dict[str, Any] = {}
     for part in _objects_in(schema):
@@ -124,7 +123,7 @@ def _check_recursion(schema: Any) -> None:
             with suppress(LookupError, TypeError, ValueError):
                 targets[reference] = _resolve(reference, schema)
     endless = dict.fromkeys(reversed(targets))  # most definitions refer to later definitions
-    with suppress(RecursionError):  # llguidance refuses such deep nesting
+    with suppress(RecursionError):  # llguidance refuses deep nesting
         for _ in range(_MAX_PASSES):
             before = len(endless)
             for reference in list(endless):
@@ -139,7 +138,7 @@ def _check_recursion(schema: Any) -> None:
 
 
 def _resolve(pointer: str, root: Any) -> Any:
-    """Return the schema that a reference points to. Raises LookupError, TypeError or ValueError."""
+    """Return the target of a reference. Raises LookupError, TypeError or ValueError."""
     if not f"{pointer}/".startswith("#/"):
         raise LookupError(pointer)
     part = root
@@ -150,7 +149,7 @@ def _resolve(pointer: str, root: Any) -> Any:
 
 
 def _ends(schema: Any, endless: Collection[str]) -> bool:
-    """Return True if a schema has a finite value even if the `endless` references have none."""
+    """Return True if a schema has a finite value that needs none of the `endless` references."""
     if not isinstance(schema, dict):
         return True
     reference = schema.get("$ref")
@@ -172,7 +171,7 @@ def _ends(schema: Any, endless: Collection[str]) -> bool:
 
 
 def _required_parts(schema: dict[str, Any], kind: Any) -> list[Any]:
-    """Return the schemas of all required parts of a value of type `kind`."""
+    """Return the schemas of the required properties or items of a value of type `kind`."""
     if kind == "object":
         properties = schema.get("properties")
         properties = properties if isinstance(properties, dict) else {}
@@ -193,11 +192,11 @@ def _list(schema: dict[str, Any], name: str) -> list[Any]:
 
 
 class TokenMasks:
-    """The tokens of one model for llguidance, and llguidance's threads.
+    """The tokens of one model in llguidance, and llguidance's threads.
 
-    A mask has `num_bytes` bytes with one bit for each token, the lowest bit first. end_ids: tokens
-    that end an answer. end_bit: the token whose bit allows the answer to end. special: a mask of
-    the special tokens.
+    A mask has `num_bytes` bytes with one bit for each token, the lowest bit first. end_ids, ends:
+    the tokens that end an answer, and their mask. end_token: the token with which llguidance allows
+    the end of an answer. special: the mask of the special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary) -> None:
@@ -209,7 +208,7 @@ class TokenMasks:
         )
         self.executor: LLExecutor = library.LLExecutor(torch.get_num_threads())
         self.num_bytes = (size + 31) // 32 * 4
-        self.end_bit: int = self.tokenizer.eos_tokens[0]
+        self.end_token: int = self.tokenizer.eos_tokens[0]
         self.ends = self.pack(self.end_ids)
         self.special = self.pack(i for i in range(size) if self.tokenizer.is_special_token(i))
         self.special_ids = {
@@ -237,15 +236,14 @@ class TokenMasks:
 class GrammarCompiler:
     """Compiler of constraints for one model's tokens. Thread-safe.
 
-    If two threads need a constraint at the same time, both compile it, so neither waits for a lock
-    that an interrupted thread may hold. The vocabulary is read for the first structured request:
-    100,000 tokens take a second.
+    If two threads need a constraint at the same time, both compile it. The vocabulary is read for
+    the first structured request; 100,000 tokens take a second.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._masks = functools.cache(self._read_vocabulary)
-        self._compiled = functools.lru_cache(_REMEMBERED)(self._compile)
+        self._compiled = functools.lru_cache(_CACHED)(self._compile)
 
     def matcher(self, constraint: OutputConstraint) -> LLMatcher:
         """Return a matcher at the beginning of a constraint. Raises RequestError."""
@@ -257,13 +255,13 @@ class GrammarCompiler:
         """Return an answer's logits processor. stops: tokens that end it. Raises RequestError."""
         masks, matcher = self._masks(), self.matcher(constraint)
         ends = [*(() if ignore_eos else masks.end_ids), *stops]
-        return GrammarMask(matcher, masks, ends, special=constraint.kind in _NAMES_SPECIAL)
+        return GrammarMask(matcher, masks, ends, special=constraint.kind in _MAY_HAVE_SPECIAL)
 
     def _read_vocabulary(self) -> TokenMasks:
         tokenizer = self._vocabulary.tokenizer
         if tokenizer is None:
             raise RequestError("structured_outputs needs a tokenizer; the model has no tokenizer")
-        _library()  # raises if it is missing
+        _library()  # raises RequestError if llguidance is missing
         try:
             return TokenMasks(tokenizer, self._vocabulary)
         except Exception as error:  # llguidance may raise anything for an unsupported tokenizer
@@ -272,9 +270,8 @@ class GrammarCompiler:
             ) from error
 
     def _compile(self, constraint: OutputConstraint) -> LLMatcher:
-        """Return a matcher that was tried on an answer: the first masks take the longest."""
         masks = self._masks()
-        for text in () if constraint.kind in _NAMES_SPECIAL else masks.special_ids:
+        for text in () if constraint.kind in _MAY_HAVE_SPECIAL else masks.special_ids:
             if text in constraint.text:
                 reason = f"generated text cannot contain the special token {text!r}"
                 raise _refusal(constraint, reason)
@@ -293,7 +290,7 @@ def _library() -> Any:
 
 
 def check_constraint(constraint: OutputConstraint) -> None:
-    """Raise RequestError for a constraint that fails for any model; needs no model."""
+    """Raise RequestError for a constraint that no model can follow. Needs no model."""
     validate = _library().LLMatcher.validate_grammar_with_warnings
     is_wrong, messages = _run(
         constraint, lambda: validate(_write(constraint, {}), limits=_limits())
@@ -324,7 +321,7 @@ def _write(constraint: OutputConstraint, special: Mapping[str, int]) -> str:
     if constraint.kind == "structural_tag":
         return str(library.LLMatcher.grammar_from_lark(write_tags(*constraint[1:], special)))
     if constraint.kind == "choice":
-        # Make one terminal: if the texts were rules, each would be checked in every step.
+        # One terminal: if each text were a rule, every step would check all of them.
         texts = " | ".join(json.dumps(text) for text in json.loads(constraint.text))
         return str(library.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
     if constraint.kind == "grammar" and _LARK_START.search(constraint.text):
@@ -345,8 +342,8 @@ def _limits() -> LLParserLimits:
 def _build(constraint: OutputConstraint, masks: TokenMasks) -> LLMatcher:
     """Return a constraint's matcher. Raises ValueError.
 
-    Generates the first tokens of a trial answer at random, with a fixed seed: only masks show that
-    a constraint is within llguidance's limits.
+    Generates the first tokens of a trial answer at random, with a fixed seed, because llguidance
+    checks its limits only when it computes masks.
     """
     matcher: LLMatcher = _library().LLMatcher(
         masks.tokenizer, _write(constraint, masks.special_ids), log_level=0, limits=_limits()
@@ -355,25 +352,25 @@ def _build(constraint: OutputConstraint, masks: TokenMasks) -> LLMatcher:
         raise ValueError(matcher.get_error())
     masks.compute([matcher])
     draw = random.Random(0)
-    tried = matcher.deep_copy()
-    for _ in range(_TRIED):
-        [mask] = masks.compute([tried])
-        bytes_with_any = np.flatnonzero(mask)
-        if tried.is_stopped() or not len(bytes_with_any):
+    trial = matcher.deep_copy()
+    for _ in range(_TRIAL_TOKENS):
+        [mask] = masks.compute([trial])
+        nonzero = np.flatnonzero(mask)
+        if trial.is_stopped() or not len(nonzero):
             break
-        place = int(draw.choice(bytes_with_any))
-        bits = [bit for bit in range(8) if mask[place] >> bit & 1]
-        tried.consume_token(place * 8 + draw.choice(bits))
-    if tried.is_error():
-        raise ValueError(tried.get_error())
+        index = int(draw.choice(nonzero))
+        bits = [bit for bit in range(8) if mask[index] >> bit & 1]
+        trial.consume_token(index * 8 + draw.choice(bits))
+    if trial.is_error():
+        raise ValueError(trial.get_error())
     return matcher
 
 
 def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
     """Return the result of `work` on a constraint, run with a large stack. Raises RequestError.
 
-    llguidance is recursive: 64 kB of nested rules or `$ref`s overflow a usual stack of 8 MB, which
-    would end the process.
+    llguidance is recursive: 64 kB of nested rules or `$ref`s overflow the usual stack of 8 MB, and
+    the process would crash.
     """
     results: list[Result | Exception] = []
 
@@ -384,7 +381,7 @@ def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
             results.append(error)
 
     thread = threading.Thread(target=run, name="headstart-grammar", daemon=True)
-    with _SETTING_STACK:  # the stack size applies to all threads that start in the meantime
+    with _STACK_LOCK:  # the stack size applies to every thread that starts meanwhile
         before = threading.stack_size(_STACK)
         try:
             thread.start()
@@ -402,8 +399,9 @@ def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
 class GrammarMask(TokenMask):
     """The position of one answer in its grammar. Applied after all other processors.
 
-    end_ids: tokens that end the answer if the grammar is satisfied but may continue. If nothing may
-    follow, the model's end tokens end the answer. special: the grammar may contain special tokens.
+    end_ids: tokens that may end an answer that satisfies the grammar but may continue. If nothing
+    may follow, the model's end tokens end the answer. special: the grammar may contain special
+    tokens. complete: nothing may follow.
     """
 
     rank = 4
@@ -415,7 +413,7 @@ class GrammarMask(TokenMask):
         self._masks = masks
         self._ends = masks.pack(end_ids)
         barred = masks.pack(masks.tokenizer.eos_tokens)
-        self._spellable = ~(barred if special else barred | masks.special)
+        self._text_tokens = ~(barred if special else barred | masks.special)
         self.complete = False
 
     @classmethod
@@ -430,9 +428,9 @@ class GrammarMask(TokenMask):
                     "structured_outputs could not be followed to the answer's end: "
                     f"{_explain(processor._matcher.get_error())}"
                 )
-            place, bit = divmod(masks.end_bit, 8)  # represents all end tokens of the answer
-            may_end = mask[place] >> bit & 1
-            np.bitwise_and(mask, processor._spellable, out=mask)
+            index, bit = divmod(masks.end_token, 8)
+            may_end = mask[index] >> bit & 1
+            np.bitwise_and(mask, processor._text_tokens, out=mask)
             processor.complete = not mask.any()
             if may_end:
                 mask |= masks.ends if processor.complete else processor._ends

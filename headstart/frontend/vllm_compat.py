@@ -1,6 +1,6 @@
-"""vLLM's interface: its engine options and server flags, and its types.
+"""vLLM's interface: its engine options, its server flags and its types.
 
-`assets/vllm_options.txt` lists the names of options; docs/vllm.md explains them.
+`assets/vllm_options.txt` lists the options; docs/vllm.md explains them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Option(NamedTuple):
     """An option of vLLM.
 
     state: "works", "ignored" (any value, without effect) or "absent" (must be None or one of
-    `values`; the first is the default). kind: the kind of the flag's argument: "value", "text",
-    "switch", "list" (of values) or "texts". short: a further flag, or "".
+    `values`). values: the first is the default. kind: the flag's argument is a "value", "text",
+    "switch", "list" (of values) or "texts". short: the short flag, or "".
     """
 
     state: str
@@ -61,19 +61,19 @@ def _read_table() -> tuple[dict[str, Option], dict[str, Option]]:
 
 
 ENGINE, SERVE = _read_table()
-"""vLLM's engine options and server options. For a server's flags, server options have priority."""
+"""vLLM's engine options and server options by name."""
 
 _COUNTS = Number(int, 0)
-_OF_CONFIG = {option.name: option for option in fields(EngineConfig)}
+_CONFIG = {option.name: option for option in fields(EngineConfig)}
 _GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-"""Sampling parameters that are read from a generation_config.json, as in vLLM."""
+"""Fields of generation_config.json that become sampling parameters, as in vLLM."""
 
 
 class EngineOptions(NamedTuple):
     """Options of an engine and its calls.
 
     config: fields of `EngineConfig`. tokenizer: its folder; None for the model's. sampling: default
-    parameters of calls. chat_template: default of chats; None for the tokenizer's.
+    parameters of calls. chat_template: the default template; None for the tokenizer's.
     """
 
     config: dict[str, Any]
@@ -83,7 +83,7 @@ class EngineOptions(NamedTuple):
 
 
 def read_options(model: str | Path, options: Mapping[str, Any]) -> EngineOptions:
-    """Split the options of `LLM(...)`. Raises ConfigError, ModelError."""
+    """Read the options of `LLM(...)`. Raises ConfigError or ModelError."""
     options = _read(options)
     source = options.get("generation_config", "auto")
     return EngineOptions(
@@ -95,9 +95,9 @@ def read_options(model: str | Path, options: Mapping[str, Any]) -> EngineOptions
 
 
 def read_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `EngineConfig` among the options, without reading a model.
+    """Return the fields of `EngineConfig` for the options of `LLM(...)`, without reading a model.
 
-    Raises ConfigError, also for a chat template that cannot be read.
+    Raises ConfigError, also for an invalid chat template.
     """
     options = _read(options)
     _read_template(options.get("chat_template"))
@@ -107,7 +107,10 @@ def read_config(options: Mapping[str, Any]) -> dict[str, Any]:
 def read_names(
     options: Mapping[str, Any], table: Mapping[str, Option], spell: Callable[[str], str] = str
 ) -> dict[str, Any]:
-    """Return the values of options that work. Raises ConfigError for an unsupported option."""
+    """Return the options that have an effect. Raises ConfigError for an unsupported option.
+
+    spell: returns the name of an option in errors.
+    """
     read = {}
     for name, value in options.items():
         state, *_, values = table.get(name, ("unknown", ()))
@@ -124,7 +127,7 @@ def read_names(
 
 
 def _read(options: Mapping[str, Any]) -> dict[str, Any]:
-    config_options = dict.fromkeys(_OF_CONFIG, Option("works", "value", "", []))
+    config_options = dict.fromkeys(_CONFIG, Option("works", "value", "", []))
     read = read_names(options, ENGINE | config_options)
     return {name: value for name, value in read.items() if value is not None or name not in ENGINE}
 
@@ -138,13 +141,12 @@ _ALIASES = {
 
 
 def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `EngineConfig` for vLLM's options."""
     policy = options.get("scheduling_policy", "fcfs")
     if policy not in ("fcfs", "priority"):
         raise ConfigError(f"scheduling_policy is {describe(policy)}; allowed: fcfs, priority")
-    config = {name: value for name, value in options.items() if name in _OF_CONFIG}
+    config = {name: value for name, value in options.items() if name in _CONFIG}
     dtype = config.get("dtype")
-    if type(dtype).__name__ in ("str", "dtype"):  # torch's dtypes, and vLLM's two further names
+    if type(dtype).__name__ in ("str", "dtype"):  # a name, or a torch.dtype: torch is not loaded
         name = str(dtype).removeprefix("torch.")
         config["dtype"] = {"half": "float16", "float": "float32"}.get(name, name)
     for name, values in (("device", ["auto"]), ("max_model_len", [-1, "auto"])):
@@ -167,11 +169,11 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(
                     f'{name} is {describe(value)}; allowed: a dict such as {{"image": 4}}'
                 )
-            value = value.get("image")  # a number, or {"count": 4}; prompts have no other media
+            value = value.get("image")  # a number or {"count": 4}; other media are not supported
             value = value.get("count") if isinstance(value, Mapping) else value
         if value is None:
             continue
-        default = _OF_CONFIG[field_name].default
+        default = _CONFIG[field_name].default
         other = config.get(field_name, default)
         if other not in (None, default, value):
             raise ConfigError(
@@ -183,11 +185,11 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_speculation(drafts: object) -> int:
-    """Return the most tokens of a draft. vLLM's drafters without a model are the same here."""
+    """Return the most tokens of a draft. Both methods of vLLM select headstart's own drafts."""
     form = '{"method": "ngram", "num_speculative_tokens": 8}'
     if not isinstance(drafts, Mapping) or drafts.get("method") not in ("ngram", "suffix"):
         raise ConfigError(
-            f"speculative_config is {describe(drafts)}; allowed: a dict such as {form}, of the "
+            f"speculative_config is {describe(drafts)}; allowed: a dict such as {form}, with the "
             'method "ngram" or "suffix"'
         )
     count = drafts.get("num_speculative_tokens", MAX_DRAFT)
@@ -204,11 +206,14 @@ def _read_tokenizer(path: object, model: str | Path) -> Path | None:
         return None
     if isinstance(path, str | Path) and str(path) and Path(path).expanduser().is_dir():
         return Path(path).expanduser()
-    raise ConfigError(f"tokenizer is {describe(path)}; allowed: the path of a folder with one")
+    raise ConfigError(f"tokenizer is {describe(path)}; allowed: the folder of a tokenizer")
 
 
 def _read_sampling(model: str | Path, source: object, changes: object) -> SamplingParams:
-    """Return the sampling parameters of a model's generation_config.json, with changes."""
+    """Return the sampling parameters of a generation_config.json with changes.
+
+    source: "auto" for the model's file, "vllm" for no file, or another folder.
+    """
     if not isinstance(source, str | Path) or not str(source):
         raise ConfigError(
             f'generation_config is {describe(source)}; allowed: "auto", "vllm" or a folder'
@@ -221,7 +226,7 @@ def _read_sampling(model: str | Path, source: object, changes: object) -> Sampli
         if path.is_file():
             config = read_json(path)
         elif source != "auto":
-            raise ConfigError(f"generation_config is {describe(source)}, and {path} does not exist")
+            raise ConfigError(f"generation_config is {describe(source)}, but {path} does not exist")
     config |= changes
     config["max_tokens"] = config.get("max_new_tokens")
     sampling = {name: config[name] for name in _GENERATION if config.get(name) is not None}
@@ -232,7 +237,7 @@ def _read_sampling(model: str | Path, source: object, changes: object) -> Sampli
 
 
 def _read_template(source: object) -> str | None:
-    """Return the template: `source`, or the text of the file at this path. Raises ConfigError."""
+    """Return a template, or the text of a template's file. Raises ConfigError."""
     if source is None:
         return None
     if not isinstance(source, str | Path) or not str(source):
@@ -247,7 +252,7 @@ def _read_template(source: object) -> str | None:
         ) from error
 
 
-# Options that are flags; in vLLM, --chat-template is a flag of the server only.
+# Engine options with a flag. In vLLM, --chat-template is a flag of the server only.
 FLAGS = tuple(name for name in ENGINE if name != "chat_template")
 LOG_FLAGS = ("enable_log_requests", "disable_log_requests")  # only in `AsyncEngineArgs`
 
@@ -257,9 +262,9 @@ _COUNTED = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kmgt])|(\d{1,15})([KMGT])")
 
 
 def _default_of(name: str) -> Any:
-    """Return an option's default; None if the engine chooses it."""
-    if name in _OF_CONFIG:
-        return _OF_CONFIG[name].default
+    """Return an option's default; None if the engine selects the value."""
+    if name in _CONFIG:
+        return _CONFIG[name].default
     values = ENGINE[name].values if name in ENGINE else []
     return copy.copy(values[0]) if values else None
 
@@ -267,8 +272,8 @@ def _default_of(name: str) -> Any:
 class _Fields:
     """The dataclass fields of `EngineArgs`.
 
-    The fields of an instance are the model and the passed options, so that `LLM(**asdict(args))`
-    works. The fields of the class are all options of vLLM.
+    The class has all options of vLLM as fields. An instance has the model and the passed options,
+    so that `LLM(**asdict(args))` works.
     """
 
     def __get__(self, args: EngineArgs | None, kind: type) -> dict[str, Field[Any]]:
@@ -283,7 +288,7 @@ class _Fields:
 class EngineArgs(Namespace):
     """A model and its options, for `LLM.from_engine_args` or `LLM(**asdict(engine_args))`.
 
-    Each option is an attribute, which may be set; its default is the option's.
+    Each option is an attribute that may be set; an option that was not passed has its default.
     Raises ConfigError for an unsupported option, ModelError for a missing model.
     """
 
@@ -295,7 +300,7 @@ class EngineArgs(Namespace):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that were passed, without the model."""
+        """The passed options without the model."""
         return {name: value for name, value in vars(self).items() if name != "model"}
 
     @classmethod
@@ -305,7 +310,7 @@ class EngineArgs(Namespace):
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> Self:
-        """Return the arguments from parsed flags; the program's own flags are ignored."""
+        """Return the arguments for parsed flags, which may include other flags."""
         options = {name: getattr(args, name) for name in FLAGS if hasattr(args, name)}
         if options.get("model") is None:
             raise ConfigError(
@@ -314,7 +319,7 @@ class EngineArgs(Namespace):
         return cls(**{n: v for n, v in options.items() if v not in (None, _default_of(n))})
 
     def __getattr__(self, name: str) -> Any:
-        if name in ENGINE or name in _OF_CONFIG:
+        if name in ENGINE or name in _CONFIG:
             return _default_of(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -324,16 +329,17 @@ class AsyncEngineArgs(EngineArgs):
 
     @classmethod
     def add_cli_args(cls, parser: ArgumentParser, async_args_only: bool = False) -> ArgumentParser:
-        """Add flags. async_args_only: only the flags that `EngineArgs` lacks."""
+        """Add flags. async_args_only: only the flags that `EngineArgs` does not have."""
         return add_flags(parser, LOG_FLAGS if async_args_only else FLAGS)
 
 
 def add_flags(
     parser: ArgumentParser, names: Iterable[str], *, given_only: bool = False
 ) -> ArgumentParser:
-    """Add flags for options to a parser, `--max-model-len` for max_model_len, and return it.
+    """Add flags for options (`--max-model-len` for max_model_len) to a parser, and return it.
 
-    given_only: flags get no defaults, and the flag of a list may be repeated.
+    given_only: add flags without defaults, so that only passed flags have values. The flag of a
+    list may be repeated.
     """
     group = parser.add_argument_group("engine")
     table = ENGINE | SERVE
@@ -341,12 +347,12 @@ def add_flags(
     for name, flag in flags.items():
         option = table[name]
         help_text = "no effect" if option.state == "ignored" else "see docs/vllm.md"
-        if name in _OF_CONFIG:
-            help_text = str(_OF_CONFIG[name].metadata["help"]).replace("%", "%%")
+        if name in _CONFIG:
+            help_text = str(_CONFIG[name].metadata["help"]).replace("%", "%%")
         default = argparse.SUPPRESS if given_only else _default_of(name)
         add = partial(group.add_argument, dest=name, default=default, help=help_text)
         spelled = [flag, *option.short.split()]
-        if option.kind == "switch":  # add --no-x, and --disable-x for --enable-x or the reverse
+        if option.kind == "switch":  # add --no-x, and --disable-x for --enable-x or vice versa
             inverse = flag.replace("--enable-", "--disable-")
             if inverse == flag:
                 inverse = flag.replace("--disable-", "--enable-")
@@ -363,7 +369,7 @@ def add_flags(
 
 
 def read_value(text: str) -> Any:
-    """Read a number, a number with a unit such as 32k (thousands) or 32K (1,024s), JSON, or a text.
+    """Return the value of a number, a number with a unit (k: thousands, K: 1,024s), JSON or text.
 
     >>> read_value("32k"), read_value("0.9"), read_value("auto")
     (32000, 0.9, 'auto')
@@ -383,8 +389,8 @@ def read_value(text: str) -> Any:
 class _PromptOptions(TypedDict):
     """Fields of every prompt.
 
-    multi_modal_data: `{"image": image}` or `{"image": [image, ...]}`. multi_modal_uuids: names of
-    those images. cache_salt: prompts with different salts share no K/V.
+    multi_modal_data: `{"image": image}` or `{"image": [image, ...]}`. multi_modal_uuids: ids of the
+    images, in the same form. cache_salt: prompts with different salts share no K/V.
     """
 
     multi_modal_data: NotRequired[Mapping[str, Any] | None]
@@ -399,7 +405,7 @@ class TextPrompt(_PromptOptions):
 
 
 class TokensPrompt(_PromptOptions):
-    """A prompt as token ids, and its text."""
+    """A prompt as token ids, with or without its text."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
@@ -411,7 +417,7 @@ PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
 
 @dataclass(frozen=True)
 class ModelView:
-    """The model. `model` and `tokenizer` are the folders from which they were read."""
+    """The model. `model` and `tokenizer` are folders."""
 
     model: str
     tokenizer: str
@@ -425,14 +431,14 @@ class ModelView:
 
     @property
     def hf_config(self) -> PretrainedConfig:
-        """The model's config.json as transformers reads it; raises errors of transformers."""
+        """The model's configuration in transformers. Raises the errors of transformers."""
         auto_config = load_module("transformers").AutoConfig
         config: PretrainedConfig = auto_config.from_pretrained(self.model, trust_remote_code=False)
         return config
 
     @property
     def hf_text_config(self) -> PretrainedConfig:
-        """The decoder's part of `hf_config`."""
+        """The part of `hf_config` for the language model."""
         config: PretrainedConfig = self.hf_config.get_text_config()
         return config
 
@@ -462,7 +468,7 @@ class SchedulerView:
 
 @dataclass(frozen=True)
 class SpeculativeView:
-    """Drafts: the greatest length of a draft, and vLLM's `method` with the most similar drafts."""
+    """Drafts: their greatest length, and vLLM's method with the most similar drafts."""
 
     num_speculative_tokens: int
     method: str = "suffix"
@@ -471,7 +477,7 @@ class SpeculativeView:
 
 @dataclass(frozen=True)
 class ParallelView:
-    """One process on one device."""
+    """Parallelism: one process on one device."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

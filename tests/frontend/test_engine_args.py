@@ -146,7 +146,7 @@ def test_a_tokenizer_of_another_folder(tmp_path: Path) -> None:
     finally:
         llm.close()
     assert read_options(model, {"tokenizer": str(model)}).tokenizer is None
-    with pytest.raises(ConfigError, match="tokenizer is 'no/where'; allowed: the path of a folder"):
+    with pytest.raises(ConfigError, match="tokenizer is 'no/where'; allowed: the folder"):
         LLM(model, tokenizer="no/where")
     with pytest.raises(ConfigError, match=r"tokenizer is .*, a folder without a tokenizer"):
         LLM("headstart-tiny", tokenizer=tmp_path)

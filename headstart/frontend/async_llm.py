@@ -1,8 +1,8 @@
 """The engine for asyncio: every request streams its outputs, and all share the same steps.
 
-A driver runs the engine in a thread, and outputs are passed to the caller's event loop. Prompts
-are tokenized and images read in other threads, so the loop never waits. Structured outputs have a
-few separate threads: compiling a grammar may take long and must not delay other requests.
+A driver runs the engine in a thread and passes outputs to the caller's event loop. Prompts are
+tokenized and images read in other threads, so they do not block the loop. Grammars are compiled in
+a few separate threads, because this may take long and must not delay other requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-_FEW_IDS = 4096  # token ids; checking so many takes half a millisecond
+_FEW_IDS = 4096  # token ids; the check of this many takes half a millisecond
 
 
 class AsyncLLM(Facade):
@@ -58,8 +58,8 @@ class AsyncLLM(Facade):
         super()._take(started)
         # Compiling a grammar may take long and cannot be stopped, so these threads are not joined.
         count = max(2, count_cores() // 2)
-        self._forms = TenantQueue("headstart-forms", count + 1, per_tenant=count)
-        weakref.finalize(self, self._forms.abandon, EngineError("the engine is closed"))
+        self._compilers = TenantQueue("headstart-grammars", count + 1, per_tenant=count)
+        weakref.finalize(self, self._compilers.abandon, EngineError("the engine is closed"))
 
     def generate(
         self,
@@ -144,8 +144,8 @@ class AsyncLLM(Facade):
     ) -> RequestGroup:
         """Check and tokenize a request in another thread, for `outputs`. Raises RequestError.
 
-        template: given if `prompt` is a conversation. Structured outputs have separate threads. A
-        few token ids are checked without a thread, as waking one would take longer.
+        template: required if `prompt` is a conversation. A few token ids are checked without a
+        thread, as waking a thread would take longer.
         """
         self.frontend.require_open()
         [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
@@ -166,16 +166,16 @@ class AsyncLLM(Facade):
         if not isinstance(params, SamplingParams):
             return make()
         if params.structured_outputs is not None:
-            return await asyncio.wrap_future(self._forms.submit(make))
+            return await asyncio.wrap_future(self._compilers.submit(make))
         if is_short and params.n == 1 and not params.bad_words:  # bad_words need the tokenizer
             return make()
         return await asyncio.to_thread(make)
 
     def outputs(self, request: RequestGroup, *, paced: bool = False) -> AsyncRequestStream:
-        """Queue a prepared request and stream its outputs; leaving the loop aborts it.
+        """Queue a prepared request and stream its outputs; closing the stream aborts the request.
 
-        paced: join outputs between the first and the last that arrive within 5 ms (with more than
-        five readers, 1 ms for each reader), which saves time of the event loop.
+        paced: to save time of the event loop, deliver only the newest output every 5 ms (see
+        `AsyncMailbox`).
         """
 
         async def prepared() -> RequestGroup:
@@ -199,18 +199,18 @@ class AsyncLLM(Facade):
     def publish(self, prefix: str | Sequence[int]) -> int:
         """Let later requests of all salts share the full blocks of a prefix; return their number.
 
-        prefix: the beginning of prompts, as token ids or as a text. A text is also the beginning
-        of system messages. Raises RequestError or CacheError.
+        prefix: the beginning of prompts, as token ids or as a text. A text may also be the
+        beginning of system messages. Raises RequestError or CacheError.
         """
         return self.chats.publish(prefix)
 
     async def load_adapter(self, name: str, path: str | Path) -> Adapter:
-        """Read a LoRA adapter from a folder, as `LLM.load_adapter` does."""
+        """Read a LoRA adapter from a folder, like `LLM.load_adapter`."""
         self.frontend.require_open()
         return await asyncio.to_thread(self.frontend.adapters.load, name, path, self.driver.call)
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter, as `LLM.unload_adapter` does."""
+        """Unload an adapter, like `LLM.unload_adapter`."""
         await asyncio.to_thread(self.driver.call, lambda: self.engine.unload_adapter(name))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -231,11 +231,11 @@ class AsyncLLM(Facade):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Empty the cache, as `LLM.reset_prefix_cache` does."""
+        """Empty the cache, like `LLM.reset_prefix_cache`."""
         return await asyncio.to_thread(self._reset_cache, reset_running_requests, reset_connector)
 
     async def forget_inputs(self) -> None:
-        """Forget the turns of earlier chats, and the images that no request uses."""
+        """Remove the turns of earlier chats, and the images that no request uses."""
         await asyncio.to_thread(self.chats.clear)
         images = self.frontend.images
         if images is not None:
@@ -252,7 +252,7 @@ class AsyncLLM(Facade):
 
     @property
     def has_engine(self) -> bool:
-        """True if a request would be computed now; False while all replicas are starting."""
+        """True if a replica can compute requests; always True for an engine in this process."""
         return True
 
     @property
@@ -264,10 +264,7 @@ class AsyncLLM(Facade):
             return True
         return False
 
-    @property
-    def errored(self) -> bool:
-        """True if the engine is closed or failed."""
-        return self.is_stopped
+    errored = is_stopped
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its stream ends with finish reason "abort"."""
@@ -279,7 +276,7 @@ class AsyncLLM(Facade):
         A thread that compiles a grammar cannot be stopped: it ends after the compilation.
         """
         self.driver.close()
-        self._forms.abandon(EngineError("the engine is closed"))
+        self._compilers.abandon(EngineError("the engine is closed"))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Close after the current step."""

@@ -1,8 +1,8 @@
 """Beam search over an engine with a prefix cache: a beam is a prompt of token ids.
 
-Each step extends every live beam by one token and retains the likeliest. The beams of a step are
-prompts that differ only in their last tokens, so each hits the cache except for its last block. A
-step of k beams thus computes about k tokens instead of k prompts.
+Each step extends every live beam by one token and retains the likeliest extensions. The beams of a
+step are prompts that differ only in their last tokens, so each hits the cache except for its last
+block. A step of k beams thus computes about k tokens instead of k prompts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class BeamSearchParams:
     """Parameters of a beam search, in vLLM's names. Raises RequestError.
 
     length_penalty: a beam's score is the sum of its log-probabilities, divided by its number of
-    tokens to this power. include_stop_str_in_output: retain the token that ended the text.
-    temperature and watermarking have no effect: log-probabilities are computed from the raw logits.
-    structured_outputs and allowed_token_ids must be None.
+    tokens to the power of this penalty. include_stop_str_in_output: retain the token that ended the
+    text. temperature and watermarking have no effect: log-probabilities are computed from the raw
+    logits. structured_outputs and allowed_token_ids must be None.
     """
 
     beam_width: int = option(allowed=Number(int, 1, MAX_BEAMS))
@@ -99,8 +99,8 @@ def search_beams(
 ) -> list[BeamSearchOutput]:
     """Return the best beams of each prompt. Raises RequestError.
 
-    generate: the method of the `LLM` with this frontend. options: the sampling parameters, adapter
-    and priority of each prompt; the sampling parameters have no effect.
+    generate: the method of the `LLM` with this frontend. options: the sampling parameters (without
+    effect), adapter and priority of each prompt.
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params are {describe(params)}; allowed: a BeamSearchParams")
@@ -139,7 +139,6 @@ def search_beams(
 
 
 def _prompt_of(search: _Search, beam: BeamSearchSequence, salt: str | None) -> Any:
-    """Return the engine's prompt for a beam."""
     if not beam.logprobs:
         return search.prompt
     own = search.prompt.get("cache_salt") if isinstance(search.prompt, dict) else None
@@ -152,7 +151,7 @@ def _extend(
     params: BeamSearchParams,
     eos: frozenset[int],
 ) -> None:
-    """Replace the live beams by their likeliest extensions; move extensions that end to `ended`."""
+    """Replace the live beams by their likeliest extensions; add extensions that end to `ended`."""
     candidates = []
     for beam, output in zip(search.live, outputs, strict=True):
         [logprobs] = output.outputs[0].logprobs or [{}]
@@ -164,7 +163,7 @@ def _extend(
     search.live = []
     for rank, (total, token_id, logprobs, tokens, beam) in enumerate(best):
         ends = token_id in eos
-        # As in transformers: ignore an end if `beam_width` extensions are likelier.
+        # As in transformers, ignore an end if `beam_width` extensions are likelier.
         if (rank if ends else len(search.live)) >= params.beam_width:
             continue
         shown = [token_id] if not ends or params.include_stop_str_in_output else []

@@ -1,4 +1,4 @@
-"""The constructor, reports and requests that `LLM`, `AsyncLLM` and `LLMEngine` share."""
+"""The base class of `LLM`, `AsyncLLM` and `LLMEngine`: their constructor and shared methods."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Started(NamedTuple):
-    """A frontend, its chats, and the driver of the engine.
+    """A loaded engine with its driver and its frontend.
 
     sampling: default parameters of calls. engine: None if it is in other processes.
     """
@@ -58,11 +58,11 @@ class Started(NamedTuple):
 def start_engine(
     model: str | Path, options: dict[str, Any], *, is_observed: bool = False
 ) -> Started:
-    """Load a model by path or hub name; `options` are those of `LLM(...)`.
+    """Load a model by path or hub name with the options of `LLM(...)`.
 
-    Options and files are checked before torch is imported, which takes seconds; memory for the
-    weights is allocated during the import. is_observed: see `make_engine_parts`.
-    Raises ConfigError, ModelError or OutOfMemoryError.
+    Options and files are checked before the import of torch, which takes seconds. Memory for the
+    weights is allocated during this import. is_observed: see `make_engine_parts`. Raises
+    ConfigError, ModelError or OutOfMemoryError.
     """
     read = read_options(model, options)
     config = make_config(read.config)
@@ -76,14 +76,13 @@ def start_engine(
         **read.config,
     )
     frontend = load_module("headstart.frontend.frontend").make_frontend(engine, tokenizer)
-    chats = load_module("headstart.frontend.chat.requests").ChatRequests(
-        frontend, read.chat_template
-    )
+    requests = load_module("headstart.frontend.chat.requests")
+    chats = requests.ChatRequests(frontend, read.chat_template)
     driver = load_module("headstart.engine.driver").LocalDriver(engine)
     return Started(frontend, chats, driver, read.sampling, engine)
 
 
-# Parameters of vLLM's calls that must be None or empty.
+# Parameters of vLLM's methods that must be None or empty.
 _ABSENT = (
     *("tokenization_kwargs", "mm_processor_kwargs", "prompt_text", "data_parallel_rank"),
     *("kv_hints", "reasoning_ended", "reasoning_parser_kwargs"),
@@ -96,12 +95,11 @@ def check_call(arguments: Mapping[str, Any]) -> None:
 
 
 def _part(path: str) -> Any:
-    """Return a read-only property for the attribute at a dotted path."""
     return property(attrgetter(path))
 
 
 class Facade:
-    """The base of `LLM`, `AsyncLLM` and `LLMEngine`: an engine, its driver and its chats."""
+    """The base of `LLM`, `AsyncLLM` and `LLMEngine`: an engine, its driver and its frontend."""
 
     frontend: Frontend
     engine: EngineCore
@@ -110,28 +108,28 @@ class Facade:
     config: EngineConfig = _part("frontend.config")
     """The options of the engine."""
     max_model_len: int = _part("frontend.facts.max_model_len")
-    """Tokens of the longest prompt with its answer."""
+    """Most tokens of a prompt and its answer together."""
     block_size: int = _part("config.block_size")
     """Tokens in a KV block."""
     num_blocks: int = _part("frontend.facts.num_blocks")
-    """KV blocks in the pool, or in all pools."""
+    """KV blocks of all replicas."""
     kv_cache_bytes: int = _part("frontend.facts.kv_cache_bytes")
-    """Bytes of these blocks."""
+    """Bytes of the KV blocks."""
 
-    # The following exist only for an engine in this process.
+    # These properties exist only for an engine in this process.
     manager: KVCacheManager = _part("engine.manager")
-    """The cache manager, for the engine's thread."""
+    """The cache manager, which only the engine's thread may use."""
     tiers: Tiers | None = _part("engine.tiers")
-    """The tiers behind the pool; None without tiers."""
+    """The stores of evicted blocks on disk or another machine; None without one."""
     vllm_config: VllmView = _part("_view")
-    """The configuration, in vLLM's names; its parts follow."""
+    """The configuration, in vLLM's names."""
     model_config: ModelView = _part("_view.model_config")
     cache_config: CacheView = _part("_view.cache_config")
     scheduler_config: SchedulerView = _part("_view.scheduler_config")
     parallel_config: ParallelView = _part("_view.parallel_config")
     speculative_config: SpeculativeView | None = _part("_view.speculative_config")
 
-    # Parts of `vllm_config` that have no value here.
+    # Parts of vLLM's configuration that headstart does not have.
     quant_config: ClassVar[None] = None
     kv_transfer_config: ClassVar[None] = None
     kv_events_config: ClassVar[None] = None
@@ -196,7 +194,6 @@ class Facade:
         self._take(start_engine(model, options | ignored))
 
     def _take(self, started: Started) -> None:
-        """Use a loaded engine."""
         self.frontend, self.chats, self.driver, self._sampling, engine = started
         if engine is not None:
             self.engine, self._view = engine, view_config(engine, self.frontend.tokenizer)
@@ -244,20 +241,20 @@ class Facade:
 
     @property
     def requests(self) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Running and waiting answers. Must be read in the engine's thread."""
+        """Running and waiting requests. Must be read in the engine's thread."""
         return self.engine.requests
 
     @property
     def num_preemptions(self) -> int:
-        """Number of times that a running request gave up its blocks."""
+        """Number of preemptions of running requests."""
         return self.engine.num_preemptions
 
     def check_length(self, name: str, text: str) -> None:
-        """Raise RequestError, which has the name of the text, if it cannot fit `max_model_len`."""
+        """Raise RequestError, with this name, for a text that exceeds `max_model_len` tokens."""
         self.frontend.text_limit.check(name, text)
 
     def set_share(self, owner: str, weight: float) -> None:
-        """Set the weight of an owner of cached blocks; a new owner is added."""
+        """Set the weight of an owner of cached blocks, or add the owner."""
         self.frontend.facts.shares.set(owner, weight)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -284,16 +281,12 @@ class Facade:
         """Return parameters, adapter and priority of each prompt. Raises RequestError."""
         params = self._sampling if params is None else params
         several = params if isinstance(params, Sequence) else [params] * count
-        if len(several) != count:
-            raise RequestError(
-                f"there are {len(several)} sampling parameters for {count} prompts; "
-                "allowed: one, or one for each prompt"
-            )
         priorities = priority if isinstance(priority, list | tuple) else [priority or 0] * count
-        if len(priorities) != count:
-            raise RequestError(
-                f"there are {len(priorities)} priorities for {count} prompts; "
-                "allowed: one, or one for each prompt"
-            )
+        for name, values in (("sampling parameters", several), ("priorities", priorities)):
+            if len(values) != count:
+                raise RequestError(
+                    f"there are {len(values)} {name} for {count} prompts; allowed: one, or one for "
+                    "each prompt"
+                )
         adapters = choose_adapters(adapter, lora_request, count)
         return list(zip(several, adapters, priorities, strict=True))

@@ -1,6 +1,6 @@
-"""`LLM` and `LLMEngine`: a model with automatic prefix caching for ordinary Python.
+"""`LLM` and `LLMEngine`: a model with automatic prefix caching, without asyncio.
 
-An `LLMEngine` computes when the program calls `step`. An `LLM` computes within its calls.
+An `LLMEngine` computes only while the program calls `step`. An `LLM` needs no such calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class SyncFacade(Facade):
-    """A facade whose methods wait for the engine."""
+    """The base of `LLM` and `LLMEngine`, whose methods wait for the engine."""
 
     driver: LocalDriver
 
@@ -84,7 +84,7 @@ class SyncFacade(Facade):
     ) -> list[RequestGroup]:
         """Check and tokenize the requests of a call. Raises RequestError.
 
-        make: prepares one request; default: the frontend's `prepare`.
+        make: a function that prepares one request; by default the frontend's `prepare`.
         """
         self.frontend.require_open()
         make = make or self.frontend.prepare
@@ -165,9 +165,9 @@ class LLM(SyncFacade):
         """Answer a conversation, or several; the next turn hits every token of this one.
 
         messages: dicts with "role" and "content", for the model's chat template. A content is a
-        text or a list of OpenAI's parts, with images if the model has vision. In a later turn, a
-        reply is recognized by its text and gets the token ids that were generated, even if
-        tokenizing it again gives different ids. Raises the same errors as `generate`.
+        text or a list of OpenAI's parts, with images if the model has vision. In a later turn, the
+        text of a reply gets the token ids that were generated, even if tokenizing the text gives
+        other ids. Raises the same errors as `generate`.
         """
         check_call(locals())
         make = partial(self.chats.prepare, template=TemplateOptions.pick(locals()))
@@ -195,9 +195,8 @@ class LLM(SyncFacade):
     ) -> list[BeamSearchOutput]:
         """Return the `beam_width` likeliest answers to each prompt, best first.
 
-        Beams are ordinary prompts: a step of all beams is one call of `generate`, which hits the
-        cache except for the last token of each. use_tqdm and concurrency_limit have no effect.
-        Raises the same errors as `generate`.
+        Each step is one call of `generate` with all beams as prompts, which hit the cache. use_tqdm
+        and concurrency_limit have no effect. Raises the same errors as `generate`.
         """
         self.engine.require_open()
         prompts = _as_list(prompts)
@@ -216,9 +215,8 @@ class LLM(SyncFacade):
     ) -> RequestStream:
         """Stream the outputs of one prompt, each with the whole text so far.
 
-        With `output_kind` DELTA each has only the new part. Closing the iterator cancels the
-        request; its method `abort` ends the request with the text so far. An iterator that is
-        garbage-collected is closed too, without waiting for the engine.
+        With `output_kind` DELTA each output has only the new text. Closing the stream or deleting
+        it cancels the request. The stream's method `abort` ends the request with the text so far.
         """
         [group] = self._prepare(
             [prompt], sampling_params, adapter, lora_request, priority, cache_salt
@@ -241,7 +239,7 @@ class LLM(SyncFacade):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestStream:
-        """Stream the answer to a conversation, as `stream` does."""
+        """Stream the answer to a conversation, like `stream`."""
         make = partial(self.chats.prepare, template=TemplateOptions.pick(locals()))
         [group] = self._prepare(
             [messages], sampling_params, adapter, lora_request, priority, cache_salt, make
@@ -251,10 +249,10 @@ class LLM(SyncFacade):
     def recall_chat(
         self, messages: Conversation, reply_token_ids: Mapping[int, Sequence[int]]
     ) -> None:
-        """Remember a conversation of another process, so its next turn begins with the same ids.
+        """Remember a conversation of another process, so the next turn begins with the same ids.
 
-        reply_token_ids: the generated ids by the index of the reply in `messages`. With `cache_dir`
-        their K/V are found on disk. Raises RequestError.
+        reply_token_ids: the generated ids by the index of the reply in `messages`. With
+        `cache_dir`, K/V of these ids may be on disk. Raises RequestError.
         """
         self.engine.require_open()
         self.chats.recall(messages, reply_token_ids)
@@ -262,8 +260,8 @@ class LLM(SyncFacade):
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """Read a LoRA adapter from a folder in PEFT's format; `adapter=name` selects it.
 
-        K/V belong to the adapter's content: the same adapter under two names shares K/V, and a
-        different adapter under an old name shares none. Raises AdapterError.
+        K/V are identified by the content of the adapter: two names of the same adapter share K/V,
+        and different adapters never do. Raises AdapterError.
         """
         self.engine.require_open()
         return self.frontend.adapters.load(name, path, self.driver.call)
@@ -279,15 +277,15 @@ class LLM(SyncFacade):
 
     @property
     def llm_engine(self) -> Self:
-        """This object, which has the attributes that programs for vLLM read."""
+        """This object, which has the attributes of vLLM's `LLMEngine`."""
         return self
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Return 1, the number of processes that compute."""
+        """Return 1, the number of processes that run the model."""
         return 1
 
     def close(self) -> None:
-        """End open streams with an EngineError, and free the K/V memory. Idempotent."""
+        """Free the K/V memory; open streams end with an EngineError. Idempotent."""
         self.driver.close()
 
 
@@ -303,13 +301,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     several = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
     if not several or (messages and isinstance(messages[0], Mapping)):
-        return [cast("Conversation", messages)]  # checked later
+        return [cast("Conversation", messages)]
     return list(cast("Sequence[Conversation]", messages))
 
 
 @contextmanager
 def _progress(prompts: int) -> Iterator[Callable[[RequestOutput], None]]:
-    """Show a progress bar on stderr; yield a function to call with each output."""
+    """Show a progress bar on stderr for two prompts or more; yield a function for each output."""
     tokens = 0
     with load_module("tqdm").tqdm(total=prompts, desc="prompts", disable=prompts < 2) as bar:
 
@@ -343,9 +341,9 @@ class LLMEngine(SyncFacade):
     def _take(self, started: Started) -> None:
         super()._take(started)
         # Changed only in the engine's thread, except that `step` removes the first of `_pending`.
-        self._shown: dict[str, ShownOutputs] = {}  # outputs of unfinished requests
-        # Results for the next calls of `step`: outputs by request, or the error of one request.
-        self._pending: deque[dict[str, RequestOutput | EngineError]] = deque()
+        self._shown: dict[str, ShownOutputs] = {}  # by unfinished request
+        # Results of the next calls of `step`: outputs by request, or the error of one request.
+        self._pending: deque[dict[str, Any]] = deque()
 
     def add_request(
         self,
@@ -384,17 +382,12 @@ class LLMEngine(SyncFacade):
         self.engine.require_open()
         if not self._pending:
             self.driver.call(self._advance)
-        outputs: list[RequestOutput] = []
-        error: EngineError | None = None
-        for output in self._pending[0].values():
-            if isinstance(output, EngineError):
-                error = output
-            else:
-                outputs.append(output)
-        del self._pending[0]  # last, and a statement: a signal after a call could lose the outputs
-        if error is not None:
-            raise error
-        return outputs
+        results = list(self._pending[0].values())
+        del self._pending[0]  # a statement, as a signal after a call could lose the results
+        for result in results:
+            if isinstance(result, EngineError):
+                raise result
+        return results
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         """Cancel requests; unknown ids are ignored."""
@@ -405,15 +398,15 @@ class LLMEngine(SyncFacade):
 
     def _submit(self, group: RequestGroup) -> None:
         name = group.request_id
-        if any(name in moved for moved in self._pending):
+        if any(name in results for results in self._pending):
             raise RequestError(f"request {name!r} has an output that the next step returns")
         self.engine.submit(group)
         self._shown[name] = ShownOutputs(group.params.output_kind)
 
     def _advance(self) -> None:
-        """Run a step, and make the outputs of the requests that it advanced."""
-        outputs: dict[str, RequestOutput | EngineError] = {}
-        failures: list[dict[str, RequestOutput | EngineError]] = []
+        """Run a step, and add the outputs of its requests to `_pending`."""
+        outputs: dict[str, RequestOutput] = {}
+        failures: list[dict[str, EngineError]] = []
         ended: list[str] = []
         for group, error in self.engine.step():
             name = group.request_id
@@ -441,16 +434,16 @@ class LLMEngine(SyncFacade):
         for name in names:
             self.engine.abort(name)
             self._shown.pop(name, None)
-            for moved in self._pending:
-                moved.pop(name, None)
+            for results in self._pending:
+                results.pop(name, None)
         self._pending = deque(filter(None, self._pending))
 
     def has_unfinished_requests(self) -> bool:
-        """Return True if a step would return an output."""
+        """Return True if a call of `step` would return an output."""
         return bool(self._shown or self._pending)
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests whose answers have not ended."""
+        """Return the number of unfinished requests."""
         return len(self._shown)
 
     def close(self) -> None:
@@ -458,6 +451,3 @@ class LLMEngine(SyncFacade):
         self.driver.close()
         self._shown.clear()
         self._pending.clear()
-
-
-# These import torch, which waits until the model's name is checked: see `start_engine`.

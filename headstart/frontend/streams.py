@@ -3,10 +3,10 @@
     the engine's thread     update ──▶ Mailbox, AsyncMailbox     a queue; `_Waker` wakes the loop
     the reader              output ◀── get
 
-A stream submits its request when its first output is read, and cancels it when it is closed or
-garbage-collected. Streams are objects instead of generator functions, because a generator may be
-collected in any thread, or later in the event loop. The driver refers only to mailboxes, so a
-stream without a reader is collected while its request still runs.
+A stream submits its request when its first output is read, and cancels it when the stream is closed
+or garbage-collected. The driver refers only to mailboxes, so a stream without a reader is collected
+while its request still runs. Streams are not generator functions, because a generator may be
+collected in any thread, or later in the event loop.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ Output = TypeVar("Output", bound="AnyOutput")
 
 PACE = 0.005
 """Least seconds between two deliveries of paced updates."""
-_PACE_OF_EACH, _LONGEST_PACE = 0.002, 0.064  # seconds; a reader takes 0.1 ms per update
-_MOST_UPDATES = 256  # unread updates; each has the whole text so far, so some may be dropped
+_PACE_PER_READER, _MAX_PACE = 0.002, 0.064  # seconds; a reader takes 0.1 ms for an update
+_MAX_UNREAD = 256  # updates; more may be dropped, because each has the whole text so far
 
 
 class PromptProgress(NamedTuple):
-    """The number of a prompt's tokens that have K/V, and how many of them were cached.
+    """The progress of a prompt, in tokens.
 
-    Both are 0 while the request waits.
+    read: tokens that have K/V. cached: tokens of these that hit the cache. Both are 0 while the
+    request waits.
     """
 
     total: int
@@ -55,7 +56,7 @@ def prompt_progress(group: RequestGroup) -> PromptProgress:
 
 
 class Mailbox(Generic[Output]):
-    """Updates of requests for a thread that waits for them."""
+    """A queue of updates of requests, for the thread that waits for them."""
 
     def __init__(self, driver: LocalDriver, groups: Sequence[AnyRequest]) -> None:
         self._driver = driver
@@ -63,9 +64,9 @@ class Mailbox(Generic[Output]):
         self._updates: queue.SimpleQueue[Output | BaseException] = queue.SimpleQueue()
 
     def receive(self, update: Output | BaseException) -> None:
-        """Add an update. If the reader is far behind, drop it: later updates have its text."""
+        """Add an update. While `_MAX_UNREAD` are unread, drop it: a later update has its text."""
         is_last = isinstance(update, BaseException) or update.finished
-        if is_last or self._updates.qsize() < _MOST_UPDATES:
+        if is_last or self._updates.qsize() < _MAX_UNREAD:
             self._updates.put(update)
 
     def get(self) -> Output:
@@ -79,7 +80,7 @@ class Mailbox(Generic[Output]):
 def run_all(
     driver: LocalDriver, groups: Sequence[AnyRequest], report: Callable[[Any], None] | None = None
 ) -> list[Any]:
-    """Run requests to their ends, and return their last outputs in the order of the requests.
+    """Run requests until all finish, and return their last outputs in the order of the requests.
 
     report: called with each last output when it arrives. An error of one request cancels all.
     """
@@ -100,7 +101,7 @@ def run_all(
 
 
 class OutputStream(Generator[Output, None, None]):
-    """The outputs of one request; several threads may read it, and any may close it."""
+    """The outputs of one request. Several threads may read the stream, and any may close it."""
 
     def __init__(
         self,
@@ -109,12 +110,12 @@ class OutputStream(Generator[Output, None, None]):
         chats: ChatRequests | None = None,
         owner: object = None,
     ) -> None:
-        """Stream `group`. chats: stores the answer. owner: is referenced until the stream ends."""
+        """Stream `group`. chats: stores the answer. owner: must not be collected before the end."""
         self._driver, self._group, self._chats, self._owner = driver, group, chats, owner
         self._shown = ShownOutputs(group.output_kind)
         self._updates: Mailbox[Any] = Mailbox(driver, [group])
-        self._unsubmitted = [group]  # the thread that removes it submits or drops the request
-        self._ended = self._aborted = self._is_left = False
+        self._unsubmitted = [group]  # the thread that removes it submits or cancels the request
+        self._ended = self._aborted = self._is_closed = False
 
     def send(self, value: None) -> Output:
         """Return the next output; `value` is ignored."""
@@ -142,7 +143,7 @@ class OutputStream(Generator[Output, None, None]):
         return super().throw(*error)
 
     def close(self) -> None:
-        """Cancel the request if it is unfinished. On return all its memory is released."""
+        """Cancel the request if it is unfinished, and wait until its memory is released."""
         if not self._ended:
             self._leave(wait=True)
         self._end()
@@ -152,11 +153,11 @@ class OutputStream(Generator[Output, None, None]):
             self._leave(wait=False)
 
     def abort(self) -> None:
-        """End the request after the current step.
+        """End the request after the current step; do not wait for it.
 
-        Its last output has the text so far and finish reason "abort"; chats store it. Returns at
-        once. May be called from any thread and from a signal handler. Raises EngineError if the
-        engine is closed.
+        Its last output has the text so far and finish reason "abort"; chats store the answer. May
+        be called from any thread and from a signal handler. Raises EngineError if the engine is
+        closed.
         """
         self._aborted = True
         if not self._unsubmitted:
@@ -168,7 +169,7 @@ class OutputStream(Generator[Output, None, None]):
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt; available before it is submitted."""
+        """The token ids of the prompt, also before the request is submitted."""
         ids: list[int] = self._group.prompt_token_ids
         return ids
 
@@ -181,11 +182,11 @@ class OutputStream(Generator[Output, None, None]):
         self._driver.submit(group, self._updates.receive, every_step=every_step)
         if self._aborted:  # aborted before it was submitted
             self._driver.abort(group.request_id)
-        if self._is_left:  # another thread closed the stream before the request was submitted
+        if self._is_closed:  # another thread closed the stream before the request was submitted
             self._driver.cancel([group])
 
     def _leave(self, *, wait: bool) -> None:
-        self._is_left = True  # first, so that a thread that submits the request sees it
+        self._is_closed = True  # first, so that a thread that submits the request sees it
         try:
             self._unsubmitted.pop()
         except IndexError:
@@ -199,20 +200,19 @@ class OutputStream(Generator[Output, None, None]):
 
 
 class AsyncMailbox(Generic[Output]):
-    """Updates of one request for the tasks of the running event loop."""
+    """Updates of one request for the tasks of the running event loop.
+
+    paced: between the first and the last update, deliver only the newest update every `PACE`
+    seconds; with many readers, every `_PACE_PER_READER` times their number, up to `_MAX_PACE`.
+    """
 
     def __init__(self, driver: Driver, *, paced: bool = False) -> None:
-        """Deliver updates to the running loop.
-
-        paced: between the first and the last update, deliver only the newest update every `PACE`
-        seconds (with many readers `_PACE_OF_EACH` times their number, up to `_LONGEST_PACE`).
-        """
         self.paced = paced
-        self.is_listed = False  # True while the waker lists it for a later delivery
+        self.is_listed = False  # True while the waker lists the mailbox for a later delivery
         self._driver = driver
         self.loop = asyncio.get_running_loop()
         self._waker = _WAKERS.get(self.loop) or _WAKERS.setdefault(self.loop, _Waker(self.loop))
-        # Each update contains the earlier ones.
+        # Each update contains the earlier updates.
         self._updates: deque[Output] = deque(maxlen=1 if paced else None)
         self._last: Output | BaseException | None = None
         self._is_begun = False
@@ -223,7 +223,7 @@ class AsyncMailbox(Generic[Output]):
         may_wait = False
         if isinstance(update, BaseException) or update.finished:
             self._last = self._last or update
-        elif self._last is None and (self.paced or len(self._updates) < _MOST_UPDATES):
+        elif self._last is None and (self.paced or len(self._updates) < _MAX_UNREAD):
             self._updates.append(update)
             may_wait = self.paced and self._is_begun
         else:
@@ -254,27 +254,27 @@ class AsyncMailbox(Generic[Output]):
 
 
 class _Waker:
-    """Wakes the readers of one event loop, from the threads of engines.
+    """A waker of the readers of one event loop, for the threads of engines.
 
-    One call wakes the loop for many updates: each call is a system call, which releases the
-    interpreter's lock in the engine's thread. While there are updates that may wait, the loop
-    itself looks for them after each pause. A call during a pause wakes only the readers whose
-    updates may not wait.
+    To wake the loop, an engine's thread makes a system call, which releases the interpreter's lock.
+    So one call wakes the loop for many updates. After waking readers of paced updates, the loop
+    pauses and then looks for further updates by itself. A call during a pause wakes only the
+    readers whose updates may not wait.
 
-        idle ──add: a call──▶ woken ──after a pause, if something came──▶ woken
-          ▲                      └────after a pause, if nothing came────▶ idle
+        idle ──`add`: a call──▶ woken ──after a pause, with new updates──▶ woken
+          ▲                       └────after a pause, without updates────▶ idle
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._now: deque[AsyncMailbox[Any]] = deque()
         self._later: deque[AsyncMailbox[Any]] = deque()
-        self._is_called = False  # True until the loop begins to run the last call
+        self._is_called = False  # True between a call and the beginning of `_wake`
         self._is_pausing = False  # True if the loop looks again after a pause
 
     def add(self, mailbox: AsyncMailbox[Any], *, may_wait: bool) -> None:
         """Wake a mailbox's reader. Raises RuntimeError if the loop is closed."""
-        # List the mailbox before reading the flags: the loop resets flags before it reads the list.
+        # List the mailbox before reading a flag: the loop resets flags before it reads the lists.
         if not may_wait:
             self._now.append(mailbox)
         elif not mailbox.is_listed:
@@ -296,7 +296,7 @@ class _Waker:
                 paced.add(mailbox)
         if paced and not self._is_pausing:
             self._is_pausing = True
-            pause = max(PACE, min(_PACE_OF_EACH * len(paced), _LONGEST_PACE))
+            pause = max(PACE, min(_PACE_PER_READER * len(paced), _MAX_PACE))
             self._loop.call_later(pause, self._look_again)
 
     def _look_again(self) -> None:
@@ -304,7 +304,7 @@ class _Waker:
         self._wake()
 
 
-# A waker lives as long as one of its mailboxes.
+# A waker exists as long as one of its mailboxes.
 _WAKERS: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Waker] = (
     weakref.WeakValueDictionary()
 )
@@ -325,7 +325,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         *,
         paced: bool = False,
     ) -> None:
-        """Stream a request. prepare: makes it when the first output is read."""
+        """Stream the request that `prepare` makes when the first output is read."""
         self._driver, self._chats, self._owner, self._paced = driver, chats, owner, paced
         self._prepare: Callable[[], Awaitable[Any]] | None = prepare  # until it is called
         self._group: Any = None
@@ -337,9 +337,10 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         return self.asend(None)
 
     async def asend(self, value: None) -> Output:
-        """Return the next output; `value` is ignored. Raises the exceptions of `prepare`.
+        """Return the next output; `value` is ignored.
 
-        Raises RequestError if the first output was read in a different event loop.
+        Raises the exceptions of `prepare`, and RequestError in another event loop than the first
+        output was read in.
         """
         if self._ended:
             self._stop()
@@ -394,7 +395,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
             self._leave()
 
     async def _begin(self) -> None:
-        """Prepare and submit the request, unless the stream is closed meanwhile."""
+        """Prepare the request, and submit it unless the stream was closed meanwhile."""
         assert self._prepare is not None
         group = await self._prepare()
         if self._ended:

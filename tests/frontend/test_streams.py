@@ -247,7 +247,7 @@ def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> Non
         return taken
 
     taken = asyncio.run(stay_busy())
-    assert len(taken) == streams._MOST_UPDATES + 1
+    assert len(taken) == streams._MAX_UNREAD + 1
 
 
 def _group(llm: AsyncLLM) -> RequestGroup:

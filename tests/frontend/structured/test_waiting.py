@@ -63,7 +63,7 @@ async def held(
 def threads_of_forms(before: set[threading.Thread]) -> list[threading.Thread]:
     """Return the new threads that compile forms."""
     there = set(threading.enumerate()) - before
-    return [one for one in there if one.name.startswith("headstart-forms")]
+    return [one for one in there if one.name.startswith("headstart-grammars")]
 
 
 def test_texts_are_tokenized_while_forms_compile(

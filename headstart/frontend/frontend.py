@@ -1,4 +1,4 @@
-"""The frontend of an engine: it checks prompts and makes requests of them, without allocation.
+"""The frontend of an engine: checks prompts and makes requests, without allocating K/V memory.
 
 The frontend needs only facts of the model, so the engine may be in this process or in replicas.
 """
@@ -36,13 +36,13 @@ from headstart.engine.request import PreparedPrompt, Request, RequestGroup
 from headstart.engine.sampling import SamplingState
 from headstart.errors import RequestError
 from headstart.frontend.grammar import GrammarCompiler
-from headstart.frontend.images.prompt import NO_OWNER, ImageOwner, ImagePrompts
+from headstart.frontend.images.prompt import ImagePrompts
 from headstart.frontend.text import (
     Detokenizer,
     OutputText,
     TextLimit,
-    TokenTexts,
     encode_text,
+    make_token_text,
     too_many_tokens,
 )
 from headstart.frontend.vllm_compat import PromptType
@@ -55,10 +55,11 @@ if TYPE_CHECKING:
 
 
 Prompt = PromptType | Mapping[str, Any] | PreparedPrompt
-"""A text, token ids, vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`, optionally with
-`"multi_modal_data": {"image": ...}` and a `"cache_salt"`, or a `PreparedPrompt`.
+"""A text, token ids, one of vLLM's dicts, or a `PreparedPrompt`.
 
-Token ids are a sequence of integers, or a numpy array or torch tensor of one dimension."""
+Token ids are a sequence of integers, or a numpy array or torch tensor of one dimension. A dict is
+`{"prompt": ...}` or `{"prompt_token_ids": ...}`, optionally with `"multi_modal_data": {"image":
+...}` and a `"cache_salt"`."""
 
 _ABSENT_KEYS = ("media_io_kwargs", "mm_processor_kwargs", "token_type_ids", "prompt_embeds")
 """Keys of vLLM's prompts that must be None or empty."""
@@ -69,14 +70,14 @@ _KEYS = {
 }
 
 _PRIORITIES = Number(int, -(2**63), 2**63 - 1)
-_PIECE = 1 << 16  # token ids to check at a time; each check blocks the other threads
+_CHUNK = 1 << 16  # token ids to check at once; a check blocks the other threads
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_request(
     params: object, request_id: object, salt: object, adapter: object, priority: object
 ) -> None:
-    """Check the options of a request apart from its prompt. Raises RequestError."""
+    """Raise RequestError if an option of a request, apart from its prompt, is invalid."""
     if not isinstance(params, SamplingParams):
         raise RequestError(
             f"the sampling parameters are {describe(params)}; allowed: a SamplingParams"
@@ -89,7 +90,7 @@ def check_request(
 
 
 class InputProcessor:
-    """Checks and tokenization of prompts.
+    """Reader of prompts: checks and tokenizes them.
 
     tokenizer: None if prompts can only be token ids. images: None for a model without vision.
     """
@@ -106,19 +107,21 @@ class InputProcessor:
         self._limit = limit
         self._images = images
 
-    def process(self, prompt: Prompt, tenant: ImageOwner = NO_OWNER) -> PreparedPrompt:
+    def process(
+        self, prompt: Prompt, salt: str | None = None, *, similar: bool = False
+    ) -> PreparedPrompt:
         """Check a prompt, and tokenize a text. Raises RequestError.
 
-        tenant: the owner of the prompt's images.
+        similar: similar earlier images of the tenant with this salt may replace images.
         """
         if isinstance(prompt, PreparedPrompt):
             ready = replace(prompt, token_ids=self._read_ids(prompt.token_ids))
-        elif isinstance(prompt, str):
-            ready = self._prepare(prompt, None)
         elif isinstance(prompt, Mapping):
-            ready = self._read(prompt, tenant)
+            ready = self._read(prompt, salt, similar)
+        elif isinstance(prompt, str):
+            ready = self._read({"prompt": prompt}, salt, similar)
         elif _may_be_ids(prompt):
-            ready = self._prepare(None, prompt)
+            ready = self._read({"prompt_token_ids": prompt}, salt, similar)
         else:
             raise RequestError(
                 f"a prompt is a {type(prompt).__name__}; allowed: a text or a list of token ids"
@@ -128,18 +131,18 @@ class InputProcessor:
         self._check_length(len(ready.token_ids))
         for token_id in (min(ready.token_ids), max(ready.token_ids)):
             if not 0 <= token_id < self._vocab_size:
-                raise self._no_token(token_id)
+                raise self._invalid_token(token_id)
         end, items = 0, ready.extras.items if ready.extras is not None else ()
         for item in sorted(items, key=lambda item: item.offset):
             if item.offset < end or item.offset + item.length > len(ready.token_ids):
                 raise RequestError(
-                    f"an item of {item.length} tokens at {item.offset} overlaps another or stands "
+                    f"an item of {item.length} tokens at {item.offset} overlaps another item or is "
                     f"outside the {len(ready.token_ids)} tokens of the prompt"
                 )
             end = item.offset + item.length
         return ready
 
-    def _read(self, prompt: Mapping[Any, Any], tenant: ImageOwner) -> PreparedPrompt:
+    def _read(self, prompt: Mapping[Any, Any], salt: str | None, similar: bool) -> PreparedPrompt:
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if not set(prompt) <= _KEYS or not {"prompt", "prompt_token_ids"} & set(prompt):
             raise RequestError(
@@ -155,7 +158,7 @@ class InputProcessor:
         images = _image_field(prompt, "multi_modal_data")
         if images is None and prompt.get("multi_modal_data"):
             raise RequestError(
-                "multi_modal_data has None for an image; allowed: an image or a list"
+                "multi_modal_data has None as its image; allowed: an image or a list"
             )
         image_ids = _image_field(prompt, "multi_modal_uuids")
         if image_ids is not None and images is None:
@@ -164,16 +167,6 @@ class InputProcessor:
             )
         if images is not None and self._images is None:
             raise RequestError("the prompt has images, and the model takes only text")
-        return self._prepare(text, ids, images, image_ids, tenant)
-
-    def _prepare(
-        self,
-        text: str | None,
-        ids: Any,
-        images: Any = None,
-        image_ids: Any = None,
-        tenant: ImageOwner = NO_OWNER,
-    ) -> PreparedPrompt:
         if text is not None:
             self._limit.check("the prompt", text)
         if ids is not None:
@@ -195,11 +188,11 @@ class InputProcessor:
         self._images.check_placeholders(token_ids, [] if images is None else images)
         if images is None:
             return PreparedPrompt(token_ids, text)
-        loaded = self._images.read(images, image_ids, tenant)
+        loaded = self._images.read(images, image_ids, salt, similar=similar)
         return self._images.prepare(text, token_ids, loaded)
 
     def _read_ids(self, ids: Any) -> list[int]:
-        """Return token ids as a list of Python integers. Raises RequestError, also for too many."""
+        """Return token ids as a list of Python integers. Raises RequestError."""
         if not _may_be_ids(ids):
             raise RequestError(
                 f"prompt_token_ids is {describe(ids)}, a {type(ids).__name__}; allowed: a "
@@ -207,22 +200,22 @@ class InputProcessor:
             )
         try:
             self._check_length(len(ids))
-        except OverflowError:  # a huge range
+        except OverflowError:  # a range longer than sys.maxsize
             self._check_length(sys.maxsize)
         if isinstance(ids, (np.ndarray, torch.Tensor)):
             ids = ids.tolist()
         rest = iter(ids)
         token_ids: list[int] = []
-        while piece := list(islice(rest, _PIECE)):
-            if not set(map(type, piece)) <= {int}:
-                for token_id in piece:
+        while chunk := list(islice(rest, _CHUNK)):
+            if not set(map(type, chunk)) <= {int}:
+                for token_id in chunk:
                     if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
-                        raise self._no_token(token_id)
-                piece = list(map(int, piece))
-            token_ids += piece
+                        raise self._invalid_token(token_id)
+                chunk = list(map(int, chunk))
+            token_ids += chunk
         return token_ids
 
-    def _no_token(self, token_id: object) -> RequestError:
+    def _invalid_token(self, token_id: object) -> RequestError:
         return RequestError(
             f"token id {describe(token_id)} is not an integer from 0 to {self._vocab_size - 1}"
         )
@@ -233,7 +226,7 @@ class InputProcessor:
 
 
 def _may_be_ids(ids: object) -> bool:
-    """Return True if the type may hold token ids; an array must have one dimension."""
+    """Return True for a sequence, or an array of integers with one dimension."""
     if isinstance(ids, np.ndarray):
         return ids.ndim == 1 and ids.dtype.kind in "iu"
     if isinstance(ids, torch.Tensor):
@@ -248,8 +241,8 @@ def _image_field(prompt: Mapping[Any, Any], key: str) -> Any:
         return None
     if not isinstance(field, Mapping) or set(field) - {"image"}:
         raise RequestError(
-            f"{key} is {describe(field)}; allowed: {{'image': one or a list}}; there are only "
-            "images"
+            f"{key} is {describe(field)}; allowed: {{'image': ...}} with one image or a list; "
+            "other media are not supported"
         )
     return field.get("image")
 
@@ -279,27 +272,25 @@ class ProcessorFactory:
         if params.logit_bias:
             check_vocabulary("logit_bias", list(params.logit_bias), size)
             shared.append(LogitBias(params.logit_bias))
-        words = _spell_words(params.bad_words, tokenizer) if params.bad_words else []
+        words = _encode_words(params.bad_words, tokenizer) if params.bad_words else []
         check_vocabulary("bad_words", [max(word) for word in words], size)
         answers = []
         for _ in range(params.n):
-            answer_processors = list(shared)
+            processors = list(shared)
             if words:
-                answer_processors.append(BadWords(words))
+                processors.append(BadWords(words))
             if params.logits_processors:
-                answer_processors.append(
-                    CustomProcessors(params.logits_processors, prompt_token_ids)
-                )
+                processors.append(CustomProcessors(params.logits_processors, prompt_token_ids))
             if params.structured_outputs is not None:
                 constraint = params.structured_outputs.constraint
                 stops = params.stop_token_ids or ()
                 mask = self._grammars.mask(constraint, stops, ignore_eos=params.ignore_eos)
-                answer_processors.append(mask)
-            answers.append(tuple(answer_processors))
-        self._check_beginning(params, answers[0])
+                processors.append(mask)
+            answers.append(tuple(processors))
+        self._check_first_token(params, answers[0])
         return answers
 
-    def _check_beginning(
+    def _check_first_token(
         self, params: SamplingParams, processors: Sequence[LogitsProcessor]
     ) -> None:
         """Raise RequestError if the processors together ban every first token."""
@@ -322,14 +313,14 @@ class ProcessorFactory:
             )
 
 
-def _spell_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Word]:
-    """Return the token ids of each word, and of " word" if its first token differs.
+def _encode_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Word]:
+    """Return the token ids of each word, with and without a space before it, as in vLLM.
 
     Raises RequestError.
     """
     if tokenizer is None:
         raise RequestError("bad_words needs a tokenizer; the model has no tokenizer")
-    spelled: dict[Word, None] = {}
+    encoded: dict[Word, None] = {}
     for word in words:
         plain, spaced = (
             tuple(encode_text(tokenizer, text, add_special_tokens=False))
@@ -337,19 +328,19 @@ def _spell_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None
         )
         if not plain:
             raise RequestError(f"bad_words has {word!r}, which has no tokens")
-        spelled[plain] = None
+        encoded[plain] = None
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            spelled[spaced] = None
-    return list(spelled)
+            encoded[spaced] = None
+    return list(encoded)
 
 
 class ModelFacts(NamedTuple):
-    """The facts of a loaded model that requests depend on, and the size of its pool.
+    """Properties of a loaded model and its cache that requests and reports depend on.
 
-    vocab_size: the width of the logits. hasher: for block hashes. shares: the owners of blocks.
-    num_states, state_bytes: number and total bytes of slots for states of recurrent layers; 0 for a
-    model without such layers. num_window_blocks, window: number of window blocks, and the width of
-    the window in tokens; 0 without window blocks.
+    vocab_size: the width of the logits. shares: the owners of blocks. num_states, state_bytes:
+    number and total bytes of the slots for states of recurrent layers; 0 without recurrent layers.
+    num_window_blocks, window: number of window blocks, and tokens of the sliding window; 0 without
+    a window.
     """
 
     vocab_size: int
@@ -369,8 +360,8 @@ class Frontend:
     """Maker of requests for one model. Thread-safe.
 
     tokenizer: None if prompts can only be token ids. images: None for a model without vision.
-    config.seed: seed of the first answer whose request has no seed; each later such answer gets the
-    next integer.
+    require_open: raises EngineError once the engine is closed. Answers whose requests have no seed
+    get the seeds `config.seed`, `config.seed` + 1 and so on.
     """
 
     def __init__(
@@ -382,7 +373,6 @@ class Frontend:
         images: ImagePrompts | None,
         require_open: Callable[[], None],
     ) -> None:
-        """Make requests for a model. require_open: raises EngineError once the engine is closed."""
         self.tokenizer, self.facts, self.config = tokenizer, facts, config
         self.adapters, self.images = adapters, images
         self.require_open = require_open
@@ -391,10 +381,10 @@ class Frontend:
         self._processors = ProcessorFactory(
             Vocabulary(tokenizer, facts.vocab_size, facts.eos_token_ids)
         )
-        # Ids for requests without an id, which users cannot guess.
-        self._names = map(f"request-{secrets.token_hex(8)}-{{}}".format, itertools.count())
+        # Ids for requests without an id. Users cannot guess another user's id.
+        self._new_ids = map(f"request-{secrets.token_hex(8)}-{{}}".format, itertools.count())
         self._seeds = itertools.count(config.seed)
-        self._token_text = TokenTexts(tokenizer) if tokenizer is not None else None
+        self._token_text = make_token_text(tokenizer) if tokenizer is not None else None
 
     def prepare(
         self,
@@ -406,7 +396,7 @@ class Frontend:
         adapter: str | None = None,
         priority: int = 0,
     ) -> RequestGroup:
-        """Check and tokenize a request. adapter: name of the adapter, if any.
+        """Check and tokenize a request. adapter: name of an adapter.
 
         Raises RequestError, and EngineError once the engine is closed.
         """
@@ -422,10 +412,11 @@ class Frontend:
         salt = salt if prompt_salt is None else str(prompt_salt)
         params = params.clone()  # the caller may change the original
         params.check()
-        tenant = ImageOwner(salt, params.similar_images and params.is_stored)
-        ready = self._inputs.process(prompt, tenant)
+        ready = self._inputs.process(
+            prompt, salt, similar=params.similar_images and params.is_stored
+        )
         group = RequestGroup(
-            request_id if request_id is not None else next(self._names),
+            request_id if request_id is not None else next(self._new_ids),
             ready.text,
             list(ready.token_ids),
             params,
@@ -442,15 +433,12 @@ class Frontend:
         processors = self._processors.make(params, group.prompt_token_ids)
         group.prediction = self._read_prediction(params)
         group.requests = [
-            self._answer(group, index, salt, chain) for index, chain in enumerate(processors)
+            self._make_answer(group, index, salt, chain) for index, chain in enumerate(processors)
         ]
         return group
 
     def _read_prediction(self, params: SamplingParams) -> Sequence[int]:
-        """Return the tokens of the predicted answer, up to the greatest length of an answer.
-
-        Raises RequestError.
-        """
+        """Return up to `max_model_len` tokens of the predicted answer. Raises RequestError."""
         prediction = params.prediction or ()
         if isinstance(prediction, str):
             if self.tokenizer is None:
@@ -462,7 +450,7 @@ class Frontend:
         check_vocabulary("prediction", prediction, self.facts.vocab_size)
         return prediction[: self.facts.max_model_len]
 
-    def _answer(
+    def _make_answer(
         self,
         group: RequestGroup,
         index: int,

@@ -1,21 +1,21 @@
 """Conversion of texts to token ids, and the text of an answer as it grows.
 
-Texts that are too long are refused before tokenization. A text of n UTF-8 bytes has at least
-n / (bytes of the longest token) tokens if every byte ends up in a token. A tokenizer may lose
-bytes: NFKC turns up to four bytes into one, white space may be stripped or collapsed, unknown words
+Texts that are too long are refused before tokenization. If every byte ends up in a token, a text of
+n UTF-8 bytes has at least n / (bytes of the longest token) tokens. But a tokenizer may lose bytes:
+NFKC turns up to four bytes into one, white space may be stripped or collapsed, and an unknown word
 may become one token. So the limit in bytes is four times as large for a tokenizer that changes a
-difficult text. A longer text is refused even if it had few tokens.
+difficult text. A longer text is refused even if it has few tokens.
 
 The text of a token depends on the tokens around it: a character may extend over several tokens, and
 many decoders drop a leading space. So each step decodes a short window twice, with and without the
-new tokens. It emits the difference once that ends in a whole character. The first window begins in
-the prompt, each later window with the tokens that were emitted last, so windows remain short.
+new tokens, and emits the difference once it ends in a whole character. The first window begins in
+the prompt. Each later window begins with the tokens that were emitted last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 REPLACEMENT = "\ufffd"  # decoders return it for invalid bytes and incomplete characters
 
-# Tokens of a prompt as context; more if they have no text or begin within a character.
+# Tokens of a prompt as context. If these have no text or begin within a character, the next number.
 _CONTEXT_SIZES = (5, 20, 80)
 _LONG = 1 << 16  # characters
-_LEAST_LONGEST = 16  # bytes; short texts are checked with it, without reading the vocabulary
+_MIN_LONGEST = (
+    16  # bytes of the longest token at least, so short texts need no look at the vocabulary
+)
 _SHRINK = 4
 
 # Runs of white space, a digit in a circle, a decomposed letter, a ligature, an emoji.
@@ -59,11 +61,9 @@ def encode_text(
 ) -> list[int]:
     """Return the token ids of a text. Raises RequestError if the tokenizer refuses it.
 
-    max_model_len: refuse a long text of this many tokens or more, before its ids become Python
-    integers.
-
-    A long text is encoded without the mask and the offsets that transformers computes: for a
-    million tokens these block all threads for 0.1 s.
+    max_model_len: a long text with this many tokens or more is refused before its ids become Python
+    integers. A long text is encoded without transformers' mask and offsets, which would block all
+    threads for 0.1 s for a million tokens.
     """
     try:
         backend: Tokenizer | None = None
@@ -79,7 +79,7 @@ def encode_text(
         return token_ids
     except RequestError:
         raise
-    except Exception as error:  # raised for an unknown word, if there is no token for these
+    except Exception as error:  # for example an unknown word in a tokenizer without such a token
         raise RequestError(
             f"the tokenizer refuses {describe(text)}: {type(error).__name__}: {shorten(str(error))}"
         ) from error
@@ -95,11 +95,11 @@ def _decode(
     return text
 
 
-class Spelling:
-    """Conversion of pieces of prompts to ids and back; `tokenizer` is None for a model without one.
+class PromptCodec:
+    """Conversion of pieces of prompts to token ids and back.
 
-    max_model_len: refuse a text of this many tokens or more if that saves work. Subclasses may have
-    texts and ids with a special meaning, such as an image.
+    tokenizer: None for a model without one. max_model_len: see `encode_text`. A subclass adds texts
+    and ids that stand for images.
     """
 
     def __init__(
@@ -115,54 +115,48 @@ class Spelling:
             raise RequestError("a chat needs a tokenizer; the model has no tokenizer")
         return self._tokenizer
 
-    def tokenize(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Return the ids of a rendered text, which already contains its special tokens."""
         return encode_text(
             self.tokenizer, text, add_special_tokens=False, max_model_len=self._max_model_len
         )
 
-    def tokenize_anchored(self, text: str) -> list[list[int]]:
-        """Return the ids of a text in the middle of a prompt; empty if they are unknown.
+    def encode_anchored(self, text: str) -> list[list[int]]:
+        """Return the ids of a text in the middle of a prompt, in a list; empty if they are unknown.
 
-        The text is tokenized after a special token, with which nothing can merge: at the beginning
-        of a text, some tokenizers add a space.
+        The text is tokenized after a special token, because some tokenizers add a space at the
+        beginning of a text. No text merges with a special token.
         """
         for token_id in self.tokenizer.all_special_ids[:1]:
-            anchored = self.tokenize(self.spell([token_id]) + text)
+            anchored = self.encode(self.decode([token_id]) + text)
             if anchored[:1] == [token_id]:
                 return [anchored[1:]]
         return []
 
-    def spell(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens included."""
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, with special tokens."""
         return _decode(self.tokenizer, list(token_ids))
 
-    def show(self, text: str) -> str:
-        """Return the text that `spell` would return for the ids of a prompt's text."""
+    def normalize(self, text: str) -> str:
+        """Return the text that `decode` returns for the ids of a prompt's text."""
         return text
 
-    def quote(self, text: str) -> str:
-        """Return a generated text in the form in which prompts contain it."""
+    def escape(self, text: str) -> str:
+        """Return a text with placeholders of images marked as ordinary text."""
         return text
 
 
 class TextLimit:
-    """A limit that refuses texts which cannot fit into `max_model_len` tokens. Thread-safe.
-
-    max_model_len: tokens of the longest sequence.
-    """
+    """A limit on the bytes of a text that must fit into `max_model_len` tokens. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self.max_model_len = max_model_len
 
     def check(self, name: str, text: str) -> None:
-        """Raise RequestError for a text that is too long or has a lone surrogate.
-
-        Reads the text once. The vocabulary is read once, for the first long text.
-        """
+        """Raise RequestError for a text that is too long or has a lone surrogate."""
         size = check_utf8(name, text)
-        if size > self.max_model_len * _LEAST_LONGEST and size > self.max_bytes:
+        if size > self.max_model_len * _MIN_LONGEST and size > self.max_bytes:
             raise PromptTooLongError(
                 f"{name} has {size:,} bytes of text; allowed: {self.max_bytes:,} at most "
                 f"(max_model_len {self.max_model_len})",
@@ -171,17 +165,17 @@ class TextLimit:
 
     @cached_property
     def max_bytes(self) -> int:
-        """The largest number of UTF-8 bytes of a text that may fit."""
+        """UTF-8 bytes of the longest text that may fit; the first use reads the vocabulary."""
         tokenizer = self._tokenizer
         if tokenizer is None:
-            return self.max_model_len * _LEAST_LONGEST
+            return self.max_model_len * _MIN_LONGEST
         longest = max(len(token.encode("utf-8", "replace")) for token in tokenizer.get_vocab())
         factor = 1 if _is_lossless(tokenizer) else _SHRINK
-        return self.max_model_len * max(longest, _LEAST_LONGEST) * factor
+        return self.max_model_len * max(longest, _MIN_LONGEST) * factor
 
 
 def _is_lossless(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the tokenizer preserves a difficult text and no added token strips space."""
+    """Return True if the tokenizer preserves a difficult text and no added token strips spaces."""
     if any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()):
         return False
     try:
@@ -192,9 +186,9 @@ def _is_lossless(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def check_text_fits(folder: Path, text: str, limit: int) -> None:
-    """Raise RequestError if a text leaves no space in the context for a token of an answer.
+    """Raise RequestError if a prompt and one token of an answer exceed `limit` tokens.
 
-    Called before the model in `folder` is loaded. limit: tokens of the context. Raises ModelError.
+    folder: the model, which need not be loaded. Raises ModelError.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
@@ -208,31 +202,23 @@ def check_text_fits(folder: Path, text: str, limit: int) -> None:
         )
 
 
-class TokenTexts:
-    """The texts of single tokens within a text, each decoded once. Thread-safe."""
+def make_token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
+    """Return a function for the text of a single token within a text. Thread-safe.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-        # An ordinary token before each token, as decoders may drop a space at the beginning.
-        self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
-
-    def __call__(self, token_id: int) -> str:
-        """Return a token's text; U+FFFD for bytes of an incomplete character."""
-        if token_id not in self._texts:
-            anchor = _decode(self._tokenizer, self._anchor)
-            anchored = _decode(self._tokenizer, [*self._anchor, token_id])
-            self._texts[token_id] = anchored[len(anchor) :]
-        return self._texts[token_id]
+    The function returns U+FFFD for the bytes of an incomplete character.
+    """
+    # An ordinary token before each token, as decoders may drop a space at the beginning.
+    anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    length = len(_decode(tokenizer, anchor))
+    return cache(lambda token_id: _decode(tokenizer, [*anchor, token_id])[length:])
 
 
 class Detokenizer:
-    """One answer's text, which continues the text of its prompt. Empty without a tokenizer.
+    """Incremental decoder of one answer. Without a tokenizer all texts are empty.
 
     The results of `push` and `finish` together are the text that the tokenizer decodes from the
-    prompt and all ids, after the prompt's text. There is one exception: invalid bytes from a
-    tokenizer with byte fallback. One invalid byte changes the text of a whole run of bytes, of
-    which some may already be emitted.
+    prompt and all ids, after the prompt's text. Invalid bytes from a tokenizer with byte fallback
+    are an exception: such a byte changes the text of the bytes before it, which may be emitted.
     """
 
     def __init__(
@@ -255,7 +241,7 @@ class Detokenizer:
         self._is_whole = not self._decode(self._token_ids).endswith(REPLACEMENT)
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that is now final, "" within a character."""
+        """Add a token; return the new text, or "" within a character."""
         self._token_ids.append(token_id)
         text = self._pending()
         return "" if text.endswith(REPLACEMENT) else self._emit(text)
@@ -266,7 +252,7 @@ class Detokenizer:
         return self._emit(self._pending())
 
     def _pending(self) -> str:
-        """Return the text of the tokens that have not been emitted."""
+        """Return the text of the tokens that are not emitted yet."""
         emitted = self._decode(self._token_ids[self._window : self._emitted])
         text = self._decode(self._token_ids[self._window :])
         if not text.startswith(emitted):  # the new tokens complete the prompt's last character
@@ -288,12 +274,12 @@ class Detokenizer:
 
 
 class OutputText:
-    """One answer's text. `stop_reason` is the stop string or id.
+    """The text of one answer and the conditions that end it.
 
-    An answer ends at an end-of-text or stop token, which is not part of the text, at a stop string,
-    or at its maximum length. Text that may begin a stop string is held back until that is decided.
-    Tokens are decoded when the text is read; with stop strings, as they arrive. max_total_tokens:
-    most tokens of prompt and answer together.
+    An answer ends at an end-of-text or stop token, at a stop string, or at its maximum length.
+    `stop_reason` is the stop string or the id of the stop token. Text that may be the beginning of
+    a stop string is held back. Tokens are decoded when the text is read; with stop strings, as they
+    arrive. max_total_tokens: most tokens of prompt and answer together.
     """
 
     def __init__(
@@ -316,13 +302,13 @@ class OutputText:
         self._unread: list[int] = []  # tokens that are not decoded yet
         self._all = ""  # decoded text, including text that is held back
         self._num_tokens = 0
-        self._ended = False  # no more tokens will arrive
-        self._whole = False  # and all tokens are decoded
+        self._ended = False  # True if no more tokens will arrive
+        self._whole = False  # True if also all tokens are decoded
 
     def push(self, token_id: int, total_tokens: int) -> str | None:
-        """Add a token; return the finish reason "stop" or "length" if it was the last.
+        """Add a token; return the finish reason "stop" or "length" if the token ends the answer.
 
-        total_tokens: length of prompt and answer, this token included.
+        total_tokens: number of tokens of prompt and answer, with this token.
         """
         self._num_tokens += 1
         may_end = self._num_tokens >= self._min_tokens
@@ -369,7 +355,7 @@ class OutputText:
         self._unread.clear()
 
     def _find_stop(self, seen: int) -> bool:
-        """Return True if a stop string ends after `seen`; the one that begins first is used."""
+        """Return True if a stop string ends after `seen`; the first stop string ends the text."""
         starts = [(self._all.find(s, max(0, seen - len(s) + 1)), s) for s in self._stops]
         hits = [(start, stop) for start, stop in starts if start >= 0]
         if not hits:

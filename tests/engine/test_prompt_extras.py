@@ -116,7 +116,7 @@ def test_a_prompt_whose_items_overlap_is_refused(folder: Path) -> None:
     item = MultiModalItem(b"x", 3, 4)
     for items in ((item, item), (MultiModalItem(b"x", 8, 3),)):
         prompt = PreparedPrompt([1] * 10, extras=PromptExtras(items))
-        with pytest.raises(RequestError, match="overlaps another or stands outside"):
+        with pytest.raises(RequestError, match="overlaps another item or is outside"):
             llm.generate(prompt, GREEDY)
     llm.engine.manager.check()
     llm.close()

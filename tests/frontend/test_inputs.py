@@ -101,7 +101,7 @@ def llm(request: pytest.FixtureRequest) -> LLM:
         ({"prompt": LONE}, "lone surrogate"),
         ({"prompt": LONE, "prompt_token_ids": [5]}, "lone surrogate"),
         ({"prompt": "a", "multi_modal_data": 3}, "multi_modal_data is 3; allowed"),
-        ({"prompt": "a", "multi_modal_data": {"image": None}}, "None for an image"),
+        ({"prompt": "a", "multi_modal_data": {"image": None}}, "None as its image"),
         ({"prompt": "a", "multi_modal_uuids": {"image": ["x"]}}, "uuids without images"),
     ],
     ids=lambda value: None if isinstance(value, str) else name_of(value),

@@ -273,7 +273,7 @@ class EngineReplica:
             model_name=facts.hasher.model,
             silence=self._servers.silence,
             # Reads all weights now, so that the first image does not wait for that.
-            vision=await asyncio.to_thread(images.facts) if images is not None else None,
+            vision=await asyncio.to_thread(images.vision.facts) if images is not None else None,
         )
 
     async def answer(self, request: AnswerRequest) -> AsyncGenerator[RequestDelta]:

@@ -1,9 +1,9 @@
 """Chats: from messages to the token ids of a prompt that begins with the tokens of earlier turns.
 
-The next turn contains the reply as text. If the text is tokenized again, it often has other ids
-than the model sampled ("the" may have been "t" + "he"), and nothing after these ids hits. So ids
-are stored with the text that they decode to. A prompt that begins with a stored text gets the
-stored ids, and only the rest of the prompt is tokenized.
+The next turn contains the reply as text. The ids of this text often differ from the ids that the
+model sampled ("the" may have been "t" + "he"). Then nothing after the first difference hits the
+cache. So the sampled ids are stored with their text. A prompt that begins with a stored text gets
+the stored ids, and only the rest of the prompt is tokenized.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from headstart.frontend.chat.messages import (
     TemplateOrder,
     read_content,
     read_conversation,
-    refuse_image,
     render_arguments,
     text_parts,
 )
-from headstart.frontend.text import Spelling, TextLimit
+from headstart.frontend.text import REPLACEMENT, PromptCodec, TextLimit
 from headstart.validation import shorten
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 MAX_TEXTS = 4096
 MAX_BYTES = 64 * 2**20
-"""Limits of the memory: 4,096 texts, and 64 MiB of texts and token ids."""
 
 ENTRY_BYTES = 768
 """Bytes of a text's entry without its token ids: digest, table entries, head of the array."""
@@ -48,11 +46,10 @@ ENTRY_BYTES = 768
 SHARED = Namespace(None, None)
 """The namespace of turns without an adapter and without a salt."""
 
-# Tokens of context with which a piece of text is decoded. Decoders look back one token (a space
-# before a word) or three tokens (the bytes of a character).
+# Tokens of context to decode before other tokens. Decoders look back one token (a space before a
+# word) or three tokens (the bytes of a character).
 _CONTEXT = 8
 _MAX_TEMPLATES = 16  # templates whose `TemplateOrder` is cached
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class _Entry(NamedTuple):
@@ -64,12 +61,11 @@ class _Entry(NamedTuple):
 
 
 class TextIndex:
-    """Token ids by text: at most `max_texts` texts, which take at most `max_bytes` with their ids.
+    """Token ids by text: up to `max_texts` texts and `max_bytes`. Not thread-safe.
 
     A text is identified by a hash over adapter, salt and text. To find the longest stored prefix of
-    a text, BLAKE2 reads the text once and makes a digest at each distinct stored length. A digest
-    takes a few microseconds, so the number of texts is limited too. The least recently used text is
-    removed first. Not thread-safe.
+    a text, BLAKE2 reads the text once and makes a digest at each distinct stored length, in a few
+    microseconds each. The least recently used text is removed first.
     """
 
     def __init__(self, max_texts: int, max_bytes: int) -> None:
@@ -87,10 +83,7 @@ class TextIndex:
         self.num_bytes = 0  # bytes of entries and arrays; a shared array counts once
 
     def add(self, text: str, token_ids: array[int], count: int, namespace: Namespace) -> None:
-        """Store the first `count` ids as the ids of `text`; replace earlier ids.
-
-        If the ids of one text take more than `max_bytes`, they are not stored.
-        """
+        """Store the first `count` ids as the ids of `text`, if the array fits into `max_bytes`."""
         if _size(token_ids) + ENTRY_BYTES > self._max_bytes:
             return
         data = _encode(text)
@@ -159,7 +152,7 @@ def _make_hasher(namespace: Namespace) -> hashlib.blake2b:
 
 
 class ChatPrompt(NamedTuple):
-    """The text and ids of a conversation's prompt, for the next turn to find."""
+    """The text and ids of a conversation's prompt."""
 
     text: str
     token_ids: Sequence[int]
@@ -176,25 +169,24 @@ class RememberedTurn:
 
 
 class ConversationMemory:
-    """Rendering of chats, and memory of their earlier turns. Not thread-safe.
+    """Renderer of chats that remembers the token ids of earlier turns. Not thread-safe.
 
-    tokenizer: None for a model without one, which cannot chat. spelling: conversion of texts to ids
-    and back; defaults to the tokenizer's. limit: the longest conversation. max_texts: number of
-    stored texts, up to three for a turn. max_bytes: their memory; the texts of a turn share 4 bytes
-    for each token of its prompt and reply.
+    tokenizer: None for a model without one, which cannot chat. limit: the longest conversation.
+    max_texts: number of stored texts, up to three for a turn. max_bytes: memory for them; the texts
+    of a turn share 4 bytes for each token of its prompt and reply.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase | None,
         *,
-        spelling: Spelling | None = None,
+        codec: PromptCodec | None = None,
         limit: TextLimit | None = None,
         max_texts: int = MAX_TEXTS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._limit = limit or TextLimit(tokenizer, sys.maxsize)
-        self._spelling = spelling or Spelling(tokenizer, self._limit.max_model_len)
+        self._codec = codec or PromptCodec(tokenizer, self._limit.max_model_len)
         self._texts = TextIndex(max_texts, max_bytes)
         self._order = lru_cache(_MAX_TEMPLATES)(self._find_order)
 
@@ -202,26 +194,19 @@ class ConversationMemory:
         return len(self._texts)
 
     def render(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> str:
-        """Return the prompt's text, made by the chat template, up to the beginning of the reply.
-
-        Raises RequestError: no tokenizer, template or message; an invalid role or content; too
-        many messages; too long a text; or an error of the template.
-        """
+        """Return the prompt's text, made by the chat template. Raises RequestError."""
         options = options or TemplateOptions()
         texts = read_conversation(messages)
-        for place, message in enumerate(texts):  # parts are on separate lines, as in vLLM
-            parts = read_content(place, message, refuse_image)
+        for index, message in enumerate(texts):  # parts are on separate lines, as in vLLM
+            parts = read_content(index, message)
             message["content"] = "\n".join(part["text"] for part in parts)
             if options.chat_template_content_format == "openai":
                 message["content"] = text_parts(message)
         return self.apply_template(texts, options)
 
     def apply_template(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
-        """Return the prompt's text for messages whose contents already have the template's form.
-
-        Raises RequestError.
-        """
-        tokenizer = self._spelling.tokenizer
+        """Return the prompt's text for messages in the template's form. Raises RequestError."""
+        tokenizer = self._codec.tokenizer
         if not (tokenizer.chat_template or options.chat_template):
             raise RequestError("the model's tokenizer has no chat template; use a prompt instead")
         if len(messages) > self._limit.max_model_len:
@@ -247,42 +232,40 @@ class ConversationMemory:
         return text
 
     def _find_order(self, template: str, in_parts: bool) -> TemplateOrder:
-        """Return the `TemplateOrder` of a template."""
-        tokenizer = self._spelling.tokenizer
+        tokenizer = self._codec.tokenizer
         render = partial(tokenizer.apply_chat_template, tokenize=False, chat_template=template)
         return TemplateOrder(lambda messages: str(render(messages)), in_parts=in_parts)
 
     def encode(self, text: str, namespace: Namespace = SHARED) -> list[int]:
-        """Return the ids of a rendered text: the ids of its longest stored prefix, then the rest.
+        """Return the ids of a rendered text: stored ids of its longest stored prefix, then new ids.
 
-        The ids decode to the text. If the tokenizer changes texts (a normalizer, a dummy space),
-        they decode to the same text as freshly tokenized ids. Costs a hash over the text, a digest
-        for each distinct stored length, and tokenizing the rest.
+        All these ids decode to the text. If the tokenizer changes texts (a normalizer, a dummy
+        space), they decode to the same text as the ids of the whole text.
         """
-        spelling = self._spelling
+        codec = self._codec
         head, rest = self._texts.longest(text, namespace)
         if not head:
-            return spelling.tokenize(text)
+            return codec.encode(text)
         context = head[-_CONTEXT:]
-        shown = spelling.spell(context) + spelling.show(rest)
-        candidates = [spelling.tokenize(rest), *spelling.tokenize_anchored(rest)]
-        for following in candidates:
-            if spelling.spell([*context, *following]) == shown:
-                return head + following
-        anew = spelling.tokenize(text)
-        spelled = spelling.spell(anew)
-        for following in candidates:
-            if spelling.spell(head + following) == spelled:
-                return head + following
-        return anew
+        wanted = codec.decode(context) + codec.normalize(rest)
+        candidates = [codec.encode(rest), *codec.encode_anchored(rest)]
+        for tail in candidates:
+            if codec.decode([*context, *tail]) == wanted:
+                return head + tail
+        token_ids = codec.encode(text)
+        wanted = codec.decode(token_ids)
+        for tail in candidates:
+            if codec.decode(head + tail) == wanted:
+                return head + tail
+        return token_ids
 
     def remember(self, turn: RememberedTurn, namespace: Namespace = SHARED) -> None:
         """Store the ids of a turn that decode to its texts, for the next turn.
 
-        Tokens at the end that the reply does not show are left out: an end-of-turn token, which
-        the template adds again, text after a stop string, and an incomplete character. Templates
-        may drop white space at the end of a reply or rewrite the reply. So two shorter texts are
-        stored too: the turn without that white space, and the prompt without the reply.
+        Ids at the end that the reply does not show are not stored: an end-of-turn token, which the
+        template adds again, text after a stop string, and an incomplete character. A template may
+        drop white space at the end of a reply or rewrite the reply. So two shorter texts are stored
+        too: the turn without white space at its end, and the prompt without the reply.
         """
         token_ids = array("I", [*turn.prompt_token_ids, *turn.reply_token_ids])
         start = len(turn.prompt_token_ids)
@@ -292,37 +275,36 @@ class ConversationMemory:
             # Decode with context: some decoders drop a space at the beginning of a text, and bytes
             # of an incomplete character may change the text of the bytes before them.
             context = [*turn.prompt_token_ids[-_CONTEXT:]]
-            before = self._spelling.spell(context)
-            spelled = self._spelling.spell([*context, *turn.reply_token_ids[:count]])
-            if spelled.startswith(before):
-                text = self._spelling.quote(spelled.removeprefix(before))
+            before = self._codec.decode(context)
+            decoded = self._codec.decode([*context, *turn.reply_token_ids[:count]])
+            if decoded.startswith(before):
+                text = self._codec.escape(decoded.removeprefix(before))
                 texts[turn.prompt + text] = start + count
         texts[turn.prompt] = start  # even if the reply's tokens have no text
         for text, count in texts.items():
             self._texts.add(text, token_ids, count, namespace)
 
     def clear(self) -> None:
-        """Forget every turn."""
+        """Remove every turn."""
         self._texts.clear()
 
     def _count_shown(self, token_ids: Sequence[int], text: str) -> int:
-        """Return how many of a reply's first ids decode to the beginning of `text`.
+        """Return the number of a reply's first ids that decode to the beginning of `text`.
 
-        Only whole characters count. A space at the beginning does not, as ids without context may
-        lose it. More ids decode to longer texts, so a binary search finds the number; then tokens
-        of an incomplete character are subtracted.
+        A space at the beginning is ignored, as ids without context may lose it. A binary search
+        finds the number; then tokens of an incomplete character are subtracted.
         """
         text = text.lstrip(" ")
 
-        def spell(count: int) -> str:
-            return self._spelling.spell(token_ids[:count]).lstrip(" ")
+        def decode(count: int) -> str:
+            return self._codec.decode(token_ids[:count]).lstrip(" ")
 
         def is_beyond(count: int) -> bool:
-            return not text.startswith(spell(count).rstrip(_UNFINISHED))
+            return not text.startswith(decode(count).rstrip(REPLACEMENT))
 
         shown = bisect_left(range(len(token_ids) + 1), True, key=is_beyond) - 1
         for count in range(shown, max(shown - _CONTEXT, 0), -1):
-            spelled = spell(count)
-            if text.startswith(spelled) and not spelled.endswith(_UNFINISHED):
+            decoded = decode(count)
+            if text.startswith(decoded) and not decoded.endswith(REPLACEMENT):
                 return count
         return 0

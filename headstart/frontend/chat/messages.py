@@ -1,20 +1,20 @@
-"""Messages of a conversation in a form and an order that a chat template accepts.
+"""Messages of a conversation in a form and an order that a chat template supports.
 
 Some templates refuse a second system message, two turns of one role in a row, or a first turn of
-the assistant; others silently drop such a message. Small test conversations show which orders a
-template supports. Only other orders are changed:
+the assistant; others silently drop these messages. Small test conversations show the orders that a
+template supports. Other orders are changed:
 
     a system message behind others                text of a user's turn, within <system> tags
     several system messages at the beginning      one message
-    a system message, and the template has none   text of the user's first turn
+    a system message, if none is supported        text of the user's first turn
     turns of one role in a row                    one turn
     a user's turn behind a tool's result          text behind the result
     a user's turn behind a call without a result  an empty turn of the assistant between them
     an assistant or a tool that speaks first      an empty turn of the user before it
     a system message alone                        an empty turn of the user after it
 
-Texts are joined by an empty line. A message never changes the text of the messages before it, so a
-growing conversation begins with its earlier text.
+Texts are joined by an empty line. A message never changes the text of earlier messages, so the
+prompt of the next turn begins with the text of this one.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _RESERVED = {
 class TemplateOptions:
     """Options of a chat template, as in vLLM's `LLM.chat`. Raises RequestError.
 
-    chat_template: None for the model's. chat_template_content_format: contents are texts ("string")
-    or lists of parts ("openai"). continue_final_message: the answer continues the last message.
-    chat_template_kwargs: further variables of the template.
+    chat_template: None for the model's. chat_template_content_format: the template gets contents as
+    texts ("string") or lists of parts ("openai"). continue_final_message: the answer continues the
+    last message. chat_template_kwargs: further variables of the template.
     """
 
     chat_template: str | None = option(None)
@@ -93,10 +93,10 @@ class TemplateOptions:
 def read_conversation(messages: object) -> list[dict[str, Any]]:
     """Return the messages of a conversation in the form that templates expect.
 
-    Arguments of tool calls become a dict. If they are not a JSON object, they remain a text: see
-    `render_arguments`. Missing, null or empty content becomes an empty text, and a refusal a text.
-    `reasoning` and OpenRouter's `reasoning_details` become `reasoning_content`; a `function_call`
-    and its result become a tool call and a tool's result. Raises RequestError.
+    Arguments of tool calls become a dict; for arguments that are not a JSON object, see
+    `render_arguments`. Missing, null or empty content becomes an empty text. A refusal becomes a
+    text. `reasoning` and OpenRouter's `reasoning_details` become `reasoning_content`. A
+    `function_call` and its result become a tool call and a tool's result. Raises RequestError.
     """
     if isinstance(messages, (str, bytes, bytearray)) or not isinstance(messages, Sequence):
         raise RequestError(f"messages are a {type(messages).__name__}; allowed: a list of dicts")
@@ -104,17 +104,17 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
         raise RequestError("messages are empty; allowed: at least one message")
     read = []
     call_id = ""  # id of the last function_call, as its result has none
-    for place, original in enumerate(messages):
+    for index, original in enumerate(messages):
         if not isinstance(original, Mapping):
-            raise RequestError(f"message {place} is a {type(original).__name__}; allowed: a dict")
+            raise RequestError(f"message {index} is a {type(original).__name__}; allowed: a dict")
         message = dict(original)
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise RequestError(f"message {place} has the role {describe(role)}; allowed: a name")
-        check_utf8(f"the role of message {place}", role)
+            raise RequestError(f"message {index} has the role {describe(role)}; allowed: a name")
+        check_utf8(f"the role of message {index}", role)
         function = message.pop("function_call", None)
         if function is not None and not message.get("tool_calls"):
-            call_id = f"call{place:05}"  # nine letters, as Mistral's templates require
+            call_id = f"call{index:05}"  # nine letters, as Mistral's templates require
             message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
         if role == "function":
             message |= {"role": "tool", "tool_call_id": call_id}
@@ -173,9 +173,9 @@ Render = Callable[[list[dict[str, Any]]], str]
 def render_arguments(messages: Sequence[Message], render: Render) -> str:
     """Render messages whose tool calls may have arguments that are not a JSON object.
 
-    Such arguments (of a call that was cut off) are a text, which the `tojson` of templates would
-    quote. So the template gets a marker instead, or a dict with the marker if it iterates over
-    arguments. Then the text replaces the marker in the prompt.
+    The arguments of a call that was cut off are a text, which the filter `tojson` of templates
+    would quote. So the template gets a marker instead. A template that iterates over arguments gets
+    a dict with the marker. In the prompt, the text then replaces the marker.
     """
     texts: dict[str, str] = {}  # by marker
 
@@ -210,45 +210,41 @@ def render_arguments(messages: Sequence[Message], render: Render) -> str:
 
 
 TakeImage = Callable[[int, Mapping[str, Any]], dict[str, Any]]
-"""A function of a message's index and a part: it removes the image and returns the new part."""
+"""A function of a message's index and a part with an image; it returns the template's part."""
 
 
-def read_content(place: int, message: Message, take_image: TakeImage) -> list[dict[str, Any]]:
-    """Return the parts of a message, which are texts or results of `take_image`.
-
-    Raises RequestError.
-    """
+def read_content(
+    index: int, message: Message, take_image: TakeImage | None = None
+) -> list[dict[str, Any]]:
+    """Return the parts of a message: texts and results of `take_image`. Raises RequestError."""
     content = message.get("content")
     if not isinstance(content, (str, list, tuple)):
         raise RequestError(
-            f"message {place} has {describe_content(content)}; allowed: a text or a list of parts"
+            f"message {index} has {describe_content(content)}; allowed: a text or a list of parts"
         )
     read = []
     for part in text_parts(message) if isinstance(content, str) else content:
         kind = kind_of_part(part)
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(text, str):
-            check_utf8(f"message {place}", text)
+            check_utf8(f"message {index}", text)
             read.append({"type": "text", "text": text})
         elif kind in ("image", "image_pil", "image_url") and isinstance(part, Mapping):
-            read.append(take_image(place, part))
+            if take_image is None:
+                raise RequestError(f"message {index} has an image, and the model takes only text")
+            read.append(take_image(index, part))
         else:
             raise RequestError(
-                f"message {place} has a part of type {describe(kind)}; allowed: "
+                f"message {index} has a part of type {describe(kind)}; allowed: "
                 '{"type": "text", "text": "..."}, and image_url or image for a model with vision'
             )
     return read
 
 
-def refuse_image(place: int, part: Mapping[str, Any]) -> dict[str, Any]:
-    """Raise RequestError, for a model without vision."""
-    raise RequestError(f"message {place} has an image, and the model takes only text")
-
-
 def text_parts(message: Message) -> list[dict[str, Any]]:
-    """Return a message's text as a list of parts; an empty list for calls without a text.
+    """Return a message's text as a list of parts, which is empty for tool calls without a text.
 
-    Templates write a line break between content and calls, even for an empty part.
+    After an empty part, templates would write a line break before the calls.
     """
     if not message["content"] and message.get("tool_calls"):
         return []
@@ -267,7 +263,7 @@ def describe_content(content: object) -> str:
 
 
 def kind_of_part(part: object) -> str:
-    """Return the type of a content part; for any other value, its Python type."""
+    """Return the type of a content part; the Python type of another value."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return kind if isinstance(kind, str) else type(part).__name__
 
@@ -285,14 +281,14 @@ _PAIRS = {
     "CU": "UCU",
     "TU": "UCTU",
 }
-"""Pairs of roles that some templates refuse in a row (C is an assistant's call), and a test
-conversation with each pair."""
+"""Test conversations for pairs of roles that some templates refuse in a row. C is an assistant's
+message with a tool call; the other letters are the first letters of the roles."""
 
 
 class TemplateOrder:
-    """Conversion of conversations to an order that a template supports.
+    """Converter of conversations to an order that a template supports.
 
-    render: applies the template; raises an exception if the template refuses a conversation.
+    render: applies the template; raises any exception if the template refuses a conversation.
     in_parts: contents are lists of parts.
     """
 
@@ -304,7 +300,7 @@ class TemplateOrder:
     def arrange(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return the messages in an order that the template supports."""
         arranged: list[dict[str, Any]] = []
-        is_beginning = True  # there were only system messages so far
+        is_beginning = True  # True while all earlier messages are system messages
         for message in map(dict, messages):
             role = message["role"]
             if role == "system":
@@ -330,7 +326,7 @@ class TemplateOrder:
         return arranged
 
     def _needs_user(self, beginning: Sequence[Message]) -> bool:
-        """Return True if the template requires a user turn between `beginning` and an assistant."""
+        """Return True if the template requires a user's turn after `beginning`."""
         if not beginning:
             return not self._takes("AU")
         is_system = beginning[-1]["role"] == "system"
@@ -354,18 +350,18 @@ class TemplateOrder:
     def _try(self, roles: str, baseline: str = "UAU") -> bool:
         """Return True if the template shows all turns of these roles in order.
 
-        Also return True if the template does not show `baseline`, since it then fails for another
+        Return True too if it does not show the roles of `baseline`: then it fails for another
         reason.
         """
         return self._shows(roles) or not self._shows(baseline)
 
     def _shows(self, roles: str) -> bool:
-        messages = [self._example(role, f"turn{place}") for place, role in enumerate(roles)]
+        messages = [self._example(role, f"turn{index}") for index, role in enumerate(roles)]
         try:
             shown = self._render(messages)
         except Exception:  # a template is a program, which may raise anything
             return False
-        places = [shown.find(f"turn{place}") for place in range(len(roles))]
+        places = [shown.find(f"turn{index}") for index in range(len(roles))]
         return -1 not in places and all(first < second for first, second in pairwise(places))
 
     def _example(self, role: str, text: str) -> dict[str, Any]:

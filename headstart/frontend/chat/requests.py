@@ -1,12 +1,13 @@
 """Requests of conversations, whose prompts begin with the token ids of earlier turns.
 
 The chat template writes a placeholder for an image. Each placeholder is replaced by a mark with the
-image's digest and shape, so that the text alone determines the token ids:
+image's digest and shape, so that the text alone determines the token ids. A placeholder that is
+ordinary text in a message is replaced by an empty mark:
 
-    user: ⟨digest 16x16⟩What is this?      <image> spelled in a message: ⟨⟩
+    user: ⟨digest 16x16⟩What is this?      user: What does ⟨⟩ mean?
 
-The brackets are two code points that Unicode reserves for internal use; a text that contains them
-is refused.
+The brackets are two code points that Unicode reserves for internal use. A text with one of them is
+refused.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from headstart.frontend.chat.messages import (
 )
 from headstart.frontend.frontend import Frontend, check_request
 from headstart.frontend.images.decoding import ImageSource, is_data_url
-from headstart.frontend.images.prompt import IMAGE_MARK, ImageOwner, ImagePrompts, LoadedImage
-from headstart.frontend.text import Spelling
+from headstart.frontend.images.prompt import IMAGE_MARK, ImagePrompts, LoadedImage
+from headstart.frontend.text import PromptCodec
 from headstart.validation import describe, shorten
 
 if TYPE_CHECKING:
@@ -44,15 +45,15 @@ if TYPE_CHECKING:
 Conversation = Sequence[Message]
 """A chat so far: dicts with "role" and "content"."""
 
-_MAX_TEMPLATES = 16  # templates whose support of parts is cached
-_FOLLOWING = ("a", " 0")  # texts that no tokenizer merges with a prefix in the same way
+_MAX_TEMPLATES = 16  # templates in the cache of `_takes_parts`
+_CONTINUATIONS = ("a", " 0")  # no tokenizer merges both with a prefix in the same way
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_QUOTED = _OPEN + _CLOSE
+_ESCAPED = _OPEN + _CLOSE
 _MARK = re.compile(f"({_OPEN}[^{_CLOSE}]*{_CLOSE})")
 
 
-class ImageSpelling(Spelling):
-    """Spelling of texts with marks for images; the id of an image's tokens is `IMAGE_MARK`."""
+class ImagePromptCodec(PromptCodec):
+    """Codec of texts with marks for images. The tokens of an image have the id `IMAGE_MARK`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, images: ImagePrompts) -> None:
         super().__init__(tokenizer)
@@ -60,8 +61,8 @@ class ImageSpelling(Spelling):
 
     def mark(self, text: str, loaded: Sequence[LoadedImage]) -> str:
         """Replace each placeholder of a rendered text by a mark. Raises RequestError."""
-        unquoted = text.replace(_QUOTED, "")
-        if _OPEN in unquoted or _CLOSE in unquoted:
+        unescaped = text.replace(_ESCAPED, "")
+        if _OPEN in unescaped or _CLOSE in unescaped:
             raise RequestError("the conversation has U+FDD0 or U+FDD1, which are not characters")
         marked, *others = text.split(self.images.placeholder)
         if len(others) != len(loaded):
@@ -73,53 +74,54 @@ class ImageSpelling(Spelling):
             marked += f"{_OPEN}{image.digest.hex()} {shape}{_CLOSE}{other}"
         return marked
 
-    def tokenize(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         token_ids: list[int] = []
         for part in _MARK.split(text):
-            if part == _QUOTED:
-                token_ids += self.images.spelled
+            if part == _ESCAPED:
+                token_ids += self.images.placeholder_text_ids
             elif part.startswith(_OPEN):
                 token_ids += self._expand(part)
             elif token_ids:
                 token_ids += self.images.tokenize_after(part)
             elif part:
-                token_ids += super().tokenize(part)
+                token_ids += super().encode(part)
         return token_ids
 
-    def spell(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         token = self.images.token_id
-        return super().spell([token if i == IMAGE_MARK else i for i in token_ids])
+        return super().decode([token if i == IMAGE_MARK else i for i in token_ids])
 
-    def show(self, text: str) -> str:
+    def normalize(self, text: str) -> str:
         def show_mark(match: re.Match[str]) -> str:
             mark = match[0]
-            return self.images.placeholder if mark == _QUOTED else self.spell(self._expand(mark))
+            return self.images.placeholder if mark == _ESCAPED else self.decode(self._expand(mark))
 
         return _MARK.sub(show_mark, text)
 
-    def quote(self, text: str) -> str:
-        return text.replace(self.images.placeholder, _QUOTED)
+    def escape(self, text: str) -> str:
+        return text.replace(self.images.placeholder, _ESCAPED)
 
     def _expand(self, mark: str) -> list[int]:
-        """Return the token ids of a mark."""
         shape = mark[:-1].rpartition(" ")[2].split("x")
         return self.images.marked_expansion(tuple(map(int, shape)))
 
 
 class ChatRequests:
-    """Maker of requests of conversations; it stores the answers for the next turn. Thread-safe."""
+    """Maker of requests of conversations, which stores answers for the next turn. Thread-safe.
+
+    chat_template: the default template of requests; None for the tokenizer's.
+    """
 
     def __init__(self, frontend: Frontend, chat_template: str | None = None) -> None:
-        """Make requests for `frontend`; `chat_template` replaces the tokenizer's as default."""
         self._frontend = frontend
         self.chat_template = chat_template
         self._lock = threading.Lock()
         self._takes_parts = lru_cache(_MAX_TEMPLATES)(self._try_parts)
-        self._spelling: ImageSpelling | None = None
+        self._codec: ImagePromptCodec | None = None
         if frontend.images is not None:
-            self._spelling = ImageSpelling(frontend.tokenizer, frontend.images)
+            self._codec = ImagePromptCodec(frontend.tokenizer, frontend.images)
         self._memory = ConversationMemory(
-            frontend.tokenizer, spelling=self._spelling, limit=frontend.text_limit
+            frontend.tokenizer, codec=self._codec, limit=frontend.text_limit
         )
 
     def prepare(
@@ -144,25 +146,27 @@ class ChatRequests:
         template = template or TemplateOptions()
         if template.chat_template is None:
             template = replace(template, chat_template=self.chat_template)
-        spelling, before = self._spelling, ""
-        if spelling is None:
+        codec, before = self._codec, ""
+        if codec is None:
             with self._lock:
                 text = self._memory.render(messages, template)
                 if self._frontend.facts.num_states and template.add_generation_prompt:
-                    # The next turn may not continue with the generation prompt.
+                    # The next turn may not continue with the generation prompt. Some templates
+                    # require it; then the request has no fork.
                     plain = replace(template, add_generation_prompt=False)
-                    with suppress(RequestError):  # only a hint; a template may require the prompt
+                    with suppress(RequestError):
                         before = self._memory.render(messages, plain)
                 chat = ChatPrompt(text, self._memory.encode(text, namespace))
             prompt = PreparedPrompt(chat.token_ids, text)
         else:
-            tenant = ImageOwner(salt, params.similar_images and params.is_stored)
-            text, loaded = self._read_images(messages, tenant, template, spelling)
+            text, sources, uuids = self._render_images(messages, template, codec)
+            similar = params.similar_images and params.is_stored
+            loaded = codec.images.read(sources, uuids, salt, similar=similar)
             with self._lock:
-                text = spelling.mark(text, loaded)
+                text = codec.mark(text, loaded)
                 chat = ChatPrompt(text, self._memory.encode(text, namespace))
-            readable = _MARK.sub(spelling.images.placeholder, text)
-            prompt = spelling.images.settle(readable, chat.token_ids, loaded)
+            readable = _MARK.sub(codec.images.placeholder, text)
+            prompt = codec.images.build(readable, chat.token_ids, loaded)
         group = self._frontend.prepare(
             prompt, params, request_id=request_id, salt=salt, adapter=adapter, priority=priority
         )
@@ -175,43 +179,38 @@ class ChatRequests:
                 request.sequence.forks = [len(chat.token_ids) - count]
         return group
 
-    def _read_images(
-        self,
-        messages: Conversation,
-        tenant: ImageOwner,
-        template: TemplateOptions,
-        spelling: ImageSpelling,
-    ) -> tuple[str, list[LoadedImage]]:
-        """Return the rendered text and the images, which are read only if the text is not too long.
+    def _render_images(
+        self, messages: Conversation, template: TemplateOptions, codec: ImagePromptCodec
+    ) -> tuple[str, list[ImageSource], list[str | None]]:
+        """Return the rendered text, the sources and the uuids of its images.
 
         Raises RequestError.
         """
         sources: list[ImageSource] = []
-        ids: list[str | None] = []
+        uuids: list[str | None] = []
 
-        def take_image(place: int, part: Mapping[str, Any]) -> dict[str, Any]:
-            sources.append(_find_image(place, part))
-            ids.append(part.get("uuid"))
+        def take_image(index: int, part: Mapping[str, Any]) -> dict[str, Any]:
+            sources.append(_find_image(index, part))
+            uuids.append(part.get("uuid"))
             return {"type": "image"}
 
-        placeholder = spelling.images.placeholder
+        placeholder = codec.images.placeholder
         in_parts = template.chat_template_content_format == "openai"
         if template.chat_template_content_format == "auto":
             in_parts = self._takes_parts(template.chat_template, placeholder)
         read = read_conversation(messages)
-        for place, message in enumerate(read):
-            parts = read_content(place, message, take_image)
+        for index, message in enumerate(read):
+            parts = read_content(index, message, take_image)
             for part in parts:
                 if part["type"] == "text":
                     if _OPEN in part["text"] or _CLOSE in part["text"]:
                         raise RequestError(
-                            f"message {place} has U+FDD0 or U+FDD1, which are not characters"
+                            f"message {index} has U+FDD0 or U+FDD1, which are not characters"
                         )
-                    part["text"] = spelling.quote(part["text"])
+                    part["text"] = codec.escape(part["text"])
             texts = [part.get("text", placeholder) for part in parts]
             message["content"] = parts if in_parts else "\n".join(texts)
-        text = self._memory.apply_template(read, template)
-        return text, spelling.images.read(sources, ids, tenant)
+        return self._memory.apply_template(read, template), sources, uuids
 
     def _try_parts(self, chat_template: str | None, placeholder: str) -> bool:
         """Return True if the template supports parts and shows images."""
@@ -228,7 +227,7 @@ class ChatRequests:
 
         A text is a prefix of prompts and of system messages. Only tokens that do not depend on the
         text after the prefix are shared. Raises RequestError for a text that the model supports in
-        neither place, and CacheError for a value that is not a token.
+        neither place, and CacheError for an invalid token id.
         """
         hasher = self._frontend.facts.hasher
         if not isinstance(prefix, Collection):
@@ -236,17 +235,15 @@ class ChatRequests:
         if not isinstance(prefix, str):
             return hasher.publish(prefix)
         params = SamplingParams(temperature=0, max_tokens=1)
-        pairs = [[self._frontend.prepare(prefix + text, params) for text in _FOLLOWING]]
+        pairs = [[self._frontend.prepare(prefix + text, params) for text in _CONTINUATIONS]]
         with suppress(RequestError):  # no template, or a template without a system message
             system = {"role": "system", "content": prefix}
-            chats = [[system, {"role": "user", "content": text}] for text in _FOLLOWING]
+            chats = [[system, {"role": "user", "content": text}] for text in _CONTINUATIONS]
             pairs.append([self.prepare(chat, params) for chat in chats])
         heads = []
         for first, second in pairs:
-            pairs_of_ids = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
-            heads.append(
-                [left for left, _ in takewhile(lambda ids: ids[0] == ids[1], pairs_of_ids)]
-            )
+            ids = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
+            heads.append([left for left, _ in takewhile(lambda pair: pair[0] == pair[1], ids)])
         return max(hasher.publish(head) for head in heads)
 
     def remember(self, group: RequestGroup, output: RequestOutput) -> None:
@@ -263,35 +260,35 @@ class ChatRequests:
         """Remember a conversation of another process, with the ids of its generated replies.
 
         replies: ids by the index of the message. Ids that do not decode to the message are ignored.
-        Does nothing if the model has vision. Raises RequestError if the template refuses the
-        conversation, and for invalid ids or indices.
+        Has no effect if the model has vision. Raises RequestError for invalid ids or indices, and
+        if the template refuses the conversation.
         """
-        for place, token_ids in replies.items():
-            is_reply = type(place) is int and place in range(len(messages))
+        for index, token_ids in replies.items():
+            is_reply = type(index) is int and index in range(len(messages))
             if not is_reply or not all(type(token) is int and token >= 0 for token in token_ids):
                 raise RequestError(
-                    f"reply_token_ids has {describe(token_ids)} at {describe(place)}; allowed: "
+                    f"reply_token_ids has {describe(token_ids)} at {describe(index)}; allowed: "
                     f"token ids by the index of a message, from 0 to {len(messages) - 1}"
                 )
-        if self._spelling is not None:
+        if self._codec is not None:
             return
         size = self._frontend.facts.vocab_size
         options = TemplateOptions(chat_template=self.chat_template)
-        for place, token_ids in sorted(replies.items()):
-            text = messages[place].get("content")
+        for index, token_ids in sorted(replies.items()):
+            text = messages[index].get("content")
             if token_ids and max(token_ids) < size and isinstance(text, str):
                 with self._lock:
-                    prompt = self._memory.render(messages[:place], options)
+                    prompt = self._memory.render(messages[:index], options)
                     turn = RememberedTurn(prompt, self._memory.encode(prompt), text, token_ids)
                     self._memory.remember(turn)
 
     def clear(self) -> None:
-        """Forget the answers; later turns are tokenized completely."""
+        """Remove the stored turns. Later turns are tokenized completely."""
         with self._lock:
             self._memory.clear()
 
 
-def _find_image(place: int, part: Mapping[str, Any]) -> ImageSource:
+def _find_image(index: int, part: Mapping[str, Any]) -> ImageSource:
     """Return the image of a part. Raises RequestError.
 
     A part is `{"type": "image_url", "image_url": {"url": ...}}` with a data: URL, or `{"type":
@@ -305,7 +302,7 @@ def _find_image(place: int, part: Mapping[str, Any]) -> ImageSource:
     if source is None or (isinstance(source, str) and not is_data_url(source)):
         value = "None" if source is None else shorten(repr(source))
         raise RequestError(
-            f"message {place} has an image that is {value}; allowed: a data: URL (nothing is "
+            f"message {index} has an image that is {value}; allowed: a data: URL (nothing is "
             "fetched), in Python also a Pillow image, bytes or a pathlib.Path"
         )
     return source

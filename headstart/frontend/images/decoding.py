@@ -27,21 +27,21 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 MAX_ASPECT = 200
 """Largest ratio of the sides, as in Qwen2-VL's processor. Other processors scale the shorter side
-to a fixed length, which would turn an image of 1 × 30,000,000 pixels into gigabytes."""
+to a fixed length, so an image of 1 × 30,000,000 pixels would need gigabytes."""
 
 MAX_BYTES_PER_PIXEL = 4
 HEADER_BYTES = 2**20
 
 _decoding = threading.Lock()
 
-_GRAY_STEPS = {"L;2": 85, "L;4": 17}
-"""Factor from a PNG level of 2 or 4 bits to 8 bits. Pillow scales the pixels, but not the level
-that the file declares transparent."""
+_GRAY_FACTORS = {"L;2": 85, "L;4": 17}
+"""Factor from a gray level of 2 or 4 bits in a PNG to 8 bits. Pillow scales the pixels, but not the
+level that is transparent."""
 
 _SPACES = " \t\r\n\f\v"
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 
-# O_NONBLOCK: otherwise opening a named pipe waits for its writer. Windows has no such pipes.
+# Without O_NONBLOCK, opening a named pipe waits for its writer. Windows does not have this flag.
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -53,7 +53,7 @@ def file_limit(max_pixels: int) -> int:
 def decode_image(source: ImageSource, max_pixels: int) -> Image:
     """Return the image in RGB, upright, on white where it is transparent. Raises RequestError.
 
-    For an opaque picture of 8 bits, transformers' and vLLM's loaders return the same pixels.
+    The pixels of an opaque image of 8 bits are the same as in transformers and vLLM.
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
@@ -68,9 +68,9 @@ def decode_image(source: ImageSource, max_pixels: int) -> Image:
             level = opened.info.get("transparency")
             tile: Any = opened.tile
             if opened.mode == "L" and isinstance(level, int) and tile:  # not decoded yet
-                opened.info["transparency"] = level * _GRAY_STEPS.get(tile[0][3], 1)
+                opened.info["transparency"] = level * _GRAY_FACTORS.get(tile[0][3], 1)
         _check_size(*opened.size, max_pixels)
-        # A user's Pillow image may be in several prompts; two threads must not decode it at once.
+        # A user's Pillow image may be in several prompts, and Pillow decodes it on first use.
         with _decoding if opened is source else nullcontext():
             upright = ImageOps.exif_transpose(opened)
         return to_rgb(upright)
@@ -85,8 +85,7 @@ def decode_image(source: ImageSource, max_pixels: int) -> Image:
             f"an image cannot be read: it has an unknown format or is damaged; allowed: "
             f"{', '.join(FORMATS)}"
         ) from error
-    # Pillow raises OSError, SyntaxError, ValueError, struct.error or EOFError, depending on format.
-    except Exception as error:
+    except Exception as error:  # depends on the format: OSError, SyntaxError, struct.error, ...
         raise RequestError(
             f"an image cannot be read: {type(error).__name__}: {shorten(str(error))}"
         ) from error
@@ -107,14 +106,14 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
 
 
 def to_rgb(image: Image) -> Image:
-    """Convert an image of any mode to RGB, over a white ground where it is transparent."""
+    """Convert an image of any mode to RGB, on white where it is transparent."""
     from PIL import Image
 
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _scale_gray(image)
     level = image.info.get("transparency")
     if image.mode == "RGB" and isinstance(level, tuple) and max(level) > 255:
-        # The transparent level has 16 bits, of which Pillow's pixels have only the upper 8.
+        # The transparent level has 16 bits, but Pillow's pixels have only the upper 8 of them.
         image.info["transparency"] = tuple(channel >> 8 for channel in level)
     if not image.has_transparency_data:
         return image.convert("RGB")
@@ -129,9 +128,9 @@ def to_rgb(image: Image) -> Image:
 def _scale_gray(image: Image) -> Image:
     """Convert gray of 16 or 32 bits, or of floats, to 8 bits. Pillow would clip it at 255.
 
-    Levels of 16 bits lose their lower 8 bits, as in Pillow's RGB. For levels of 32 bits and floats,
-    a range is scaled to 0 .. 255: the smallest of 0 .. 1 (only floats), 0 .. 255 and 0 .. 65,535
-    that contains all levels. If none does, the range is from the lowest level to the highest.
+    Levels of 16 bits lose their lower 8 bits, as in Pillow's RGB. Levels of 32 bits and floats are
+    scaled from a range to 0 .. 255. The range is the smallest of 0 .. 1 (only floats), 0 .. 255 and
+    0 .. 65,535 that contains all levels. If none does, it is from the lowest level to the highest.
     """
     from PIL import Image
 
@@ -177,7 +176,7 @@ def read_source(source: ImageSource, limit: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):  # a device or a pipe may be endless
             raise RequestError(f"an image's path {describe(str(source))} is not a regular file")
         _check_bytes(status.st_size, limit)
-        data = file.read(limit + 1)  # files in /proc have size 0, and any file may grow
+        data = file.read(limit + 1)  # the file may grow, and files in /proc have size 0
     _check_bytes(len(data), limit)
     return data
 
@@ -193,11 +192,8 @@ def read_data_url(url: str, limit: int) -> bytes:
     head = url[: max(comma, 0)]
     if not is_data_url(head) or not head.lower().endswith(";base64"):
         raise RequestError(f"an image's URL is {describe(url)}; allowed: data:image/...;base64,...")
-    if (len(url) - comma - 1) // 4 * 3 > limit:
-        extra = sum(url.count(space, comma) for space in _SPACES) + 2 * url.count("%", comma)
-        end = unquote(url[-12:]).rstrip(_SPACES)
-        padding = end.endswith("=") + end.endswith("==")
-        _check_bytes((len(url) - comma - 1 - extra) // 4 * 3 - padding, limit)
+    others = sum(url.count(mark, comma) for mark in f"{_SPACES}=") + 3 * url.count("%", comma)
+    _check_bytes((len(url) - comma - 1 - others) * 3 // 4, limit)  # before the text is copied
     try:
         data = decode_base64(url[comma + 1 :])
     except ValueError as error:

@@ -1,14 +1,14 @@
 """Prompts with images: from placeholders in a text to items, embeddings and positions.
 
 A placeholder is a token (`<image>`, `<|image_pad|>`) that stands for an image. It is repeated once
-for each embedding of the image. While a prompt is built, image tokens have a special mark as their
-id, so they are never recognized by the placeholder's id. A user's text that contains the
-placeholder stays text, and so does a placeholder that the model generates.
+for each embedding of the image. While a prompt is built, the tokens of images have the id
+`IMAGE_MARK` instead of the placeholder's id. So a placeholder that a user's text contains or the
+model generates stays text.
 
 An image's digest is SHA-256 over everything that determines its embeddings: the fingerprint of the
-vision tower and its processor, the pixels as the processor gets them, and the user's own id for
-the image, if any. Each field is preceded by its length. The user's id can only separate equal
-images, never join different images.
+vision tower and its processor, the size and the RGB pixels, and the user's uuid of the image, if
+any. Each field is preceded by its length. Equal images with different uuids have different digests;
+different images never have the same digest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from headstart.errors import EngineError, RequestError
 from headstart.frontend.images.decoding import ImageSource, decode_image
 from headstart.frontend.text import encode_text
 from headstart.imports import load_module
-from headstart.models.decoder import PlacedImage, ProcessedImage, VisionFacts, VisionModel
+from headstart.models.decoder import PlacedImage, ProcessedImage, VisionModel
 from headstart.validation import describe, shorten
 
 if TYPE_CHECKING:
@@ -53,26 +53,12 @@ IMAGE_MARK = MAX_TOKEN_ID
 _SHAPES = 4096  # images whose shape is cached
 
 
-class ImageOwner(NamedTuple):
-    """The owner of images: one cache salt, or none.
-
-    similar: a similar earlier image of the same tenant may replace an image.
-    """
-
-    salt: str | None
-    similar: bool = False
-
-
-NO_OWNER = ImageOwner(None)
-"""The owner of images without a salt."""
-
-
 @dataclass(frozen=True, eq=False)
 class LoadedImage:
     """An image that is ready for a prompt, and the salt of its tenant.
 
-    digest: identifies its embeddings. picture: its pixels, if the request accepts similar images.
-    is_similar: it replaces the request's image, which is a copy of it.
+    picture: the RGB image, if the request accepts similar images. is_similar: this earlier image
+    replaces the request's image, which is a copy.
     """
 
     digest: bytes
@@ -88,36 +74,38 @@ class ImageReader:
     def __init__(self, vision: VisionModel, max_pixels: int) -> None:
         self._vision = vision
         self._max_pixels = max_pixels
-        # Shapes of processed images, the most recently used last.
+        # Shapes of processed images, the least recently used first.
         self._shapes: dict[EncoderKey, tuple[int, ...]] = {}
         self._lock = threading.Lock()
 
     def read(
-        self, source: ImageSource, own_id: str | None = None, tenant: ImageOwner = NO_OWNER
+        self,
+        source: ImageSource,
+        uuid: str | None = None,
+        salt: str | None = None,
+        similar: bool = False,
     ) -> LoadedImage:
-        """Read, check and process a tenant's image. Raises RequestError."""
+        """Read, check and process an image of the tenant with this salt. Raises RequestError."""
         image = decode_image(source, self._max_pixels)
         hasher = hashlib.sha256(b"headstart-image/1")
         size = struct.pack("<II", *image.size)
-        name = b"" if own_id is None else b"\x01" + own_id.encode("utf-8", "surrogatepass")
+        name = b"" if uuid is None else b"\x01" + uuid.encode("utf-8", "surrogatepass")
         for part in (self._vision.fingerprint(), size, image.tobytes(), name):
             hasher.update(struct.pack("<Q", len(part)))
             hasher.update(part)
         digest = hasher.digest()
-        picture = image if tenant.similar and own_id is None else None
-        processed = self._process(image, EncoderKey(tenant.salt, digest))
-        return LoadedImage(digest, processed, tenant.salt, picture)
+        picture = image if similar and uuid is None else None
+        return LoadedImage(digest, self._process(image, EncoderKey(salt, digest)), salt, picture)
 
     def receive(self, sent: SentImage, salt: str | None) -> LoadedImage:
-        """Process a tenant's image that another process has read. Raises RequestError."""
+        """Process an image that another process has read. Raises RequestError."""
         from PIL import Image
 
-        image = Image.fromarray(sent.pixels)
-        processed = self._process(image, EncoderKey(salt, sent.digest))
-        return LoadedImage(sent.digest, processed, salt)
+        key = EncoderKey(salt, sent.digest)
+        return LoadedImage(sent.digest, self._process(Image.fromarray(sent.pixels), key), salt)
 
     def _process(self, image: Image, key: EncoderKey) -> ProcessedImage:
-        """Process an image; if its shape is known, delay this until it is encoded.
+        """Process an image. If its shape is known, it is processed only when it is encoded.
 
         Processing is most of the cost of an image whose embeddings are cached.
         """
@@ -128,9 +116,7 @@ class ImageReader:
                 return self._vision.recall(image, shape)
         try:
             processed = self._vision.process(image)
-        # Processors raise ValueError for input that they refuse, and OverflowError, IndexError,
-        # MemoryError and others for unexpected input.
-        except Exception as error:
+        except Exception as error:  # a processor may raise anything for unexpected pixels
             raise RequestError(
                 f"the image processor refuses an image of {image.width} × {image.height} pixels: "
                 f"{type(error).__name__}: {shorten(str(error))}"
@@ -143,7 +129,7 @@ class ImageReader:
 
 
 class ImagePrompts:
-    """Maker of prompts with images. Thread-safe. budget: the engine's."""
+    """Maker of prompts with images. Thread-safe."""
 
     def __init__(
         self,
@@ -153,39 +139,35 @@ class ImagePrompts:
         budget: EncoderBudget,
     ) -> None:
         self.budget, self.cache = budget, budget.cache
-        # Imported here, because it needs Pillow, which only models with vision need.
+        # Imported here, because it imports Pillow, which only models with vision need.
         similar = load_module("headstart.frontend.images.similar")
         self._similar = similar.SimilarImages(self.cache)
-        self._vision = vision
+        self.vision = vision
         self._tokenizer = tokenizer
         self._reader = ImageReader(vision, config.max_image_pixels)
         self._limit = config.max_images
         self.token_id = vision.image_token_id
         self.placeholder = ""
-        self.spelled: list[int] = []  # ids of the placeholder as ordinary text
+        self.placeholder_text_ids: list[int] = []
         if tokenizer is not None:
             self.placeholder = str(tokenizer.convert_ids_to_tokens(self.token_id))
-            self.spelled = tokenizer.encode(
+            self.placeholder_text_ids = tokenizer.encode(
                 self.placeholder, add_special_tokens=False, split_special_tokens=True
             )
 
     def clear(self) -> None:
-        """Forget every image that no request uses. Must run in the engine's thread."""
+        """Remove every image that no request uses. Must run in the engine's thread."""
         self.cache.clear()
         self._similar.clear()
 
-    def facts(self) -> VisionFacts:
-        """Return `VisionModel.facts`."""
-        return self._vision.facts()
-
     def _as_list(self, sources: Any) -> list[Any]:
         """Return one image or several as a list. Raises RequestError for more than `max_images`."""
-        several = list(sources) if isinstance(sources, (list, tuple)) else [sources]
-        if len(several) > self._limit:
+        images = list(sources) if isinstance(sources, (list, tuple)) else [sources]
+        if len(images) > self._limit:
             raise RequestError(
-                f"the prompt has {len(several)} images; allowed: up to {self._limit} (max_images)"
+                f"the prompt has {len(images)} images; allowed: up to {self._limit} (max_images)"
             )
-        return several
+        return images
 
     def check_placeholders(self, token_ids: Sequence[int], sources: Any) -> None:
         """Raise RequestError unless a prompt has one placeholder for each image."""
@@ -198,28 +180,26 @@ class ImagePrompts:
             )
 
     def read(
-        self, sources: Any, own_ids: Any = None, tenant: ImageOwner = NO_OWNER
+        self, sources: Any, uuids: Any, salt: str | None, *, similar: bool
     ) -> list[LoadedImage]:
-        """Read and check images. own_ids: the user's ids of the images, None for no id."""
-        several = self._as_list(sources)
-        ids = [None] * len(several) if own_ids is None else self._as_list(own_ids)
-        if len(ids) != len(several) or not all(i is None or isinstance(i, str) for i in ids):
+        """Read and check images. similar: earlier images may replace them. Raises RequestError."""
+        images = self._as_list(sources)
+        names = [None] * len(images) if uuids is None else self._as_list(uuids)
+        if len(names) != len(images) or not all(isinstance(name, str | None) for name in names):
             raise RequestError(
-                f"the ids of {len(several)} images are {describe(ids)}; allowed: a text or None "
+                f"the ids of {len(images)} images are {describe(names)}; allowed: a text or None "
                 "for each image"
             )
         loaded = [
-            self._reader.read(source, own_id, tenant)
-            for source, own_id in zip(several, ids, strict=True)
+            self._reader.read(image, name, salt, similar)
+            for image, name in zip(images, names, strict=True)
         ]
-        if not tenant.similar:
-            return loaded
-        return [self._similar.settle(image, tenant.salt) for image in loaded]
+        return [self._similar.find_or_add(image, salt) for image in loaded] if similar else loaded
 
     def prepare(
         self, text: str | None, token_ids: Sequence[int], loaded: Sequence[LoadedImage]
     ) -> PreparedPrompt:
-        """Return a prompt whose placeholders stand for these images, in order."""
+        """Return the prompt with these token ids, whose placeholders stand for the images."""
         images = iter(loaded)
         marked: list[int] = []
         for token_id in token_ids:
@@ -227,11 +207,11 @@ class ImagePrompts:
                 marked += self.marked_expansion(next(images).image.shape)
             else:
                 marked.append(token_id)
-        return self.settle(text, marked, loaded)
+        return self.build(text, marked, loaded)
 
     def marked_expansion(self, shape: tuple[int, ...]) -> list[int]:
         """Return the ids that replace one placeholder, with image tokens marked."""
-        expansion = self._vision.expand(shape)
+        expansion = self.vision.expand(shape)
         return [IMAGE_MARK if token_id == self.token_id else token_id for token_id in expansion]
 
     def receive(
@@ -239,24 +219,24 @@ class ImagePrompts:
     ) -> PreparedPrompt:
         """Return a prompt whose images another process has read, for the tenant with this salt.
 
-        Reads all weights on the first call, to compare fingerprints. Raises EngineError if the
-        images belong to another vision model, and RequestError if the processor refuses an image.
+        The first call reads all weights, to compute the fingerprint. Raises EngineError if the
+        other process has another vision model, and RequestError if the processor refuses an image.
         """
-        if sent.fingerprint != self._vision.fingerprint():
+        if sent.fingerprint != self.vision.fingerprint():
             raise EngineError(
-                "the model or the version of transformers differs from that of the process which "
-                "read the prompt's images; allowed: the same"
+                "this process and the process that read the images have different models or "
+                "versions of transformers"
             )
         loaded = [self._reader.receive(image, salt) for image in sent.images]
         marked = np.array(token_ids, dtype=np.int64)
         for image in sent.images:
             marked[image.places] = IMAGE_MARK
-        return self.settle(None, marked.tolist(), loaded)
+        return self.build(None, marked.tolist(), loaded)
 
-    def settle(
+    def build(
         self, text: str | None, marked: Sequence[int], loaded: Sequence[LoadedImage]
     ) -> PreparedPrompt:
-        """Return a prompt of marked ids, ready for the engine. Raises RequestError."""
+        """Return the prompt of marked ids, ready for the engine. Raises RequestError."""
         if not loaded:
             return PreparedPrompt(marked, text)
         token_ids = np.array(marked, dtype=np.int64)
@@ -272,7 +252,7 @@ class ImagePrompts:
             num_rows = image.image.num_rows
             uses.append(ImageUse(item.digest.hex(), placed.start, num_rows, image.is_similar))
         self.budget.check(tuple(images))
-        table = self._vision.positions(
+        table = self.vision.positions(
             len(token_ids), [PlacedImage(image.start, image.image.shape) for image in images]
         )
         positions = None
@@ -291,13 +271,14 @@ class ImagePrompts:
         first, *others = text.split(self.placeholder) if self.placeholder else [text]
         token_ids = encode_text(self._tokenizer, first) if first else []
         for other in others:
-            token_ids += [*self.spelled, *self.tokenize_after(other)]
+            token_ids += [*self.placeholder_text_ids, *self.tokenize_after(other)]
         return token_ids
 
     def tokenize_after(self, text: str) -> list[int]:
-        """Return the ids of a text that is not at the beginning of a prompt.
+        """Return the ids of a text in the middle of a prompt.
 
-        It is tokenized after a special token, because some tokenizers add a space at the beginning.
+        The text is tokenized after a special token, because some tokenizers add a space at the
+        beginning of a text.
         """
         assert self._tokenizer is not None
         if not text:

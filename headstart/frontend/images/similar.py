@@ -1,18 +1,20 @@
 """Similar images: an opt-in that replaces a copy of an earlier image by that image.
 
-An image of a request with `similar_images=True` is compared with the images of earlier such
-requests of its tenant. If an earlier image shows the same picture and its embeddings are in the
-encoder cache, it replaces the new image before anything is hashed, and the output reports this.
+An image of a request with `similar_images=True` is compared with images of earlier requests of its
+tenant that set this option too. An earlier image replaces the new image if it shows the same
+picture and its embeddings are in the encoder cache. This happens before anything is hashed, and the
+output reports it.
 
-Up to three earlier images with similar thumbnails are examined. Each is transformed as programs
-make copies: scaled by one of Pillow's filters, then saved as JPEG or WebP. The parameters are
-searched in the window with the most edges. The reproduced picture must equal the new image in every
-pixel.
+Up to three earlier images are examined, those with the nearest thumbnails. Each is copied as
+programs copy images: scaled by one of Pillow's filters, then saved as JPEG or WebP. The filter and
+the codec are searched in a small window, the one with the most edges. The copy of the whole picture
+must equal the new image in every pixel.
 
 A codec erases faint details, so two different pictures may have the same copy. To detect this,
 details of up to 4 pixels of the earlier image are painted over, and the result is saved again. If
-the copy does not change at such a detail, the new image is refused as a copy. A picture with very
-many such details has grain, and is not refused.
+painting over a detail does not change the copy, the codec erased this detail, and the earlier image
+does not replace the new image. A picture with very many such details has grain; its details are
+ignored.
 """
 
 import io
@@ -34,33 +36,33 @@ from headstart.frontend.images.prompt import LoadedImage
 CAPACITY = 1 << 28  # bytes: hundreds of screenshots, or 12 photographs of 4K
 MAX_IMAGES = 4096  # images of all tenants; comparing this many thumbnails takes about a millisecond
 ENTRY_BYTES = 2048  # Python objects of an entry (1.7 to 2.0 kB) without pixels and thumbnail
-MAX_COMPARED = 3  # earlier images to compare, with the nearest thumbnails
+MAX_COMPARED = 3  # earlier images to examine
 THUMBNAIL = 16  # pixels on each side
-MAX_STEP = 32  # of 255; largest difference in any color of any pixel of two thumbnails
-LEVEL = 1  # zlib's fastest compression level
+MAX_DIFFERENCE = 32  # of 255, between two thumbnails, in each color of each pixel
+ZLIB_LEVEL = 1  # the fastest
 MAX_SCALE = 1.025
 WINDOW = 128  # pixels, a multiple of the 16 of a JPEG macroblock
-BORDER = 8  # pixels at a window's edge that are not compared: a codec mixes them with others
+BORDER = 8  # pixels at a window's edge that are not compared, because pixels outside affect them
 FILTERS = ("BICUBIC", "LANCZOS", "BILINEAR", "HAMMING", "BOX", "NEAREST")
-TRIED_SCALINGS = 4  # scalings to try with all codecs: those that were best with a rough codec
-TRIED_JPEGS = 3  # JPEG settings with which the whole picture is saved
-WEBP_PIXELS = 2**22  # saved as WebP in a search (at least one picture); a million take 0.1 s
+TRIED_SCALINGS = 4  # scalings to try with all codecs; a few codecs select them
+TRIED_JPEGS = 3  # JPEG codecs with which the whole picture is saved
+WEBP_PIXELS = 2**22  # pixels to save as WebP in a search; a million pixels take 0.1 s
 NEAR = 0.2  # of 255; allowed mean difference in a window, as scaling a window rounds differently
-BAND = 512  # rows to search for details at once
-DETAIL = 12  # of 255; least distance of a detail from the levels around it
-KEPT = 3  # a detail is weak if the copy shows less than 1 / KEPT of it
-TRACE = 1  # of 255; a detail leaves a trace if the copy without it differs by more
-GRAIN = 1 / 3000  # of all pixels; with more pixels without a trace, a picture has grain
-FEW = 27  # so few pixels without a trace are never grain, even in a small picture
+BAND = 512  # rows in which details are searched at once
+DETAIL = 12  # of 255; least difference between a detail and the pixels around it
+FAINT = 3  # a detail is faint in a copy that shows at most 1 / FAINT of its difference
+TRACE = 1  # of 255; a detail leaves a trace if painting over it changes the copy by more
+GRAIN = 1 / 3000  # of all pixels; a picture with more erased pixels has grain
+FEW = 27  # so few erased pixels are never grain, even in a small picture
 
 Picture = Image.Image
 Pixels = NDArray[np.uint8]
 Thumbnail = NDArray[np.int16]  # [16, 16, 3]
 Box = tuple[int, int, int, int]
-Codec = dict[str, Any]  # how Pillow saves a picture with loss
+Codec = dict[str, Any]  # arguments of Pillow's `save` for a lossy format
 JPEG_CODECS: list[Codec] = [
-    {"format": "jpeg", "quality": quality, "subsampling": share}  # of colors: halved or full
-    for share in (2, 0)
+    {"format": "jpeg", "quality": quality, "subsampling": subsampling}
+    for subsampling in (2, 0)  # 4:2:0 and 4:4:4
     for quality in range(75, 101)
 ]
 WEBP_CODECS: list[Codec] = [{"format": "webp", "quality": quality} for quality in (80, 75)]
@@ -68,22 +70,22 @@ ROUGH_CODECS = [None, WEBP_CODECS[0], *JPEG_CODECS[:26:10]]
 
 
 def thumbnail_of(picture: Picture) -> Thumbnail:
-    """Return the perceptual hash of an RGB picture."""
+    """Return the thumbnail of an RGB picture."""
     small = picture.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
     return np.asarray(small).astype(np.int16)
 
 
 def distance(first: Thumbnail, second: Thumbnail) -> int | None:
-    """Return the distance of two thumbnails; None if their pictures are different."""
-    steps = np.abs(first - second)
-    return None if steps.max() > MAX_STEP else int(steps.sum())
+    """Return the sum of differences of two thumbnails; None if one exceeds `MAX_DIFFERENCE`."""
+    differences = np.abs(first - second)
+    return None if differences.max() > MAX_DIFFERENCE else int(differences.sum())
 
 
 @dataclass(eq=False)
 class _Entry:
-    """An image that may replace others, with its pixels compressed without loss.
+    """An image that may replace others. pixels: compressed without loss.
 
-    is_encoded: its embeddings have been in the encoder cache since a prompt used it.
+    is_encoded: its embeddings have been in the encoder cache since its last use.
     """
 
     loaded: LoadedImage
@@ -100,9 +102,9 @@ class _Entry:
 class SimilarImages:
     """Images that may replace others, within `capacity` bytes and `max_images`. Thread-safe.
 
-    An image is compared only with images of its tenant, without a lock. An image whose embeddings
-    were evicted from the encoder cache is forgotten when a new image of its tenant arrives. An
-    image that is not encoded yet stays, as its request may still wait. cache: the encoder cache.
+    cache: the encoder cache. When a new image of a tenant arrives, the tenant's images whose
+    embeddings were evicted are removed. An image that is not encoded yet stays, because its request
+    may still wait.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class SimilarImages:
         self._capacity = capacity
         self._max_images = max_images
         self._images: OrderedDict[EncoderKey, _Entry] = OrderedDict()  # least recently used first
-        # The same images by salt, so that other tenants' images cost no time.
+        # The same images by salt, so that a search does not read other tenants' images.
         self._tenants: dict[str | None, OrderedDict[EncoderKey, _Entry]] = {}
         self.num_bytes = 0
         self._lock = threading.Lock()
@@ -121,13 +123,13 @@ class SimilarImages:
         return len(self._images)
 
     def clear(self) -> None:
-        """Forget every image."""
+        """Remove every image."""
         with self._lock:
             self._images.clear()
             self._tenants.clear()
             self.num_bytes = 0
 
-    def settle(self, loaded: LoadedImage, salt: str | None) -> LoadedImage:
+    def find_or_add(self, loaded: LoadedImage, salt: str | None) -> LoadedImage:
         """Return the earlier image that replaces `loaded`, or `loaded` itself, which is stored."""
         picture = loaded.picture
         key = EncoderKey(salt, loaded.digest)
@@ -140,14 +142,14 @@ class SimilarImages:
                 image = replace(entry.loaded.image, pixels=earlier)
                 return replace(entry.loaded, image=image, is_similar=True)
         bare = replace(loaded, image=replace(loaded.image, inputs=None, pixels=None), picture=None)
-        pixels = zlib.compress(picture.tobytes(), LEVEL)
-        self._remember(key, _Entry(bare, thumbnail, picture.size, pixels))
+        pixels = zlib.compress(picture.tobytes(), ZLIB_LEVEL)
+        self._add(key, _Entry(bare, thumbnail, picture.size, pixels))
         return loaded
 
     def _candidates(
         self, thumbnail: Thumbnail, size: tuple[int, int], salt: str | None
     ) -> list[tuple[EncoderKey, _Entry]]:
-        """Return the encoded images with near thumbnails, the nearest first."""
+        """Return the encoded images with the nearest thumbnails, the nearest first."""
         candidates = []
         with self._lock:
             for key, entry in reversed(list(self._tenants.get(salt, {}).items())):
@@ -156,22 +158,22 @@ class SimilarImages:
                     if _sizes_agree(size, entry.size):
                         candidates.append((key, entry))
                 elif entry.is_encoded:
-                    self._forget(key)
-        steps = [distance(thumbnail, entry.thumbnail) for _, entry in candidates]
-        order = sorted((step, place) for place, step in enumerate(steps) if step is not None)
-        return [candidates[place] for _, place in order[:MAX_COMPARED]]
+                    self._remove(key)
+        distances = [distance(thumbnail, entry.thumbnail) for _, entry in candidates]
+        order = sorted((far, index) for index, far in enumerate(distances) if far is not None)
+        return [candidates[index] for _, index in order[:MAX_COMPARED]]
 
     def _use(self, key: EncoderKey) -> bool:
         """Make an image the most recently used. Return False if it is unknown."""
         with self._lock:
             if key not in self._images:
                 return False
-            self._images[key].is_encoded = False  # the prompt encodes it again if necessary
+            self._images[key].is_encoded = False  # the request encodes it again if necessary
             self._images.move_to_end(key)
             self._tenants[key.salt].move_to_end(key)
             return True
 
-    def _remember(self, key: EncoderKey, entry: _Entry) -> None:
+    def _add(self, key: EncoderKey, entry: _Entry) -> None:
         with self._lock:
             if key in self._images or entry.num_bytes > self._capacity:
                 return
@@ -179,9 +181,9 @@ class SimilarImages:
             self._tenants.setdefault(key.salt, OrderedDict())[key] = entry
             self.num_bytes += entry.num_bytes
             while self.num_bytes > self._capacity or len(self._images) > self._max_images:
-                self._forget(next(iter(self._images)))
+                self._remove(next(iter(self._images)))
 
-    def _forget(self, key: EncoderKey) -> None:
+    def _remove(self, key: EncoderKey) -> None:
         self.num_bytes -= self._images.pop(key).num_bytes
         del self._tenants[key.salt][key]
         if not self._tenants[key.salt]:
@@ -189,14 +191,14 @@ class SimilarImages:
 
 
 def are_same(first: Picture, second: Picture) -> bool:
-    """Return True if one RGB picture is the other after at most one scaling and one saving."""
+    """Return True if one RGB picture is a copy of the other, scaled and saved once at most."""
     if not _sizes_agree(first.size, second.size):
         return False
     if first.tobytes() == second.tobytes():
         return first.size == second.size
-    for (original, copy, name, _, _), codec in _likely_ways(first, second):
-        source = _resized(original, copy.size, name)
-        if _saved(source, codec).tobytes() == copy.tobytes():
+    for (original, copy, name, _, _), codec in _likely_transforms(first, second):
+        source = _resize(original, copy.size, name)
+        if _save(source, codec).tobytes() == copy.tobytes():
             return codec is None or not _loses_detail(source, copy, codec)
     return False
 
@@ -207,57 +209,62 @@ def _sizes_agree(first: tuple[int, int], second: tuple[int, int]) -> bool:
 
 
 class _Scaling(NamedTuple):
-    """A way to scale a picture to a copy's size. window, wanted: the same window of both."""
+    """The scaling of a picture to a copy's size by one filter; None if the sizes are equal.
+
+    window: a part of the scaled picture. target: the same part of the copy.
+    """
 
     original: Picture
     copy: Picture
     filter: str | None
     window: Picture
-    wanted: Picture
+    target: Picture
 
-    def left(self, codec: Codec | None) -> float:
-        """Return the mean difference in the window after saving with a codec, from 0 to 255."""
-        steps = np.asarray(ImageChops.difference(_saved(self.window, codec), self.wanted))
-        border = min(BORDER, *(side // 3 for side in steps.shape[:2]))
+    def difference(self, codec: Codec | None) -> float:
+        """Return the mean difference, of 255, between the target and the window after saving."""
+        pixels = np.asarray(ImageChops.difference(_save(self.window, codec), self.target))
+        border = min(BORDER, *(side // 3 for side in pixels.shape[:2]))
         inner = slice(border, -border or None)
-        return float(steps[inner, inner].mean())
+        return float(pixels[inner, inner].mean())
 
 
-_Way = tuple[_Scaling, Codec | None]
+_Transform = tuple[_Scaling, Codec | None]
 
 
-def _likely_ways(first: Picture, second: Picture) -> Iterator[_Way]:
-    """Yield the ways from one picture to the other that almost reproduce the window."""
+def _likely_transforms(first: Picture, second: Picture) -> Iterator[_Transform]:
+    """Yield the transforms of one picture that almost reproduce a window of the other."""
     scalings = [*_scalings(first, second), *_scalings(second, first)]
     yield from _ranked(scalings, [None], NEAR)
-    if len(scalings) > TRIED_SCALINGS:  # compare after a codec, since the copy has a codec's errors
-        scalings.sort(key=lambda scaling: min(map(scaling.left, ROUGH_CODECS)))
+    if len(scalings) > TRIED_SCALINGS:
+        scalings.sort(key=lambda scaling: min(map(scaling.difference, ROUGH_CODECS)))
     yield from _ranked(scalings[:TRIED_SCALINGS], JPEG_CODECS, NEAR)[:TRIED_JPEGS]
-    # WebP distributes its bits over the whole picture, so a window is only a hint.
+    # WebP distributes its bits over the whole picture, so the difference in a window is inexact.
     most = max(1, WEBP_PIXELS // (first.width * first.height))
     yield from _ranked(scalings[:TRIED_SCALINGS], WEBP_CODECS, inf)[:most]
 
 
-def _ranked(scalings: list[_Scaling], codecs: Sequence[Codec | None], most: float) -> list[_Way]:
-    """Return the ways with a difference of at most `most` in the window, the best first."""
-    ways = [(scaling.left(codec), scaling, codec) for scaling in scalings for codec in codecs]
-    ways.sort(key=lambda way: way[0])
-    return [(scaling, codec) for left, scaling, codec in ways if left <= most]
+def _ranked(
+    scalings: list[_Scaling], codecs: Sequence[Codec | None], most: float
+) -> list[_Transform]:
+    """Return the transforms with a difference of at most `most` in the window, the least first."""
+    ranked = [(each.difference(codec), each, codec) for each in scalings for codec in codecs]
+    ranked.sort(key=lambda entry: entry[0])
+    return [(scaling, codec) for difference, scaling, codec in ranked if difference <= most]
 
 
 def _scalings(original: Picture, copy: Picture) -> Iterator[_Scaling]:
-    box = _liveliest(copy)
+    box = _busiest_window(copy)
     target = copy.crop(box)
     if original.size == copy.size:
         yield _Scaling(original, copy, None, original.crop(box), target)
         return
     grows = all(a <= b for a, b in zip(original.size, copy.size, strict=True))
-    for name in FILTERS if grows else FILTERS[:-1]:  # NEAREST would drop rows and columns
+    for name in FILTERS if grows else FILTERS[:-1]:  # shrinking by NEAREST drops rows and columns
         yield _Scaling(original, copy, name, _scaled_window(original, copy.size, box, name), target)
 
 
-def _liveliest(image: Picture) -> Box:
-    """Return the window with the most edges, at a multiple of 16 pixels."""
+def _busiest_window(image: Picture) -> Box:
+    """Return the window with the most edges; its position is a multiple of 16 pixels."""
     width, height = image.size
     if width < WINDOW or height < WINDOW:
         return 0, 0, min(width, 2 * WINDOW), min(height, 2 * WINDOW)
@@ -269,22 +276,23 @@ def _liveliest(image: Picture) -> Box:
 
 
 def _scaled_window(image: Picture, size: tuple[int, int], box: Box, name: str) -> Picture:
-    """Return a window of the picture scaled to `size`; the filter also reads pixels around it."""
+    """Return the part `box` of the picture scaled to `size`."""
     if name == "NEAREST":  # scaling only the window would give other pixels
-        return _resized(image, size, name).crop(box)
+        return _resize(image, size, name).crop(box)
+    # The filter reads pixels around the part.
     left, top = max(0, box[0] - BORDER), max(0, box[1] - BORDER)
     right, bottom = min(size[0], box[2] + BORDER), min(size[1], box[3] + BORDER)
     x, y = image.width / size[0], image.height / size[1]
     source = (left * x, top * y, min(right * x, image.width), min(bottom * y, image.height))
-    scaled = _resized(image, (right - left, bottom - top), name, source)
+    scaled = _resize(image, (right - left, bottom - top), name, source)
     return scaled.crop((box[0] - left, box[1] - top, box[2] - left, box[3] - top))
 
 
-def _resized(image: Picture, size: tuple[int, int], name: str | None, box: Any = None) -> Picture:
+def _resize(image: Picture, size: tuple[int, int], name: str | None, box: Any = None) -> Picture:
     return image if name is None else image.resize(size, Image.Resampling[name], box)
 
 
-def _saved(image: Picture, codec: Codec | None) -> Picture:
+def _save(image: Picture, codec: Codec | None) -> Picture:
     """Return the RGB picture after saving it with a codec and reading it again."""
     if codec is None:
         return image
@@ -294,35 +302,36 @@ def _saved(image: Picture, codec: Codec | None) -> Picture:
 
 
 def _loses_detail(source: Picture, copy: Picture, codec: Codec) -> bool:
-    """Return True if the source has a detail that leaves no trace in the copy."""
+    """Return True if the source has a detail that leaves no trace in the copy, but no grain."""
     pixels = np.asarray(source)
     padded = np.pad(pixels, ((4, 4), (4, 4), (0, 0)), mode="edge")
     bands = range(0, len(pixels), BAND)
     painted = np.concatenate([_painted(padded[top : top + BAND + 8]) for top in bands])
-    sizes, shown = _steps(pixels, painted), _steps(np.asarray(copy), painted)
-    unpainted = np.asarray(_saved(Image.fromarray(painted), codec))
-    traces = _extreme(np.pad(_steps(unpainted, np.asarray(copy)), 2), np.maximum)
-    untraced = int(((sizes >= DETAIL) & (shown <= sizes // KEPT) & (traces <= TRACE)).sum())
-    return 0 < untraced <= max(FEW, int(GRAIN * sizes.size))
+    copied = np.asarray(copy)
+    details, shown = _differences(pixels, painted), _differences(copied, painted)
+    repainted = np.asarray(_save(Image.fromarray(painted), codec))
+    traces = _extreme(np.pad(_differences(repainted, copied), 2), np.maximum)
+    erased = int(((details >= DETAIL) & (shown <= details // FAINT) & (traces <= TRACE)).sum())
+    return 0 < erased <= max(FEW, int(GRAIN * details.size))
 
 
-def _steps(first: Pixels, second: Pixels) -> Any:
-    """Return the distance of the pixels in the color that differs most."""
+def _differences(first: Pixels, second: Pixels) -> Any:
+    """Return the difference of each pixel in the color in which it is largest."""
     return (np.maximum(first, second) - np.minimum(first, second)).max(2)
 
 
 def _painted(padded: Pixels) -> Pixels:
-    """Return a picture without its details, and without 4 pixels on every side."""
+    """Return a padded picture without its details and without the 4 pixels of padding."""
     painted = pixels = padded[4:-4, 4:-4]
     for first, last in ((np.minimum, np.maximum), (np.maximum, np.minimum)):
         level = _extreme(_extreme(padded, first), last)
-        steps = np.maximum(pixels, level) - np.minimum(pixels, level)
-        painted = np.where(steps >= DETAIL, level, painted)
+        differences = np.maximum(pixels, level) - np.minimum(pixels, level)
+        painted = np.where(differences >= DETAIL, level, painted)
     return painted
 
 
 def _extreme(levels: Any, pick: np.ufunc) -> Any:
-    """Return the extreme level of every window of 5 x 5 pixels."""
+    """Return the least or greatest level of every window of 5 x 5 pixels, as `pick` selects."""
     for _ in range(2):
         two = pick(levels[:-1], levels[1:])
         levels = pick(pick(two[:-3], two[2:-1]), levels[4:]).swapaxes(0, 1)

@@ -192,7 +192,7 @@ def test_a_replica_of_another_model_refuses(
 ) -> None:
     """Its rows would be found under the names of others."""
     monkeypatch.setattr(replicas.frontend.images, "_fingerprint", b"another")
-    with pytest.raises(EngineError, match="differs from that of the process"):
+    with pytest.raises(EngineError, match="have different models or"):
         ask(replicas.llm, prompt("@", make_image(1)))
     assert replicas.num_encoded == 0
 

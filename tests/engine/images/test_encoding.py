@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def set_encoder(images: PromptImages, make: Callable[[Any], Any]) -> None:
     """Encode images by an object that is made of the vision model."""
-    images.cache._encoder = make(images._vision)
+    images.cache._encoder = make(images.vision)
 
 
 def ask(text: str, *seeds: int) -> dict[str, Any]:

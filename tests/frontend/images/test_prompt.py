@@ -262,7 +262,7 @@ def test_adapters_share_embeddings_but_no_blocks(llm: LLM, tmp_path: Path) -> No
         (ask("<image><image>", make_image(1)), "2 placeholders '<image>' and 1 images"),
         (ask("no placeholder", make_image(1)), "0 placeholders '<image>' and 1 images"),
         ([IDS["<image>"]] * 2, "2 placeholders '<image>' and 0 images"),
-        ({"prompt": "x", "multi_modal_data": {"audio": 1}}, "there are only images"),
+        ({"prompt": "x", "multi_modal_data": {"audio": 1}}, "other media are not"),
         (ask("<image>", make_image(1), multi_modal_uuids={"image": ["a", "b"]}), "the ids of 1"),
         (ask("<image>", make_image(1), multi_modal_uuids={"image": [3]}), "the ids of 1"),
         (ask("<image> " + "x" * 1010, make_image(1)), "1027 tokens"),
@@ -306,7 +306,7 @@ def test_positions_are_those_of_transformers(qwen: LLM, parts: list[tuple[int, i
     """Positions agree for any text and grids with a token between images, as transformers needs."""
     module: Any = qwen.engine.model.module
     assert qwen.frontend.images is not None
-    vision = qwen.frontend.images._vision
+    vision = qwen.frontend.images.vision
     assert isinstance(vision, VisionModel)
     kinds: list[int] = []
     images = []

@@ -181,25 +181,25 @@ def test_pixels_are_kept_within_a_limit() -> None:
     room = 2 * (len(pixels) + thumbnail_of(spots(1)).nbytes + ENTRY_BYTES) + 500
     similar = SimilarImages(Everything(), capacity=room)  # type: ignore[arg-type]
     for seed in (1, 2, 3, 2, 4):
-        similar.settle(loaded(spots(seed)), None)
+        similar.find_or_add(loaded(spots(seed)), None)
         assert 0 < similar.num_bytes <= room
-    found = [similar.settle(loaded(as_jpeg(spots(seed))), None) for seed in (2, 4)]
+    found = [similar.find_or_add(loaded(as_jpeg(spots(seed))), None) for seed in (2, 4)]
     assert [one.is_similar for one in found] == [True, True]
-    assert not similar.settle(loaded(as_jpeg(spots(1))), None).is_similar
+    assert not similar.find_or_add(loaded(as_jpeg(spots(1))), None).is_similar
 
 
 def test_an_image_larger_than_the_limit_is_not_kept() -> None:
     similar = SimilarImages(Everything(), capacity=100)  # type: ignore[arg-type]
-    assert not similar.settle(loaded(spots(1)), None).is_similar
+    assert not similar.find_or_add(loaded(spots(1)), None).is_similar
     assert similar.num_bytes == 0
-    assert not similar.settle(loaded(as_jpeg(spots(1))), None).is_similar
+    assert not similar.find_or_add(loaded(as_jpeg(spots(1))), None).is_similar
 
 
 def test_the_image_that_stands_for_a_copy_has_its_own_pixels() -> None:
     """Its embeddings may be evicted before they are used; they are then computed again."""
     similar = SimilarImages(Everything())  # type: ignore[arg-type]
-    similar.settle(loaded(spots(1)), None)
-    image = similar.settle(loaded(as_jpeg(spots(1))), None).image
+    similar.find_or_add(loaded(spots(1)), None)
+    image = similar.find_or_add(loaded(as_jpeg(spots(1))), None).image
     assert image.inputs is None
     assert image.pixels.tobytes() == spots(1).tobytes()
 
@@ -222,18 +222,18 @@ def test_an_image_is_forgotten_with_its_embeddings() -> None:
     cache = Some()
     similar = SimilarImages(cache)  # type: ignore[arg-type]
     for seed in (1, 2, 3):
-        similar.settle(loaded(spots(seed)), None)
+        similar.find_or_add(loaded(spots(seed)), None)
         cache.add(key_of(seed))
-    similar.settle(loaded(spots(4)), None)
+    similar.find_or_add(loaded(spots(4)), None)
     before = similar.num_bytes
     cache -= {key_of(1), key_of(2)}
-    similar.settle(loaded(spots(5)), "another tenant")
+    similar.find_or_add(loaded(spots(5)), "another tenant")
     assert len(similar) == 5
-    similar.settle(loaded(spots(6)), None)
+    similar.find_or_add(loaded(spots(6)), None)
     assert len(similar) == 4, "3 has embeddings, 4 may get some, 5 and 6 are new"
     assert similar.num_bytes < before
     cache.clear()
-    similar.settle(loaded(spots(7)), None)
+    similar.find_or_add(loaded(spots(7)), None)
     assert len(similar) == 4, "3 is gone, and 7 new"
 
 
@@ -241,14 +241,14 @@ def test_an_image_that_is_shown_again_waits_for_its_embeddings() -> None:
     cache = Some()
     similar = SimilarImages(cache)  # type: ignore[arg-type]
     for seed in (1, 2, 3):
-        similar.settle(loaded(spots(seed)), None)
+        similar.find_or_add(loaded(spots(seed)), None)
         cache.add(key_of(seed))
-    assert similar.settle(loaded(as_jpeg(spots(2))), None).is_similar
-    similar.settle(loaded(spots(1)), None)
+    assert similar.find_or_add(loaded(as_jpeg(spots(2))), None).is_similar
+    similar.find_or_add(loaded(spots(1)), None)
     cache.clear()  # before either is encoded
-    similar.settle(loaded(spots(4)), None)
+    similar.find_or_add(loaded(spots(4)), None)
     cache.update((key_of(1), key_of(2)))
-    found = [similar.settle(loaded(as_jpeg(spots(seed))), None) for seed in (1, 2)]
+    found = [similar.find_or_add(loaded(as_jpeg(spots(seed))), None) for seed in (1, 2)]
     assert [one.is_similar for one in found] == [True, True]
 
 
@@ -256,11 +256,11 @@ def test_images_are_kept_within_a_number() -> None:
     cache = Some()
     similar = SimilarImages(cache, max_images=3)  # type: ignore[arg-type]
     for seed, salt in ((1, "a"), (2, "b"), (3, "a"), (1, "a"), (4, None)):
-        similar.settle(loaded(spots(seed)), salt)
+        similar.find_or_add(loaded(spots(seed)), salt)
         cache.add(key_of(seed, salt))
         assert len(similar) <= 3
     copies = [(1, "a"), (3, "a"), (4, None), (2, "b")]
-    found = [similar.settle(loaded(as_jpeg(spots(seed))), salt) for seed, salt in copies]
+    found = [similar.find_or_add(loaded(as_jpeg(spots(seed))), salt) for seed, salt in copies]
     assert [one.is_similar for one in found] == [True, True, True, False]
 
 
@@ -279,9 +279,9 @@ def test_what_a_new_image_costs_does_not_grow_with_other_tenants() -> None:
     cache = Some()
     similar = SimilarImages(cache)  # type: ignore[arg-type]
     for seed in range(20):
-        similar.settle(loaded(spots(seed)), Salt(f"tenant {seed % 10}"))
+        similar.find_or_add(loaded(spots(seed)), Salt(f"tenant {seed % 10}"))
     cache.num_asked = Salt.num_compared = 0
-    similar.settle(loaded(spots(20)), Salt("tenant 0"))
+    similar.find_or_add(loaded(spots(20)), Salt("tenant 0"))
     assert cache.num_asked == 2
     assert Salt.num_compared < 10
 
@@ -289,6 +289,6 @@ def test_what_a_new_image_costs_does_not_grow_with_other_tenants() -> None:
 def test_tiny_images_count_what_keeps_them() -> None:
     similar = SimilarImages(Everything(), capacity=20_000)  # type: ignore[arg-type]
     for grey in range(0, 240, 40):
-        similar.settle(loaded(Image.new("RGB", (4, 4), (grey, grey, grey))), None)
+        similar.find_or_add(loaded(Image.new("RGB", (4, 4), (grey, grey, grey))), None)
     assert len(similar) == 5
     assert 5 * (ENTRY_BYTES + 1536) < similar.num_bytes <= 20_000

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from headstart import SamplingParams
-from headstart.frontend.text import Detokenizer, OutputText, TokenTexts
+from headstart.frontend.text import Detokenizer, OutputText, make_token_text
 from tests.tiny_tokenizers import DECODED_TOKENIZERS, END_OF_TURN, TINY_TOKENIZERS, byte_tokens
 
 TOKENIZERS = {name: make() for name, make in DECODED_TOKENIZERS.items()}
@@ -109,7 +109,7 @@ def test_texts_of_tokens_are_the_text(name: str) -> None:
     """All but the first stand inside a text, with the space that begins them."""
     tokenizer = TOKENIZERS[name]
     first, *others = tokens("the other day they went there together", tokenizer)
-    texts = TokenTexts(tokenizer)
+    texts = make_token_text(tokenizer)
     whole = decode(tokenizer, [first]) + "".join(map(texts, others))
     assert whole == decode(tokenizer, [first, *others]) == "the other day they went there together"
 

@@ -1,8 +1,8 @@
 """Checks of the numbers in a config.json, and the context length.
 
-They are checked before anything is built: a model with a billion layers would take minutes to fail,
-and a model without layers would give wrong answers. Keys are transformers', at any depth, since a
-model with several parts has a configuration for each part.
+Numbers are checked before a model is built: a billion layers would take minutes to fail, and zero
+layers would give wrong answers. Keys have transformers' names. They are checked at any depth, since
+a model with several parts has a configuration for each part.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Set
@@ -17,15 +17,15 @@ _LENGTH_NAMES = (
     *("seq_length", "n_ctx"),
 )
 _UNKNOWN_LENGTH = 2048
-_MOST_TOKENS = 1 << 31  # longer lengths are ignored: a factor may be infinite
+_MOST_TOKENS = 1 << 31  # longer contexts are ignored, since a rotary factor may be infinite
 
 
 def context_length(config: Any) -> int:
-    """Return the number of positions that a model of transformers' configuration supports.
+    """Return the number of positions that a model with this transformers configuration supports.
 
-    With `longrope` and `dynamic`, rotary frequencies depend on the longest sequence in the batch
-    beyond a certain length, so K of a prefix would depend on later tokens and other requests. Such
-    a model is used only up to that length.
+    With rotary types `longrope` and `dynamic`, a sequence beyond the original length changes the
+    frequencies of all rows in the batch. K of a prefix would depend on later tokens and on other
+    requests, so the context ends at the original length.
     """
     text = config.get_text_config()
     values = (getattr(text, name, None) for name in _LENGTH_NAMES)
@@ -38,32 +38,32 @@ def context_length(config: Any) -> int:
         if kind in ("longrope", "dynamic") and original:
             length = min(length, int(original))
         elif kind == "yarn" and original:
-            length = max([length, *map(int, _stretched(rope))])
+            length = max([length, *map(int, _extended_lengths(rope))])
     return length
 
 
 def context_bound(content: Mapping[str, Any]) -> int | None:
-    """Return a length that `context_length` does not exceed; None if a config.json has none.
+    """Return an upper bound of `context_length` from a raw config.json; None if it has no length.
 
-    Needs no class of the architecture.
+    Works without transformers' class for the architecture.
     """
     nested = content.get("text_config")
     lengths: list[float] = []
     for part in (content, nested if isinstance(nested, Mapping) else {}):
         lengths += [part[name] for name in _LENGTH_NAMES if isinstance(part.get(name), int)]
         for name in ("rope_scaling", "rope_parameters"):
-            lengths += _stretched(part.get(name))
+            lengths += _extended_lengths(part.get(name))
     return int(max(lengths)) if lengths else None
 
 
-def _stretched(rope: object) -> list[float]:
-    """Return the lengths to which rotary parameters extend the original length."""
+def _extended_lengths(rope: object) -> list[float]:
+    """Return the context lengths that scaled rotary parameters allow."""
     if not isinstance(rope, Mapping):
         return []
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor", 1.0)
-    is_stretched = isinstance(original, int) and isinstance(factor, (int, float))
-    lengths = [original * factor] if is_stretched and original * factor < _MOST_TOKENS else []
-    return lengths + [length for value in rope.values() for length in _stretched(value)]
+    is_scaled = isinstance(original, int) and isinstance(factor, (int, float))
+    lengths = [original * factor] if is_scaled and original * factor < _MOST_TOKENS else []
+    return lengths + [length for value in rope.values() for length in _extended_lengths(value)]
 
 
 _MOST_LAYERS = 100_000
@@ -76,7 +76,7 @@ LAYER_COUNTS = frozenset(
         *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
     }
 )
-"""The keys of layer counts."""
+"""Keys whose values are numbers of layers."""
 
 _HEADS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads"),
@@ -88,19 +88,19 @@ WIDTHS = frozenset(
         "global_head_dim",
     }
 )
-"""The keys of layer widths."""
+"""Keys whose values are widths of layers."""
 
 _EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
-_USED = "num_experts_per_tok"  # may be 0 in a dense model of a family with experts
+_EXPERTS_PER_TOKEN = "num_experts_per_tok"  # may be 0 in a dense model of a family with experts
 
-# Objects whose keys are free names, such as labels: a label may be "depth".
+# Objects whose keys are arbitrary names: a label may be called "depth".
 _FREE_NAMES = frozenset({"label2id", "id2label", "task_specific_params"})
 
 _RANGES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(LAYER_COUNTS, (1, _MOST_LAYERS)),
     **dict.fromkeys(_HEADS, (1, _MOST_HEADS)),
     **dict.fromkeys(WIDTHS, (1, _MOST_WIDTH)),
-    **dict.fromkeys((*_EXPERTS, _USED), (0, _MOST_HEADS)),
+    **dict.fromkeys((*_EXPERTS, _EXPERTS_PER_TOKEN), (0, _MOST_HEADS)),
     **dict.fromkeys(("moe_intermediate_size", "hidden_size_per_layer_input"), (0, _MOST_WIDTH)),
     "num_kv_shared_layers": (0, _MOST_LAYERS),
     "eos_token_id": (-1, _MOST_TOKENS),  # -1: none
@@ -111,7 +111,7 @@ _RANGES: dict[str, tuple[int, int]] = {
 
 
 def check_values(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise `DamagedModelError` for the first number of a configuration outside its range."""
+    """Raise `DamagedModelError` if a number of a configuration is outside its range."""
     for name, value in find_values(content, _RANGES.keys()):
         least, most = _RANGES[name.rpartition(".")[2]]
         if type(value) is not int or not least <= value <= most:
@@ -121,16 +121,15 @@ def check_values(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_experts(file: Path, content: Mapping[str, Any], tensors: Collection[str]) -> None:
-    """Raise `DamagedModelError` if a part has experts but a token uses none of them.
+    """Raise `DamagedModelError` if a part of a model has experts, but a token uses 0 of them.
 
-    tensors: the names of all tensors; they show experts if the configuration has no count.
+    tensors: names of all tensors. They show whether a part has experts if its configuration lacks
+    their number.
     """
     counts = [(name.rpartition(".")[0], count) for name, count in find_values(content, _EXPERTS)]
-    for name, used in find_values(content, {_USED}):
-        owned_counts = [count for part, count in counts if part == name.rpartition(".")[0]]
-        has_experts = (
-            any(owned_counts) if owned_counts else any("experts." in tensor for tensor in tensors)
-        )
+    for name, used in find_values(content, {_EXPERTS_PER_TOKEN}):
+        own = [count for part, count in counts if part == name.rpartition(".")[0]]
+        has_experts = any(own) if own else any("experts." in tensor for tensor in tensors)
         if used == 0 and has_experts:
             raise DamagedModelError(
                 f"{file}: {name} is 0, and the model has experts; allowed: at least 1"
@@ -138,19 +137,19 @@ def check_experts(file: Path, content: Mapping[str, Any], tensors: Collection[st
 
 
 def find_values(content: Mapping[str, Any], keys: Set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the values under these keys by dotted name, in nested objects too.
+    """Yield the dotted name and the value of each of these keys, in nested objects too.
 
-    Each element of a list, such as one number per layer, is yielded separately. Nulls and objects
-    with free names as keys are left out.
+    The elements of a list are yielded separately. Nulls are left out, and so are objects whose keys
+    are arbitrary names.
     """
-    left: list[tuple[str, Mapping[str, Any]]] = [("", content)]
-    while left:
-        prefix, part = left.pop()
+    parts: list[tuple[str, Mapping[str, Any]]] = [("", content)]
+    while parts:
+        prefix, part = parts.pop()
         for key, value in part.items():
             if key in _FREE_NAMES:
                 continue
             if isinstance(value, Mapping):
-                left.append((f"{prefix}{key}.", value))
+                parts.append((f"{prefix}{key}.", value))
             elif key in keys:
                 elements = value if isinstance(value, list) else [value]
                 yield from ((f"{prefix}{key}", item) for item in elements if item is not None)

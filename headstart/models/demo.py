@@ -37,11 +37,8 @@ _CHAT_TEMPLATE = (
 def demo_model_path() -> Path:
     """Return the folder of the demo model; writes the model if it does not exist yet.
 
-    The folder is below `$HEADSTART_DEMO_DIR`, or the platform's cache folder for users. It is
-    created atomically, even if two processes create it at the same time.
-
-    Raises:
-        ModelError: the cache folder cannot be written to.
+    The folder is below `$HEADSTART_DEMO_DIR`, or the user's cache folder. Two processes may create
+    it at the same time. Raises `ModelError` if the folder cannot be written.
     """
     dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
 
@@ -97,8 +94,8 @@ def _write_model(folder: Path, dtype: torch.dtype) -> None:
         else:
             values = torch.randn(weight.shape, generator=generator) * config.initializer_range
             weights[name] = values.to(dtype)
-    # With large embeddings, a token depends mostly on the previous token. So the text varies, and
-    # no two logits are so close that rounding decides between them.
+    # Large embeddings make a token depend mostly on the previous token. The text varies, and no two
+    # logits are so close that rounding decides which one is larger.
     weights["model.embed_tokens.weight"] *= 25
     favor_printable_bytes(weights["lm_head.weight"])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -107,14 +104,14 @@ def _write_model(folder: Path, dtype: torch.dtype) -> None:
 
 
 def favor_printable_bytes(head: Tensor) -> None:
-    """Make only printable bytes likely, for readable random text. `head` is `[vocab, any]`."""
+    """Change the weight of an LM head `[vocab, any]` so that only printable bytes are likely."""
     allowed = torch.zeros(head.shape[0], 1, dtype=head.dtype)
     allowed[[ord(character) for character in string.ascii_letters + string.digits + " .,"]] = 8
     head *= allowed
 
 
 def write_byte_tokenizer(folder: Path, special_tokens: Sequence[str], chat_template: str) -> None:
-    """Write a byte tokenizer; special tokens follow the bytes, padding first, end of turn third."""
+    """Write a tokenizer of bytes and special tokens. The first is padding, the third ends turns."""
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

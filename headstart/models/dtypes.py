@@ -1,4 +1,4 @@
-"""The dtype and the device of a model, by name, and detection of out-of-memory errors."""
+"""The dtype and device of a model, and detection of out-of-memory errors."""
 
 import errno
 import logging
@@ -17,7 +17,7 @@ from headstart.validation import describe
 from headstart.weights.bf16 import supports_bf16_weights
 from headstart.weights.scheme import is_read
 
-# torch raises a RuntimeError with one of these texts on a CPU; an OSError may have the second.
+# If memory runs out on a CPU, torch raises a RuntimeError with one of these texts.
 _TEXTS = ("DefaultCPUAllocator: can't allocate", os.strerror(errno.ENOMEM))
 
 
@@ -37,17 +37,17 @@ _DTYPES = {
 
 
 def find_dtype(name: str) -> str | torch.dtype:
-    """Return the dtype of this name, or "auto" for the checkpoint's own; raises `ConfigError`."""
+    """Return the dtype of this name, or "auto" unchanged; raises `ConfigError`."""
     if not isinstance(name, str) or (name != "auto" and name not in _DTYPES):
         raise ConfigError(f"dtype is {describe(name)}; allowed: auto, {', '.join(_DTYPES)}")
     return _DTYPES.get(name, name)
 
 
 def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> str | torch.dtype:
-    """Return `dtype`, but float32 for "auto" on an x86 CPU without instructions for 16 bits.
+    """Return `dtype`, but float32 for "auto" on an x86 CPU without instructions for 16-bit floats.
 
-    On such a CPU a prefill in bfloat16 is several times slower than in float32. "auto" stays if the
-    weights in float32 would take more than half of the free memory.
+    On this CPU a prefill in bfloat16 is several times slower than in float32. "auto" is returned if
+    the weights in float32 would take more than half of the free memory.
     """
     slow_dtypes = _slow_dtypes(folder, device) if dtype == "auto" else set()
     if not slow_dtypes:
@@ -65,15 +65,18 @@ def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> 
 def computes_wider(dtype: str | torch.dtype, folder: Path, device: torch.device) -> bool:
     """Return True if "auto" means float32 arithmetic with weights that stay in bfloat16.
 
-    This is for CPUs without bfloat16 instructions: the compiled products then take the memory of
+    This is for CPUs without bfloat16 instructions. The compiled products take the memory of
     bfloat16 and the time of float32.
     """
-    halves = supports_bf16_weights({torch.bfloat16}, torch.float32, device)
-    return dtype == "auto" and halves and _slow_dtypes(folder, device) == {"bfloat16"}
+    is_supported = supports_bf16_weights({torch.bfloat16}, torch.float32, device)
+    return dtype == "auto" and is_supported and _slow_dtypes(folder, device) == {"bfloat16"}
 
 
-def own_dtype(stored: torch.dtype, held: Set[torch.dtype], device: torch.device) -> torch.dtype:
-    """Return the dtype of the rows for "auto". held: the dtypes of the checkpoint's matrices."""
+def auto_dtype(stored: torch.dtype, held: Set[torch.dtype], device: torch.device) -> torch.dtype:
+    """Return the dtype of the rows between layers for "auto".
+
+    stored: the dtype in config.json. held: the dtypes of the checkpoint's matrices.
+    """
     wider = supports_bf16_weights(held, torch.float32, device) and multiplies_bfloat16() is False
     return torch.float32 if wider else stored
 

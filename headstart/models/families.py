@@ -1,13 +1,13 @@
 """The families of dense decoders that headstart runs in its own modules, as data.
 
-All have Llama's layers with a few differences: places and rounding of norms, biases, norms of
-queries, keys and values, windows, rotary positions and widths by layer, multipliers and caps, fused
-projections, tied heads, K and V of an earlier layer, inputs of single layers, recurrent mixers
-instead of attention (`headstart.models.hybrids`). A family has the defaults of its config.json
-(transformers' defaults, which a test compares) and properties that config.json does not contain.
-`read_shape` makes a `DecoderShape` from both. Other models run through transformers.
+A family is described by its differences from Llama: places and rounding of norms, biases, sliding
+windows, rotary positions, widths of layers, multipliers, caps, fused projections, and recurrent
+mixers (`headstart.models.hybrids`). A `Family` has transformers' default values of its config.json,
+and properties that config.json lacks. `read_shape` makes a `DecoderShape` from both. Models of
+other families run through transformers.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from headstart.models.hybrids import HYBRIDS
@@ -16,50 +16,48 @@ from headstart.weights.scheme import UnsupportedLayerError
 
 
 class UnknownFamilyError(UnsupportedLayerError):
-    """Raised for a model whose `model_type` is not in `MODEL_TYPES`."""
+    """Raised for a `model_type` that is not in `MODEL_TYPES`."""
 
 
-def _all_windows(config: Any) -> list[LayerShape]:
+def _phi3_layers(config: Any) -> list[LayerShape]:
     return alike(config, config.sliding_window)
 
 
-def _windows_of_kinds(config: Any, kinds: list[str]) -> list[LayerShape]:
-    return [
-        LayerShape(config.sliding_window if kind == "sliding_attention" else None) for kind in kinds
-    ]
+def _attention_layers(kinds: Iterable[str], window: int | None) -> list[LayerShape]:
+    return [LayerShape(window if kind == "sliding_attention" else None) for kind in kinds]
 
 
-def _windows_unless_full(config: Any) -> list[LayerShape]:
-    """Return windows by `layer_types`, which Ministral has (its `model_type` is mistral)."""
+def _mistral_layers(config: Any) -> list[LayerShape]:
+    # Ministral has the model_type mistral, and layer_types.
     kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
-    return _windows_of_kinds(config, kinds)
+    return _attention_layers(kinds, config.sliding_window)
 
 
-def _switched_window(config: Any) -> int | None:
-    """Return the window of layers with a window; None if windows are disabled."""
+def _enabled_window(config: Any) -> int | None:
+    """Return the window of sliding-window layers; None if `use_sliding_window` is false."""
     if config.use_sliding_window:
         return config.sliding_window  # type: ignore[no-any-return]
     if "sliding_attention" in (config.layer_types or ()):
-        raise UnsupportedLayerError("it has layers with a window, and windows are disabled")
+        raise UnsupportedLayerError("it has sliding-window layers, but windows are disabled")
     return None
 
 
-def _last_windows(config: Any) -> list[LayerShape]:
-    """Return windows in the layers from `max_window_layers` on, if they are enabled."""
-    window = _switched_window(config)
+def _qwen_layers(config: Any) -> list[LayerShape]:
+    """Return layers with the enabled window from layer `max_window_layers` on."""
     kinds = config.layer_types or [
         "full_attention" if index < config.max_window_layers else "sliding_attention"
         for index in range(config.num_hidden_layers)
     ]
-    return [LayerShape(window if kind == "sliding_attention" else None) for kind in kinds]
+    return _attention_layers(kinds, _enabled_window(config))
 
 
-def _every_fourth_without_angles(config: Any) -> list[LayerShape]:
+def _smollm3_layers(config: Any) -> list[LayerShape]:
+    """Return layers; by default, every fourth has no rotary positions."""
     rotates = config.no_rope_layers
     if rotates is None:
         every = config.no_rope_layer_interval
         rotates = [(index + 1) % every != 0 for index in range(config.num_hidden_layers)]
-    window = _switched_window(config)
+    window = _enabled_window(config)
     kinds = config.layer_types or [
         "full_attention" if rotated else "sliding_attention" for rotated in rotates
     ]
@@ -69,16 +67,16 @@ def _every_fourth_without_angles(config: Any) -> list[LayerShape]:
     ]
 
 
-def _alternating(config: Any) -> list[LayerShape]:
+def _gemma2_layers(config: Any) -> list[LayerShape]:
     kinds = config.layer_types or [
         "full_attention" if index % 2 else "sliding_attention"
         for index in range(config.num_hidden_layers)
     ]
-    return _windows_of_kinds(config, kinds)
+    return _attention_layers(kinds, config.sliding_window)
 
 
-def _by_kind(config: Any) -> list[LayerShape]:
-    """Return layers whose angles depend on their kind, as in Gemma 3."""
+def _gemma3_layers(config: Any) -> list[LayerShape]:
+    """Return layers whose rotary positions depend on their type."""
     return [
         LayerShape(config.sliding_window if kind == "sliding_attention" else None, kind)
         for kind in config.layer_types
@@ -144,7 +142,7 @@ def _prepare_gemma4(content: dict[str, Any]) -> None:
                 "rope_theta": 1_000_000.0,
             },
         }
-    if content.get("use_bidirectional_attention") == "vision":  # of images, which are not read here
+    if content.get("use_bidirectional_attention") == "vision":  # affects only images
         content["use_bidirectional_attention"] = None
     if "per_layer_config" in content:
         _unify_layers(content)
@@ -153,7 +151,7 @@ def _prepare_gemma4(content: dict[str, Any]) -> None:
 
 
 def _unify_layers(content: dict[str, Any]) -> None:
-    """Replace the configurations of single layers, as transformers writes them, by older keys."""
+    """Replace `per_layer_config` by the older keys for layers with full attention."""
     by_layer = content.pop("per_layer_config") or {}
     full = {
         str(index) for index, kind in enumerate(content["layer_types"]) if kind == "full_attention"
@@ -164,7 +162,7 @@ def _unify_layers(content: dict[str, Any]) -> None:
         or any(other != changes for other in by_layer.values())
         or changes.keys() - {"head_dim", "num_key_value_heads"}
     ):
-        raise UnsupportedLayerError(f"its layers have the configurations {by_layer}")
+        raise UnsupportedLayerError(f"its per_layer_config is {by_layer}")
     content["global_head_dim"] = changes.get("head_dim")
     content["num_global_key_value_heads"] = changes.get("num_key_value_heads")
 
@@ -187,20 +185,20 @@ def _gemma4(config: Any) -> dict[str, Any]:
     }
 
 
-def _layers_that_share(config: Any) -> list[LayerShape]:
-    """Set other head widths in global layers; let the last layers read K and V of earlier ones."""
+def _gemma4_layers(config: Any) -> list[LayerShape]:
+    """Return layers; the last `num_kv_shared_layers` read K and V of earlier layers."""
     if getattr(config, "enable_moe_block", False):
         raise UnsupportedLayerError(f"it has {config.num_experts} experts")
     width = getattr(config, "hidden_size_per_layer_input", None)
     if width and config.vocab_size_per_layer_input < config.vocab_size:
-        raise UnsupportedLayerError("some of its tokens have no embedding for the layers")
+        raise UnsupportedLayerError("vocab_size_per_layer_input is smaller than vocab_size")
     first = config.num_hidden_layers - config.num_kv_shared_layers
     sources = {kind: index for index, kind in enumerate(config.layer_types[: max(first, 0)])}
     layers = []
     for index, kind in enumerate(config.layer_types):
         is_full = kind == "full_attention"
         if index >= first and kind not in sources:
-            raise UnsupportedLayerError(f"no layer before its layer {index} has the K and V for it")
+            raise UnsupportedLayerError(f"its layer {index} has no earlier layer to share K and V")
         layers.append(
             LayerShape(
                 window=None if is_full else config.sliding_window,
@@ -288,17 +286,17 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
         },
         facts={"qkv_bias": False, "o_bias": False, "mlp_bias": False},
-        layers=_windows_unless_full,
+        layers=_mistral_layers,
     ),
     "qwen2": Family(
         defaults=_QWEN2,
         facts={"qkv_bias": True, "o_bias": False, "mlp_bias": False},
-        layers=_last_windows,
+        layers=_qwen_layers,
     ),
     "qwen3": Family(
         defaults=_QWEN2 | {"head_dim": 128},
         facts={"head_norms": "head", "mlp_bias": False},
-        layers=_last_windows,
+        layers=_qwen_layers,
     ),
     "smollm3": Family(
         defaults=LLAMA
@@ -318,13 +316,13 @@ FAMILIES: dict[str, Family] = {
             "no_rope_layer_interval": 4,
             "layer_types": None,
         },
-        layers=_every_fourth_without_angles,
+        layers=_smollm3_layers,
     ),
     "gemma2": Family(
         defaults=_GEMMA2,
         facts={"norm": "gemma", "norms": "around", "mlp_bias": False},
         derive=_gemma2,
-        layers=_alternating,
+        layers=_gemma2_layers,
     ),
     "gemma3_text": Family(
         defaults=_GEMMA2
@@ -337,7 +335,7 @@ FAMILIES: dict[str, Family] = {
         },
         facts={"norm": "gemma", "norms": "around", "head_norms": "head", "mlp_bias": False},
         derive=_gemma3,
-        layers=_by_kind,
+        layers=_gemma3_layers,
         prepare=_prepare_gemma3,
     ),
     "gemma4_text": Family(
@@ -352,14 +350,14 @@ FAMILIES: dict[str, Family] = {
         },
         facts=_GEMMA4_FACTS,
         derive=_gemma4,
-        layers=_layers_that_share,
+        layers=_gemma4_layers,
         prepare=_prepare_gemma4,
     ),
     "gemma4_unified_text": Family(
         defaults=_GEMMA4 | {"sliding_window": 1024, "max_position_embeddings": 262144},
         facts=_GEMMA4_FACTS,
         derive=_gemma4,
-        layers=_layers_that_share,
+        layers=_gemma4_layers,
         prepare=_prepare_gemma4,
     ),
     "phi3": Family(
@@ -382,7 +380,7 @@ FAMILIES: dict[str, Family] = {
             "o_bias": False,
             "mlp_bias": False,
         },
-        layers=_all_windows,
+        layers=_phi3_layers,
         prepare=_prepare_phi3,
     ),
     "olmo2": Family(
@@ -401,9 +399,10 @@ FAMILIES: dict[str, Family] = {
 
 
 class NestedFamily(NamedTuple):
-    """The decoder in a model that also has other parts, which are not run here.
+    """The text decoder of a model with other parts, which headstart's modules do not run.
 
-    others: prefixes of the tensors of these parts. tied: the default of `tie_word_embeddings`.
+    text: the decoder's `model_type`. others: prefixes of the other parts' tensors. tied: the
+    default of `tie_word_embeddings`.
     """
 
     text: str
@@ -424,7 +423,7 @@ NESTED = {
     "gemma4": NestedFamily("gemma4_text", _GEMMA4_OTHERS, tied=True),
     "gemma4_unified": NestedFamily("gemma4_unified_text", _GEMMA4_OTHERS, tied=True),
 }
-"""Families by transformers' `model_type`."""
+"""Models with several parts, by transformers' `model_type`."""
 
 MODEL_TYPES = FAMILIES.keys() | NESTED.keys()
-"""The `model_type` of models that run in headstart's own modules."""
+"""The `model_type` of every model that runs in headstart's own modules."""

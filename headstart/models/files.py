@@ -1,4 +1,4 @@
-"""The files of a model: found, downloaded and checked before anything is loaded.
+"""Finding, downloading and checking the files of a model, before anything is loaded.
 
 The index of a checkpoint lists its shards, and a safetensors header determines the length of its
 file, so an incomplete download is detected within milliseconds. GGUF files on the hub are named as
@@ -36,7 +36,7 @@ _NAME = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)?"
     r"(\w[\w.-]*/\w[\w.-]*?)(?::([\w.-]+))?/?"
 )
-_USUAL = "Q4_K_M"
+_DEFAULT = "Q4_K_M"
 _QUANTIZATION = re.compile(r"(?i)(?:^|[-_.])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|F32|MXFP4\w*))$")
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -49,10 +49,10 @@ class HubName(NamedTuple):
 
 
 def parse_name(name: str) -> HubName | None:
-    """Return the parts of a name; None for a name that does not refer to a GGUF file on the hub.
+    """Parse the name of a GGUF file on the hub; return None for any other name.
 
-    A name without a quantization refers to a GGUF file if it contains `gguf`, as the names of such
-    repositories usually do.
+    A name without a quantization refers to a GGUF file if it contains `gguf`, as the names of most
+    repositories with GGUF files do.
     """
     match = _NAME.fullmatch(name)
     if match is None or not (match[2] or "gguf" in match[1].lower()):
@@ -63,7 +63,7 @@ def parse_name(name: str) -> HubName | None:
 
 
 def label_files(files: Iterable[str]) -> dict[str, str]:
-    """Return a label for each GGUF file: its quantization, if its name has one, or else its name.
+    """Return a label for each GGUF file: the quantization in its name, or its name without one.
 
     Image projectors (`mmproj`) are left out.
     """
@@ -77,58 +77,58 @@ def label_files(files: Iterable[str]) -> dict[str, str]:
 
 
 def choose_file(repository: str, files: Iterable[str], quantization: str | None) -> str:
-    """Return the file of a quantization; the default is Q4_K_M, or the only file.
+    """Return the GGUF file with a quantization. Without one: the Q4_K_M file, or the only file.
 
     Raises `ModelNotFoundError` with the available quantizations.
     """
     labels = label_files(files)
-    label_wanted = (quantization or _USUAL).lower()
+    wanted = quantization or _DEFAULT
     matches = [
-        file for file, label in labels.items() if label_wanted in (label.lower(), file.lower())
+        file for file, label in labels.items() if wanted.lower() in (label.lower(), file.lower())
     ]
     if not matches and quantization is None and len(labels) == 1:
         matches = list(labels)
     if not labels:
         raise ModelNotFoundError(f"{repository} has no GGUF file on the hub")
     if not matches:
-        named = f"no file in {quantization}" if quantization else f"several files, none in {_USUAL}"
+        problem = f"no file in {wanted}" if quantization else f"several files, none in {wanted}"
         raise ModelNotFoundError(
-            f"{repository} has {named}; allowed: "
+            f"{repository} has {problem}; allowed: "
             + ", ".join(f"{repository}:{label}" for label in sorted(set(labels.values())))
         )
     if _PART.search(Path(matches[0]).stem):
         raise ModelNotFoundError(
-            f"{repository} has {quantization or _USUAL} in several files ({matches[0]}); download "
+            f"{repository} has {wanted} in several files ({matches[0]}); download "
             "them and merge them with llama.cpp's llama-gguf-split --merge"
         )
     return min(matches, key=len)
 
 
 BUILT_IN = "headstart-tiny"
-"""The small model in the package, which is trained to look things up in its prompt."""
+"""The small model in the package. It is trained to look things up in its prompt."""
 
 OMNI_TYPES = ("qwen2_5_omni", "qwen3_omni_moe")
-"""Models that `Omni` runs, by the `model_type` of their configuration."""
+"""The `model_type` of each model that `Omni` runs."""
 
-# All files that a model or its tokenizer may need, without copies of the weights in the formats of
-# other frameworks, such as Mistral's (consolidated.safetensors) and Meta's.
+# Files that a model or its tokenizer may need, and copies of the weights in the formats of Mistral
+# and Meta.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["consolidated*", "original/*"]
-# Keys that show a quantization_config, at any depth.
+# Keys of a quantization_config.
 _QUANTIZED = frozenset({"quant_method", "load_in_4bit", "load_in_8bit"})
 _INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
-_OF_OLLAMA = re.compile(r"\w[\w.-]*:[\w.-]+")  # `qwen2.5:0.5b`
+_OLLAMA_NAME = re.compile(r"\w[\w.-]*:[\w.-]+")  # `qwen2.5:0.5b`
 _POINTER = b"version https://git-lfs"
 # Seconds to wait for the hub's first answer.
 _HUB_TIMEOUT = 5.0
 
 
 def find_folder(model: str | Path) -> Path:
-    """Return the folder of a model.
+    """Return the folder of a model, downloaded if necessary. Raises `ModelNotFoundError`.
 
-    The name is a local path, a GGUF file, a hub name (`owner/name`), a GGUF file on the hub
-    (`owner/name:Q4_K_M`), or `headstart-tiny`, the model in the package. A hub name is first looked
-    up in the local download cache, then on the network. Raises `ModelNotFoundError`.
+    model: a local folder, a GGUF file, a hub name (`owner/name`), a GGUF file on the hub
+    (`owner/name:Q4_K_M`), or `headstart-tiny`, the model in the package. A hub name is looked up in
+    the download cache first.
     """
     if not isinstance(model, (str, os.PathLike)) or not str(model):
         raise ModelNotFoundError(
@@ -168,9 +168,9 @@ def find_folder(model: str | Path) -> Path:
 
 
 def find_gguf(model: str | Path) -> Path | None:
-    """Return the GGUF file that a model's name refers to; download it if necessary.
+    """Return the GGUF file of a path or hub name, downloaded if necessary; None for other names.
 
-    None for all other names. Raises `ModelNotFoundError`.
+    Raises `ModelNotFoundError`.
     """
     path = os.path.expanduser(model)
     if os.path.isfile(path) and path.endswith(".gguf"):
@@ -187,9 +187,9 @@ def find_gguf(model: str | Path) -> Path | None:
 
 
 def is_omni(model: str | Path) -> bool:
-    """Return True for a model with several stages, which `Omni` runs and `LLM` does not.
+    """Return True if a model runs in `Omni` and not in `LLM`. Raises `ModelError`.
 
-    The model is located as by `find_folder`, but a GGUF file is not read. Raises ModelError.
+    GGUF files run in `LLM`, so they are not read.
     """
     if Path(model).suffix == ".gguf":
         return False
@@ -197,9 +197,9 @@ def is_omni(model: str | Path) -> bool:
 
 
 def download_model(name: str) -> Path:
-    """Download the current version of a hub name; return its folder. Skips existing files.
+    """Download the current version of a hub name; return its folder.
 
-    An interrupted download is continued. Raises `ModelNotFoundError`.
+    Skips existing files, and continues an interrupted download. Raises `ModelNotFoundError`.
     """
     patterns: dict[str, Any] = {"allow_patterns": _WANTED, "ignore_patterns": _UNWANTED}
     with _calling_hub(name):
@@ -248,7 +248,7 @@ def _hint(name: str) -> str:
     spelled = re.split(r"[/\\]", name)[-1].lower().replace("_", "-")
     if matches := get_close_matches(spelled, [BUILT_IN], 1, 0.75):
         return f"; did you mean {matches[0]}?"
-    if _OF_OLLAMA.fullmatch(name):
+    if _OLLAMA_NAME.fullmatch(name):
         return (
             "; this is an Ollama name; use a name on the hub, such as Qwen/Qwen2.5-0.5B-Instruct, "
             "or OWNER/NAME:Q4_K_M for a GGUF file"
@@ -260,23 +260,21 @@ def _hint(name: str) -> str:
 def make_folder(folder: Path, variable: str, write: Callable[[Path], None]) -> Path:
     """Return a cache folder that `write` fills atomically if it does not exist.
 
-    Two processes may call it at the same time. variable: the environment variable with which users
-    set another place. Raises ModelError if the folder cannot be written.
+    Two processes may call it at the same time. variable: the environment variable for another
+    location, named in the error. Raises `ModelError` if the folder cannot be written.
     """
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-            unfinished = (
-                Path(temporary) / folder.name
-            )  # unlike `temporary`, readable by other users
-            unfinished.mkdir()
+            unfinished = Path(temporary) / folder.name
+            unfinished.mkdir()  # other users may read it, unlike `temporary`
             write(unfinished)
             try:
                 unfinished.rename(folder)
             except OSError:
-                if not folder.is_dir():  # otherwise another process has made the same folder
+                if not folder.is_dir():  # if it exists, another process has written it
                     raise
     except OSError as error:
         raise ModelError(
@@ -301,8 +299,8 @@ def check_files(folder: Path) -> None:
     """Check every file that loading needs; raises `ModelNotFoundError`, `DamagedModelError`.
 
     The numbers of config.json and generation_config.json must be in their ranges. A number of
-    layers must not exceed the number of tensors in the files, nor a width the number of weights. A
-    model with experts must use some of them. Only a quantized model may have integer weights.
+    layers must not exceed the number of tensors, and a width must not exceed the number of weights.
+    A model with experts must use some of them. Only a quantized model may have integer weights.
     """
     config = folder / "config.json"
     if not config.is_file():
@@ -318,7 +316,7 @@ def check_files(folder: Path) -> None:
     check_experts(config, content, headers)
     if not any(find_values(content, _QUANTIZED)):
         for name, (file, shape, dtype) in headers.items():
-            # Masks and positions may be integers; a mask may be called "bias", but has four axes.
+            # Masks and positions may be integers. A mask may be called "bias"; it has four axes.
             is_weight = name.endswith(".weight") or (name.endswith(".bias") and len(shape) == 1)
             if is_weight and dtype in _INTEGERS:
                 raise DamagedModelError(
@@ -336,7 +334,7 @@ def check_files(folder: Path) -> None:
 
 
 class _Header(NamedTuple):
-    """A tensor's file and shape, and its dtype with safetensors' name."""
+    """A tensor's file, its shape, and safetensors' name of its dtype."""
 
     file: Path
     shape: tuple[int, ...]
@@ -362,7 +360,7 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with the weights, by name; raises `DamagedModelError` if one is missing."""
+    """Return the files with the weights, sorted; raises `DamagedModelError` if one is missing."""
     for stem in ("model.safetensors", "pytorch_model.bin", "model.gguf"):
         if (folder / stem).is_file():
             return [folder / stem]
@@ -415,28 +413,21 @@ def _read_header(file: Path) -> dict[str, _Header]:
         raise DamagedModelError(f"{file} is {reason}") from error
 
 
-class FileStamp(NamedTuple):
-    """The version of a file. Writing to the file, or replacing it, changes the stamp."""
-
-    name: str
-    device: int
-    inode: int
-    size: int
-    written_ns: int
-    changed_ns: int
+FileStamp = tuple[str, int, int, int, int, int]
+"""The name, device, inode, size and times of a file, which change if the file is changed."""
 
 
 def stamp_files(folder: Path) -> tuple[FileStamp, ...]:
-    """Return the current versions of a model's configuration and weight files."""
+    """Return the stamps of a model's configuration and weight files."""
     stats = {file: file.stat() for file in (folder / "config.json", *weight_files(folder))}
     return tuple(
-        FileStamp(file.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        (file.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
         for file, s in stats.items()
     )
 
 
 def fingerprint_files(folder: Path) -> str:
-    """Return the SHA-256 of configuration and weights in hex, each with its length in front."""
+    """Return the SHA-256 in hex of the length and content of config.json and each weight file."""
     digest = hashlib.sha256()
     for file in (folder / "config.json", *weight_files(folder)):
         digest.update(file.stat().st_size.to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""Families with recurrent layers, as data, and Granite, since Granite 4 H has its multipliers."""
+"""Families with recurrent layers, as data, and Granite, whose multipliers Granite 4 H has too."""
 
 import math
 from typing import Any
@@ -9,6 +9,7 @@ from headstart.models.shapes import (
     DeltaShape,
     Family,
     LayerShape,
+    MixerShape,
     ScanShape,
 )
 from headstart.weights.scheme import UnsupportedLayerError
@@ -45,12 +46,18 @@ def _prepare_lfm2(content: dict[str, Any]) -> None:
     content["intermediate_size"] = inner
 
 
-def _convolutions(config: Any) -> list[LayerShape]:
-    conv = ConvShape(config.conv_L_cache, config.conv_bias)
-    return [
-        LayerShape(angles=None, mixer=conv) if kind == "conv" else LayerShape()
-        for kind in config.layer_types
-    ]
+_ATTENTION = LayerShape()
+
+
+def _hybrid_layers(
+    config: Any, mixer: MixerShape, attention: LayerShape = _ATTENTION
+) -> list[LayerShape]:
+    recurrent = LayerShape(angles=None, mixer=mixer)
+    return [attention if kind == "full_attention" else recurrent for kind in config.layer_types]
+
+
+def _lfm2_layers(config: Any) -> list[LayerShape]:
+    return _hybrid_layers(config, ConvShape(config.conv_L_cache, config.conv_bias))
 
 
 # Keys of Qwen3.5 that do not affect its decoder.
@@ -71,13 +78,13 @@ def _prepare_qwen35(content: dict[str, Any]) -> None:
     angles = dict(content.get("rope_scaling") or content.get("rope_parameters") or {})
     angles.setdefault("partial_rotary_factor", content.get("partial_rotary_factor", 0.25))
     for name in ("mrope_section", "mrope_interleaved"):
-        angles.pop(name, None)  # in a text, the three positions of a token are equal
+        angles.pop(name, None)  # the three M-RoPE positions of a text token are equal
     content["rope_parameters"] = angles
     for name in ("rope_scaling", *_QWEN35_UNUSED):
         content.pop(name, None)
 
 
-def _delta_rules(config: Any) -> list[LayerShape]:
+def _qwen35_layers(config: Any) -> list[LayerShape]:
     mixer = DeltaShape(
         config.linear_num_key_heads,
         config.linear_num_value_heads,
@@ -86,11 +93,10 @@ def _delta_rules(config: Any) -> list[LayerShape]:
         config.linear_conv_kernel_dim,
     )
     if mixer.heads % mixer.key_heads:
-        raise UnsupportedLayerError(f"it has {mixer.heads} heads for {mixer.key_heads} of keys")
-    return [
-        LayerShape(angles=None, mixer=mixer) if kind == "linear_attention" else LayerShape()
-        for kind in config.layer_types
-    ]
+        raise UnsupportedLayerError(
+            f"its recurrent layers have {mixer.heads} heads and {mixer.key_heads} heads of keys"
+        )
+    return _hybrid_layers(config, mixer)
 
 
 _GRANITE_UNUSED = (
@@ -116,12 +122,7 @@ def _prepare_granite_hybrid(content: dict[str, Any]) -> None:
         content["mamba_d_head"] = None
 
 
-def _read_float(value: Any) -> float:
-    """Return a number of a config.json; transformers writes infinity as an object."""
-    return float(value["__float__"] if isinstance(value, dict) else value)
-
-
-def _scans(config: Any) -> list[LayerShape]:
+def _granite_hybrid_layers(config: Any) -> list[LayerShape]:
     if config.num_local_experts:
         raise UnsupportedLayerError(f"it has {config.num_local_experts} experts")
     heads, groups = config.mamba_n_heads, config.mamba_n_groups
@@ -131,7 +132,9 @@ def _scans(config: Any) -> list[LayerShape]:
         raise UnsupportedLayerError(
             f"its Mamba-2 layers have {heads} heads of width {head_dim} in {groups} groups"
         )
-    limits = [_read_float(limit) for limit in config.time_step_limit or (0.0, math.inf)]
+    limits = config.time_step_limit or (0.0, math.inf)
+    # transformers writes infinity as an object.
+    least, most = (float(x["__float__"] if isinstance(x, dict) else x) for x in limits)
     mixer = ScanShape(
         heads,
         head_dim,
@@ -140,13 +143,10 @@ def _scans(config: Any) -> list[LayerShape]:
         config.mamba_d_conv,
         config.mamba_conv_bias,
         config.mamba_proj_bias,
-        (limits[0], limits[1]),
+        (least, most),
     )
     attention = LayerShape(angles="" if config.position_embedding_type == "rope" else None)
-    return [
-        LayerShape(angles=None, mixer=mixer) if kind == "linear_attention" else attention
-        for kind in config.layer_types
-    ]
+    return _hybrid_layers(config, mixer, attention)
 
 
 def _granite(config: Any) -> dict[str, Any]:
@@ -235,15 +235,12 @@ _GRANITE_NAMES = {
 
 
 def _granite_hybrid(config: Any) -> dict[str, Any]:
-    # GGUF files have separate weights for gate and up.
+    # GGUF files have separate weights for gate and up, other files have one for both.
     return _granite(config) | {"fused_mlp": not config.split_mlp}
 
 
 HYBRIDS: dict[str, Family] = {
-    "granite": Family(
-        defaults=_GRANITE,
-        derive=_granite,
-    ),
+    "granite": Family(defaults=_GRANITE, derive=_granite),
     "lfm2": Family(
         defaults=_LFM2,
         facts={
@@ -253,7 +250,7 @@ HYBRIDS: dict[str, Family] = {
             "mlp_bias": False,
             "names": _LFM2_NAMES,
         },
-        layers=_convolutions,
+        layers=_lfm2_layers,
         prepare=_prepare_lfm2,
         kinds=frozenset({"full_attention", "conv"}),
     ),
@@ -268,7 +265,7 @@ HYBRIDS: dict[str, Family] = {
             "names": {"mixer": "linear_attn"},
             "ignored": ("mtp.",),
         },
-        layers=_delta_rules,
+        layers=_qwen35_layers,
         prepare=_prepare_qwen35,
         kinds=frozenset({"full_attention", "linear_attention"}),
     ),
@@ -276,7 +273,7 @@ HYBRIDS: dict[str, Family] = {
         defaults=_GRANITE_HYBRID,
         facts={"mlp_bias": False, "names": _GRANITE_NAMES},
         derive=_granite_hybrid,
-        layers=_scans,
+        layers=_granite_hybrid_layers,
         prepare=_prepare_granite_hybrid,
         kinds=frozenset({"full_attention", "linear_attention"}),
     ),

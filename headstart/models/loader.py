@@ -30,9 +30,9 @@ def load_model(
     """Load and check a model by local path or hub name; a backend can then be attached.
 
     dtype: auto (see `computes_wider`, `fast_dtype`), float32, bfloat16 or float16. weights: auto
-    (the checkpoint's), int8, int5 or int4. ready_memory: memory for packed weights, used if it is
-    large enough. Raises `ConfigError`, `ModelNotFoundError`, `DamagedModelError` (the files),
-    `UnsupportedModelError` (the architecture), `OutOfMemoryError`.
+    (as in the checkpoint), int8, int5 or int4. ready_memory: memory for packed weights, used if it
+    is large enough. Raises `ConfigError`, `ModelNotFoundError`, `DamagedModelError`,
+    `UnsupportedModelError` or `OutOfMemoryError`.
     """
     try:
         weights_dtype, wanted, kind = find_dtype(dtype), find_device(device), find_kind(weights)
@@ -50,19 +50,21 @@ def load_model(
                 f"{model} is not a GGUF file that headstart reads: {reason}"
             )
         # transformers' modelling code takes seconds to import.
-        other = load_module("headstart.models.transformers_backend.loader")
-        if wider:  # transformers' modules cannot compute in a wider dtype than the weights'
+        backend = load_module("headstart.models.transformers_backend.loader")
+        if wider:  # transformers' modules compute in the dtype of the weights
             fast = fast_dtype(weights_dtype, folder, wanted)
         try:
-            loaded: DecoderModel = other.load_transformers(folder, fast, wanted, ready_memory, kind)
+            loaded: DecoderModel = backend.load_transformers(
+                folder, fast, wanted, ready_memory, kind
+            )
         except UnsupportedModelError as error:
             if not isinstance(error.__cause__, ImportError):
                 raise
-            message = f"{error}; headstart itself does not read it: {reason}"
+            message = f"{error}; headstart's own modules do not support it: {reason}"
             raise UnsupportedModelError(message) from error
         loaded.fallback_reason = reason
-        # A warning for a known family, whose user expects the speed of headstart's modules.
+        # Warn for a known family, since its users expect the speed of headstart's modules.
         _log.log(level, "%s runs in transformers' modules, not in headstart's: %s", folder, reason)
         return loaded
     finally:
-        release_threads()  # this thread's, since another thread will run the model
+        release_threads()  # of this thread; another thread runs the model

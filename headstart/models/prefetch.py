@@ -1,8 +1,8 @@
-"""Prefaulting of memory for a model while torch is imported; imports no torch itself.
+"""Preparation of a model's files and memory while torch is imported; does not import torch.
 
-Importing torch occupies a core for seconds. Meanwhile a thread requests that the system reads the
-weights' files ahead, and touches the memory for their copy. The system clears each page when it is
-first touched, which takes time, so pages of 2 MiB are requested.
+Importing torch occupies one core for seconds. Meanwhile a thread lets the system read the weight
+files ahead, and touches the memory for packed weights. The system clears each page when it is first
+touched, which takes time, so pages of 2 MiB are requested.
 """
 
 import os
@@ -14,19 +14,17 @@ from headstart.models.files import check_files, find_folder, read_json, weight_f
 from headstart.native import is_usable, level
 from headstart.native.pages import ReadyMemory
 
-__all__ = ["ReadyMemory", "read_ahead"]
-
-# Not more: mixtures of experts leave most weights in the file, and large models wait for the disk.
-_SHARE = 4  # at most 1 / 4 of the machine's memory is prefaulted
+# At most 1 / 4 of the machine's memory is prepared: mixtures of experts leave most weights in the
+# file, and large models wait for the disk.
+_SHARE = 4
 
 
 def read_ahead(
     model: str | Path, dtype: str, device: str, weights: str = "auto"
 ) -> ReadyMemory | None:
-    """Return memory for the model of this path or hub name; None for a large model.
+    """Start to prepare memory for the model of this path or hub name; None for a large model.
 
-    Checks the model's files as `load_model` does, before anything is imported. Raises
-    `ModelNotFoundError`, `DamagedModelError`.
+    Checks the model's files as `load_model` does. Raises `ModelNotFoundError`, `DamagedModelError`.
     """
     folder = find_folder(model)
     check_files(folder)
@@ -34,18 +32,15 @@ def read_ahead(
     stored = config.get("dtype", config.get("torch_dtype"))
     # Weights are packed for bfloat16 products, or copied in bfloat16 for float32 arithmetic.
     packed = is_usable() and dtype in ("auto", stored)
-    halves = dtype == "auto" and multiplies_bfloat16() is False and level() > 0
-    copied = packed or (halves and config.get("model_type") in MODEL_TYPES)
+    widened = dtype == "auto" and multiplies_bfloat16() is False and level() > 0
+    copied = packed or (widened and config.get("model_type") in MODEL_TYPES)
     files = weight_files(folder)
     floats = "quantization_config" not in config and files[0].suffix != ".gguf"
     # Quantized weights have separate memory.
     copied = copied and (device, stored, weights) == ("cpu", "bfloat16", "auto") and floats
     size = sum(file.stat().st_size for file in files)
-    if not hasattr(os, "posix_fadvise") or size > _memory() // _SHARE:
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE:
         return None
     return ReadyMemory(size if copied else 0, files)
-
-
-def _memory() -> int:
-    """Return the bytes of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -8,14 +8,14 @@ from typing import Any, Literal, NamedTuple
 from headstart.weights.scheme import UnsupportedLayerError
 
 NormKind = Literal["llama", "gemma", "olmo"]
-"""llama: rounds, then multiplies by the weight. gemma: multiplies by 1 + weight, then rounds.
-olmo: multiplies by the weight, then rounds."""
+"""llama: round, then multiply by the weight. gemma: multiply by 1 + weight, then round.
+olmo: multiply by the weight, then round."""
 
 NormPlaces = Literal["before", "after", "around"]
-"""Norms of attention and MLP: of their inputs, of their outputs, or of both."""
+"""Norms before attention and MLP, after them, or both."""
 
 HeadNorms = Literal["head", "row"]
-"""Norms of queries and keys: of each head, or of all heads together."""
+"""Norms of queries and keys: over each head, or over all heads together."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -54,13 +54,14 @@ MixerShape = ConvShape | DeltaShape | ScanShape
 
 
 class LayerShape(NamedTuple):
-    """The facts that may differ from layer to layer.
+    """The properties that may differ between layers.
 
-    window: a row sees itself and the `window - 1` tokens before it; None for all. angles: the kind
-    of the layer's rotary positions; None for a layer without. mixer: the recurrent mixer of a layer
-    without attention. kv_heads, head_dim, intermediate_size: None if they are those of the decoder.
-    source: the earlier layer whose K and V this layer reads; None for a layer with its own K and V.
-    keys_are_values: the projection of keys also gives the values.
+    window: a token attends to itself and the `window - 1` tokens before it; None for full
+    attention. angles: the name of the layer's rotary positions, "" if all layers have the same;
+    None for a layer without rotary positions. mixer: the recurrent mixer that replaces attention.
+    kv_heads, head_dim, intermediate_size: None for the decoder's values. source: the earlier layer
+    whose K and V this layer reads; None for a layer that computes K and V. keys_are_values: the
+    projection of keys also computes the values.
     """
 
     window: int | None = None
@@ -74,7 +75,7 @@ class LayerShape(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """A further embedding of each token, of which every layer gets `width` elements."""
+    """A second embedding of each token. Every layer reads `width` elements of it."""
 
     vocab_size: int
     width: int
@@ -94,7 +95,7 @@ class DecoderShape:
     epsilon: float
     activation: Activation
     scaling: float
-    """Factor of the scores q·k."""
+    """Factor of the attention scores q·k."""
     tied: bool
     """The LM head shares the embedding's weight."""
     qkv_bias: bool = False
@@ -105,37 +106,36 @@ class DecoderShape:
     fused_mlp: bool = False
     """One weight for gate and up."""
     gated: bool = False
-    """Attention is multiplied by the sigmoid of a gate, the second half of each head of q_proj."""
+    """The output of attention is multiplied by sigmoid(gate), the second half of q_proj's heads."""
     norm: NormKind = "llama"
     norms: NormPlaces = "before"
     head_norms: HeadNorms | None = None
     value_norm: bool = False
-    """Values are divided by the root of their mean square, by head."""
+    """The values of each head are divided by their root mean square."""
     partial_rotary: bool = False
     """Only a part of each head may be rotated."""
     exact_angles: bool = False
-    """Angles are float32 in every dtype of the weights."""
+    """Cosines and sines are float32, whatever the dtype of the weights."""
     softcap: float | None = None
-    """Cap of the scores."""
+    """Soft cap of the attention scores."""
     embedding_scale: float | None = None
     rounded_embedding_scale: bool = False
     """The scale of embeddings is rounded to their dtype first."""
     residual_scale: float | None = None
     layer_scalars: bool = False
-    """After each layer the rows are multiplied by a number from the checkpoint."""
+    """The output of each layer is multiplied by a number from the checkpoint."""
     layer_inputs: LayerInputs | None = None
     logit_divisor: float | None = None
     logit_softcap: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
-    """The family's names of parts, by Llama's names, or headstart's if Llama lacks the part."""
+    """The family's module names by Llama's names, or by headstart's if Llama lacks the module."""
     ignored: tuple[str, ...] = ()
     """Prefixes of a checkpoint's tensors that do not belong to the decoder."""
 
     def number(self, index: int) -> int:
-        """Return the number of earlier layers of the same kind: with attention, or recurrent.
+        """Return the layer's index among the layers with attention, or among the recurrent layers.
 
-        A layer that reads the K and V of an earlier layer is not counted, and has the number of the
-        earlier layer.
+        A layer that reads another layer's K and V has that layer's index, and is not counted.
         """
         layer = self.layers[index]
         if layer.source is not None:
@@ -144,12 +144,12 @@ class DecoderShape:
         return kinds.count((layer.mixer is not None, None))
 
     def kv_widths(self, index: int) -> tuple[int, int]:
-        """Return the number of K/V heads of a layer, and the width of its heads."""
+        """Return the number of K/V heads of a layer, and their width."""
         layer = self.layers[index]
         return layer.kv_heads or self.kv_heads, layer.head_dim or self.head_dim
 
     def path(self, name: str) -> str:
-        """Return the family's form of a dotted name in Llama's names."""
+        """Return the family's dotted name for one of Llama's."""
         return ".".join(self.names.get(part, part) for part in name.split("."))
 
 
@@ -168,8 +168,8 @@ class Family:
     """The differences of a family from Llama.
 
     defaults: default values of the keys of its config.json. facts: fields of `DecoderShape`.
-    derive: returns further fields, from the configuration. prepare: replaces old keys by new keys,
-    in place. kinds: the types of its layers.
+    derive: returns more fields from a configuration. layers: returns the layers of a configuration.
+    prepare: replaces old keys of a config.json by new keys. kinds: the allowed types of layers.
     """
 
     defaults: Mapping[str, Any]
@@ -181,7 +181,7 @@ class Family:
 
 
 def alike(config: Any, window: int | None) -> list[LayerShape]:
-    """Return layers with attention that all have the same window, or none."""
+    """Return layers with attention that all have this window."""
     return [LayerShape(window)] * config.num_hidden_layers
 
 
@@ -204,12 +204,8 @@ LLAMA: dict[str, Any] = {
 """The defaults of Llama's config.json, on which the defaults of all families are based."""
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
 def read_shape(family: Family, config: Any) -> DecoderShape:
-    """Return the shape that a configuration describes, with its family's defaults.
+    """Return the shape of the decoder that a configuration describes.
 
     Raises `UnsupportedLayerError` for features that headstart's own modules lack.
     """
@@ -220,9 +216,8 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
     name = getattr(config, key)
     if name not in _ACTIVATIONS:
         raise UnsupportedLayerError(f"its activation is {name}")
-    others = set(config.layer_types or ()) - family.kinds
-    if others:
-        raise UnsupportedLayerError(f"it has layers of type {', '.join(map(repr, sorted(others)))}")
+    if kinds := set(config.layer_types or ()) - family.kinds:
+        raise UnsupportedLayerError(f"it has layers of type {', '.join(map(repr, sorted(kinds)))}")
     layers = tuple(family.layers(config))
     heads, count = config.num_attention_heads, config.num_hidden_layers
     if len(layers) < count:
@@ -239,9 +234,10 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
         kv_count, width = layer.kv_heads or kv_heads, layer.head_dim or head_dim
         if heads % kv_count or width % 2:
             raise UnsupportedLayerError(
-                f"it has {heads} heads, {kv_count} for K and V, of width {width}"
+                f"it has {heads} heads for queries and {kv_count} for K and V, of width {width}"
             )
-    if any(layer.window is not None and not _is_count(layer.window) for layer in layers):
+    windows = {layer.window for layer in layers} - {None}
+    if any(type(window) is not int or window < 1 for window in windows):
         raise UnsupportedLayerError(f"its window is {config.sliding_window!r}")
     facts: dict[str, Any] = {
         "qkv_bias": config.attention_bias,

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
-"""A model's tokenizer. The type is imported only for type checking: it takes a second."""
+"""A model's tokenizer. Importing its type takes a second, so only type checkers do it."""
 
-# Files with a vocabulary. If there is none, transformers does not always raise: for some
-# architectures it makes a tokenizer with a single token.
+# Files with a vocabulary. Without such a file, transformers does not always raise an error: for
+# some architectures it makes a tokenizer with a single token.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model")
 _SETTINGS = "tokenizer_config.json"
 
@@ -29,9 +29,8 @@ def has_vocabulary(folder: Path) -> bool:
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
     """Load a model's tokenizer by local path or hub name; None if the model has none.
 
-    Raises `ModelNotFoundError` (no such folder, no such name, no network), `DamagedModelError`
-    (a file is broken, or there are settings without a vocabulary) or `UnsupportedModelError` (it
-    needs custom code, or a missing package).
+    Raises `ModelNotFoundError`, `DamagedModelError` for a broken file or settings without a
+    vocabulary, or `UnsupportedModelError` for custom code or a missing package.
     """
     folder = find_folder(model)
     has_settings = (folder / _SETTINGS).is_file()

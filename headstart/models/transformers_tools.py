@@ -47,18 +47,18 @@ def load_auto_tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTok
 
     Raises `DamagedModelError` or `UnsupportedModelError`.
     """
-    own_code = settings.get("auto_map") or {}  # a list in old files
-    needs_own_code = isinstance(own_code, list) or "AutoTokenizer" in own_code
-    named = _name_architecture(folder) if settings.get("tokenizer_class") else {}
+    custom_code = settings.get("auto_map") or {}  # a list in old files
+    needs_custom_code = isinstance(custom_code, list) or "AutoTokenizer" in custom_code
+    options = _config_option(folder) if settings.get("tokenizer_class") else {}
     try:
         with silence_transformers():
             loaded = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, **named
+                folder, local_files_only=True, trust_remote_code=False, **options
             )
     # transformers raises KeyError, TypeError, ValueError, OSError; tokenizers a bare Exception.
     except Exception as error:
         reason = " ".join(str(error).split())
-        if needs_own_code:
+        if needs_custom_code:
             raise UnsupportedModelError(
                 f"the tokenizer in {folder} needs custom code, which is not run"
             ) from error
@@ -76,9 +76,9 @@ def load_auto_tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTok
 
 
 class RotaryConfig(PreTrainedConfig):
-    """A configuration without an architecture, for transformers' checks of rotary parameters.
+    """A configuration of any architecture, whose rotary parameters transformers checks.
 
-    All other keys become attributes.
+    All keys become attributes.
     """
 
     model_type = "headstart_dense"
@@ -87,10 +87,11 @@ class RotaryConfig(PreTrainedConfig):
     max_position_embeddings: int = 2048
 
 
-def _name_architecture(folder: Path) -> dict[str, Any]:
-    """Return AutoTokenizer's argument `config`, for a family of headstart's modules.
+def _config_option(folder: Path) -> dict[str, Any]:
+    """Return the argument `config` for AutoTokenizer if the model is of a family of headstart's.
 
-    Without it, transformers imports the architecture's configuration, which takes seconds.
+    Without this argument, transformers imports the architecture's configuration, which takes
+    seconds.
     """
     path = folder / "config.json"
     content = read_json(path) if path.is_file() else {}
@@ -104,7 +105,7 @@ def _name_architecture(folder: Path) -> dict[str, Any]:
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Return the fast tokenizer if it alone determines the ids; otherwise None."""
+    """Return the tokenizer of the package `tokenizers` if it alone determines the ids, or None."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     classes = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)

@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -187,7 +188,7 @@ def test_no_memory_is_got_for_weights_that_are_quantized(
 
 
 def test_none_is_got_for_a_large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_memory", lambda: mmap.PAGESIZE)
+    monkeypatch.setattr(os, "sysconf", lambda name: 64)
     assert read_ahead(folder, "auto", "cpu") is None
 
 

@@ -15,7 +15,7 @@ from headstart.imports import load_module
 from headstart.models.config_values import context_length
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
 from headstart.models.dense.modules import read_frequencies
-from headstart.models.dtypes import is_out_of_memory, own_dtype
+from headstart.models.dtypes import auto_dtype, is_out_of_memory
 from headstart.models.families import FAMILIES, NESTED, NestedFamily, UnknownFamilyError
 from headstart.models.files import is_gguf, read_json, stamp_files, weight_files
 from headstart.models.shapes import DecoderShape, Family, read_shape
@@ -170,7 +170,7 @@ def load_dense(
             stored = stored or checkpoint.dtypes(outline.shapes)[0]
             if scheme is not None and stored == torch.float16 and device.type == "cpu":
                 stored = torch.bfloat16  # dtype of rows: there are no kernels for float16
-            wanted = dtype if isinstance(dtype, torch.dtype) else own_dtype(stored, held, device)
+            wanted = dtype if isinstance(dtype, torch.dtype) else auto_dtype(stored, held, device)
             read = WeightReader(
                 checkpoint,
                 outline.matrices,

@@ -94,7 +94,7 @@ def shape_of(name: str, **changes: Any) -> DecoderShape:
         ("gemma2", {"use_bidirectional_attention": True}, "see later tokens"),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
         ("qwen2", {"layer_types": ["full_attention"]}, "describes 1 of its 3 layers"),
-        ("llama", {"num_key_value_heads": 4}, "6 heads, 4 for K and V"),
+        ("llama", {"num_key_value_heads": 4}, "6 heads for queries and 4 for K and V"),
         ("llama", {"head_dim": 7}, "of width 7"),
         ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings 'no'"),
         ("llama", {"attention_bias": 1}, "attention_bias 1"),
@@ -227,12 +227,12 @@ GEMMA4 = tiny_config("gemma4_text").to_dict()
     [
         ({"enable_moe_block": True, "num_experts": 4}, "it has 4 experts"),
         ({"use_bidirectional_attention": "all"}, "see later tokens"),
-        ({"num_kv_shared_layers": 5}, "no layer before its layer 1 has the K and V for it"),
-        ({"vocab_size_per_layer_input": 130}, "tokens have no embedding for the layers"),
-        ({"per_layer_config": {"1": {"head_dim": 24}}}, "its layers have the configurations"),
+        ({"num_kv_shared_layers": 5}, "its layer 1 has no earlier layer to share K and V"),
+        ({"vocab_size_per_layer_input": 130}, "per_layer_input is smaller than vocab_size"),
+        ({"per_layer_config": {"1": {"head_dim": 24}}}, "its per_layer_config is"),
         (
             {"per_layer_config": {at: {"intermediate_size": 8} for at in "135"}},
-            "its layers have the configurations",
+            "its per_layer_config is",
         ),
         (
             {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from headstart.errors import ConfigError
+from headstart.errors import ConfigError, OutOfMemoryError
 from headstart.machine import X86, available_memory, multiplies_bfloat16, why_no_bfloat16
 from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
@@ -21,10 +21,13 @@ from headstart.weights.scheme import is_read
 _TEXTS = ("DefaultCPUAllocator: can't allocate", os.strerror(errno.ENOMEM))
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Return True if the error means that memory ran out."""
+def check_memory(error: Exception, purpose: str) -> None:
+    """Raise `OutOfMemoryError` if `error` means that memory ran out; otherwise do nothing."""
     kinds = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or any(text in str(error) for text in _TEXTS)
+    if isinstance(error, kinds) or any(text in str(error) for text in _TEXTS):
+        raise OutOfMemoryError(
+            f"there is not enough memory {purpose}: {type(error).__name__}: {error}"
+        ) from error
 
 
 _log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.errors import DamagedModelError, OutOfMemoryError, UnsupportedModelError
-from headstart.models.dtypes import is_out_of_memory
+from headstart.errors import DamagedModelError, UnsupportedModelError
+from headstart.models.dtypes import check_memory
 from headstart.models.files import make_folder, read_json
 from headstart.models.gguf_pre_tokenizers import PRE_TOKENIZERS
 from headstart.models.transformers_tools import silence_transformers
@@ -431,10 +431,7 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
         raise
     # transformers raises KeyError, TypeError, ValueError, OSError; the tokenizers a bare Exception.
     except Exception as error:
-        if is_out_of_memory(error):
-            raise OutOfMemoryError(
-                f"there is not enough memory to read the metadata of {file}"
-            ) from error
+        check_memory(error, f"to read the metadata of {file}")
         reason = " ".join(str(error).split())
         kind = UnsupportedModelError if "not supported" in reason else DamagedModelError
         named = "" if type(error) is ValueError else f"{type(error).__name__}: "

@@ -1,7 +1,7 @@
 """All layers of a decoder as one compiled call.
 
-It includes attention if the backend has structs for it. The modules stay, for steps in which single
-layers have hooks.
+The call includes attention if the backend has structs for it. Steps in which layers have hooks run
+the modules instead.
 """
 
 import ctypes
@@ -45,26 +45,25 @@ def compile_layers(
         for module in layer.modules()
         if isinstance(module, nn.Linear | Linear)
     ]
-    # Modules convert bfloat16 rows to float32 for weights of integers, except with AMX.
-    integers = dtype == torch.bfloat16 and all(
+    # Without AMX, bfloat16 rows are multiplied by integer weights in float32.
+    in_float32 = dtype == torch.bfloat16 and all(
         isinstance(module, Linear) and module.matrix.computes_float32 for module in linears
     )
-    product = torch.float32 if integers else dtype
+    product = torch.float32 if in_float32 else dtype
     if not plain or any(_struct(module, product) is None for module in linears):
         return None
     return CompiledLayers(layers, shape, dtype, product)
 
 
 class CompiledLayers:
-    """All layers of a decoder, for rows in float32 or bfloat16, and products of rows in `product`.
+    """All layers of a decoder, for rows in `dtype` and products in `product`.
 
-    Rows in float32 need AVX2, and are few, where the operations between products matter: modules
-    need some 40 torch operations per layer for them. Rows in bfloat16 need AVX-512. Their products
-    are of float32 if weights are integers and there is no AMX.
+    Float32 rows need AVX2. The call computes only few of them, for which the 40 torch operations
+    per layer between products take long in modules. Bfloat16 rows need AVX-512.
 
-    With products of bfloat16, a layer whose attention is not compiled runs as two compiled calls,
+    With products in bfloat16, a layer whose attention is not compiled runs as two compiled calls,
     before and after attention. The last layer also runs as two calls if only some rows are needed
-    after it, since it still writes K and V of all rows.
+    after it, since it writes K and V of all rows.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class CompiledLayers:
     ) -> None:
         self._layers, self._shape, self._dtype, self._product = layers, shape, dtype, product
         self._is_float = product == torch.float32
-        self._end = MANY_ROWS if dtype == torch.float32 else math.inf  # of numbers of rows
+        self._row_limit = MANY_ROWS if dtype == torch.float32 else math.inf
         kernels = avx2_library() if self._is_float else library()
         assert kernels is not None
         self._kernels = kernels
@@ -85,7 +84,7 @@ class CompiledLayers:
             is_half = dtype == torch.bfloat16
             self._run = kernels.headstart_half_layers if is_half else kernels.headstart_float_layers
         self._kinds = [layer.angles or "" for layer in shape.layers]
-        self._norms: list[Tensor] = []  # to which structs refer
+        self._norms: list[Tensor] = []  # the weights to which the structs point
         self._structs = [self._layer_struct(layer) for layer in layers]
         self._runs = (LayerRun * len(layers))()
         for run, struct in zip(self._runs, self._structs, strict=True):
@@ -100,11 +99,11 @@ class CompiledLayers:
     ) -> Tensor | None:
         """Return rows `[rows, hidden]` after the last layer; None if modules must compute them.
 
-        angles: of the rows, by kind of layer. kept: the numbers int64 of the rows to return; None
-        for all.
+        angles: of the rows, by `LayerShape.angles`. kept: int64 numbers of the rows to return, or
+        None for all.
         """
         rows = len(hidden)
-        if self._is_float and not 0 < rows < self._end:
+        if self._is_float and not 0 < rows < self._row_limit:
             return None
         count = len(self._layers) - (kept is not None and not self._is_float)
         if self._is_float:

@@ -30,8 +30,7 @@ from headstart.weights.reader import Reader
 class Description(NamedTuple):
     """A decoder without its weights: its folder and its configuration.
 
-    frequencies: the frequencies of rotary positions, by kind of layer. max_model_len: length of the
-    longest sequence in tokens.
+    frequencies: by `LayerShape.angles`. max_model_len: length of the longest sequence in tokens.
     """
 
     folder: Path
@@ -42,7 +41,7 @@ class Description(NamedTuple):
 
 
 class _Body(FamilyModule):
-    """Embedding, layers and the last norm; with `DecoderShape.layer_inputs`, these too."""
+    """The embedding, the layers, the last norm, and the modules of `DecoderShape.layer_inputs`."""
 
     def __init__(self, shape: DecoderShape, read: Reader) -> None:
         super().__init__(shape)
@@ -66,7 +65,7 @@ class _Body(FamilyModule):
         self._layer_inputs = shape.layer_inputs
 
     def layer_inputs(self, token_ids: Tensor, embeddings: Tensor) -> Tensor | None:
-        """Return the layers' inputs of tokens `[rows, layers, width]`; None for other families."""
+        """Return `LayerStep.inputs`; None if `DecoderShape.layer_inputs` is None."""
         if self._layer_inputs is None:
             return None
         by_layer = (len(token_ids), len(self.layers), self._layer_inputs.width)
@@ -106,9 +105,9 @@ class DenseModules(nn.Module):
 class DenseDecoder(DecoderModel):
     """A dense decoder in headstart's own modules.
 
-    With the compiled kernels, layers like those of Llama, Qwen and Gemma 3 run as one call
-    (`compiled`), in float32 only for few rows. All other layers, and all layers in steps with
-    adapters, run module by module.
+    Layers like those of Llama, Qwen and Gemma 3 run as one compiled call if the kernels support
+    them (`CompiledLayers`). Other layers run module by module, and so do all layers in steps with
+    adapters.
     """
 
     module: DenseModules
@@ -117,7 +116,7 @@ class DenseDecoder(DecoderModel):
         shape = self._shape = about.shape
         layers: list[Any] = list(modules.body.layers)
         recurrent = [layer.mixer for layer in layers if layer.is_recurrent]
-        # A layer that reads the K and V of an earlier one has no memory.
+        # A layer that reads another layer's K and V has no K/V memory.
         owners = [index for index, layer in enumerate(shape.layers) if layer.source is None]
         self._num_owners = 1 + owners[-1]
         layouts = [_layout(shape, index) for index in owners if shape.layers[index].mixer is None]
@@ -219,9 +218,9 @@ class DenseDecoder(DecoderModel):
         return hidden if len(hidden) == len(logit_rows) else hidden.index_select(0, logit_rows)
 
     def _run_layers(self, x: Tensor, step: LayerStep, rows: Tensor | None) -> Tensor:
-        """Return rows after the last layer: only `rows` if it is given, otherwise all rows.
+        """Return the last layer's output for `rows`, or for all rows if that is None.
 
-        Layers after the last layer with K/V or states compute only these rows.
+        The layers after the last one that writes K/V or states compute only these rows.
         """
         layers, count = self.module.body.layers, self._num_owners
         for layer in layers[: count - 1]:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from headstart.models.dense.mixers import make_mixer
+from headstart.models.dense.mixers import MIXERS
 from headstart.models.dense.modules import (
     ACTIVATIONS,
     MLP,
@@ -30,9 +30,10 @@ class DecoderLayer(FamilyModule):
                 read.vector(f"{name}.{part}", shape.hidden_size), shape.epsilon, shape.norm
             )
 
-        self.is_recurrent = shape.layers[index].mixer is not None
-        if self.is_recurrent:
-            self.mixer = make_mixer(shape, index, f"{name}.mixer", read)
+        mixer = shape.layers[index].mixer
+        self.is_recurrent = mixer is not None
+        if mixer is not None:
+            self.mixer = MIXERS[type(mixer)](shape, index, f"{name}.mixer", read)
         else:
             self.self_attn = Attention(shape, index, f"{name}.self_attn", read)
         self.mlp = MLP(shape, index, f"{name}.mlp", read)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from headstart.errors import DamagedModelError, HeadstartError, OutOfMemoryError
+from headstart.errors import DamagedModelError, HeadstartError
 from headstart.imports import load_module
 from headstart.models.config_values import context_length
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
 from headstart.models.dense.modules import read_frequencies
-from headstart.models.dtypes import auto_dtype, is_out_of_memory
+from headstart.models.dtypes import auto_dtype, check_memory
 from headstart.models.families import FAMILIES, NESTED, NestedFamily, UnknownFamilyError
 from headstart.models.files import is_gguf, read_json, stamp_files, weight_files
 from headstart.models.shapes import DecoderShape, Family, read_shape
@@ -28,7 +28,7 @@ from headstart.weights.prequantized import PrequantizedCheckpoint
 from headstart.weights.reader import Outline, WeightReader
 from headstart.weights.scheme import Scheme, UnsupportedLayerError, read_scheme
 
-# Keys that may be null: the value then follows from other keys, or there is no window or cap.
+# Keys that may be null. The value then follows from other keys, or means no window or cap.
 _MAY_BE_NULL = frozenset(
     {
         *("num_key_value_heads", "head_dim", "sliding_window", "layer_types"),
@@ -37,7 +37,8 @@ _MAY_BE_NULL = frozenset(
 )
 
 
-# Further keys than a family's defaults: they have no effect, or are read by name.
+# Keys that a config.json may have in addition to its family's defaults. They do not require
+# transformers: they have no effect, or are read by name.
 _HARMLESS = frozenset(
     {
         *("architectures", "transformers_version", "dtype", "torch_dtype", "rope_parameters"),
@@ -51,7 +52,7 @@ _THETA = 10_000.0  # default base of rotary positions
 
 
 class DenseConfig(SimpleNamespace):
-    """The keys of a config.json as attributes, for rotary positions without scaling."""
+    """The keys of a config.json as attributes, like transformers' configurations."""
 
     def get_text_config(self) -> "DenseConfig":
         """Return this configuration, since a dense decoder has no other part."""
@@ -59,10 +60,10 @@ class DenseConfig(SimpleNamespace):
 
 
 def read_config(family: Family, content: Mapping[str, Any]) -> Any:
-    """Return the content of a config.json with the family's defaults.
+    """Return a configuration with the keys of a config.json and the family's defaults.
 
-    It is a `DenseConfig`, or a configuration of transformers if it has keys that only transformers
-    reads; importing transformers takes seconds. Raises `UnsupportedLayerError`.
+    It is a `DenseConfig` if possible, since importing transformers takes seconds. Keys that only
+    transformers reads require its configuration class. Raises `UnsupportedLayerError`.
     """
     for name, default in family.defaults.items():
         if name in content:
@@ -74,8 +75,7 @@ def read_config(family: Family, content: Mapping[str, Any]) -> Any:
         merged["head_dim"] = merged["head_dim"] or (
             merged["hidden_size"] // merged["num_attention_heads"]
         )
-        plain = _read_plain(family, merged)
-        if plain is not None:
+        if (plain := _read_plain(family, merged)) is not None:
             return plain
         return load_module("headstart.models.transformers_tools").RotaryConfig(**merged)
     except (UnsupportedLayerError, MemoryError):
@@ -87,12 +87,10 @@ def read_config(family: Family, content: Mapping[str, Any]) -> Any:
 
 def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None:
     """Return the configuration; None if it has keys that only transformers reads."""
-    if merged.keys() - family.defaults.keys() - _HARMLESS:
-        return None
-    if merged.get("partial_rotary_factor", 1.0) != 1.0:
+    if merged.keys() - family.defaults.keys() - _HARMLESS or merged.get("rope_scaling"):
         return None
     rope = _read_plain_angles(merged)
-    if merged.get("rope_scaling") or rope is None:
+    if rope is None or merged.get("partial_rotary_factor", 1.0) != 1.0:
         return None
     layers = merged.get("layer_types")
     if layers is not None and not (
@@ -110,7 +108,7 @@ def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None
 
 
 def _read_plain_angles(merged: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the rotary parameters, by kind of layer if they differ; None for scaled ones."""
+    """Return unscaled rotary parameters, by type of layer if they differ; None if scaled."""
     parameters = merged.get("rope_parameters") or {}
     if not parameters or not all(isinstance(part, dict) for part in parameters.values()):
         return _read_plain_angle({"rope_theta": merged.get("rope_theta", _THETA), **parameters})
@@ -135,11 +133,11 @@ def _check_type(name: str, value: Any, default: Any) -> None:
         raise UnsupportedLayerError(f"its configuration has {name} {value!r}")
 
 
-# Buffers that old versions stored; they are computed from the configuration.
+# Buffers that old versions of transformers stored. They follow from the configuration.
 _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")
 _BODY = "model.language_model"
 """The decoder's name in a model with other parts."""
-_OLD_BODY = "language_model."  # prefix of all names of the decoder in files of Gemma 3
+_OLD_BODY = "language_model."  # prefix of the decoder's tensor names in files of Gemma 3
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -150,13 +148,12 @@ def load_dense(
     ready_memory: ReadyMemory | None = None,
     weights: WeightKind | None = None,
 ) -> DenseDecoder:
-    """Load the decoder in `folder`, its packed weights into `ready_memory` if they fit.
+    """Load the decoder in `folder`, with packed weights in `ready_memory` if they fit.
 
-    dtype: "auto" for the checkpoint's. weights: None for the checkpoint's. Raises
-    `UnsupportedLayerError`, before weights are read, if the model is not in
-    `headstart.models.families`, or if its tensors differ from its family's: then transformers loads
-    it, or reports the error. Raises `UnsupportedModelError` for weights that are not finite,
-    `DamagedModelError` for files that are changed during the load, and `OutOfMemoryError`.
+    dtype: "auto" for the dtype of the checkpoint. weights: None for the formats of the checkpoint.
+    Raises `UnsupportedLayerError` before reading weights if the configuration or the tensors are
+    not those of a family in `headstart.models.families`. Raises `UnsupportedModelError` for weights
+    that are not finite, `DamagedModelError` for files that change meanwhile, `OutOfMemoryError`.
     """
     files = stamp_files(folder)
     about, stored = describe_decoder(folder)
@@ -169,7 +166,7 @@ def load_dense(
             held = set(checkpoint.dtypes(outline.matrices))
             stored = stored or checkpoint.dtypes(outline.shapes)[0]
             if scheme is not None and stored == torch.float16 and device.type == "cpu":
-                stored = torch.bfloat16  # dtype of rows: there are no kernels for float16
+                stored = torch.bfloat16  # there are no kernels for rows in float16
             wanted = dtype if isinstance(dtype, torch.dtype) else auto_dtype(stored, held, device)
             read = WeightReader(
                 checkpoint,
@@ -183,17 +180,14 @@ def load_dense(
             modules = DenseModules(about.shape, read)
             read.close()
     except (OSError, SafetensorError, MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise OutOfMemoryError(
-                f"memory does not hold the model in {folder}: {type(error).__name__}: {error}"
-            ) from error
+        check_memory(error, f"for the model in {folder}")
         if not isinstance(error, OSError | SafetensorError):
             raise
         raise DamagedModelError(f"the weights in {folder} cannot be read: {error}") from error
     decoder = DenseDecoder(about, modules.eval(), wanted)
     decoder.files = files
     if not decoder.has_its_files:
-        raise DamagedModelError(f"the files in {folder} were written to while they were read")
+        raise DamagedModelError(f"the files in {folder} changed while they were read")
     move_to_huge_pages(decoder.module)
     return decoder
 
@@ -216,7 +210,7 @@ def _open_checkpoint(
 
 
 def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
-    """Return the description of a decoder, and the dtype of its weights, None if not stated."""
+    """Return the description of a decoder, and the dtype in its config.json, which may be None."""
     content = read_json(folder / "config.json")
     kind = content.get("model_type")
     nested = NESTED.get(kind) if isinstance(kind, str) else None
@@ -274,10 +268,10 @@ def check_tensors(
     checkpoint.dtypes(held.keys() & needed.keys())
     for name, shape in needed.items():
         if name not in held:
-            raise UnsupportedLayerError(f"it has no {name}, which its configuration says it has")
+            raise UnsupportedLayerError(f"it has no {name}, which its configuration requires")
         if held[name] != shape:
             raise UnsupportedLayerError(
-                f"{name} has the shape {held[name]}, and by its configuration {shape}"
+                f"{name} has the shape {held[name]}; its configuration requires {shape}"
             )
     surplus = {
         name
@@ -294,6 +288,4 @@ def check_tensors(
         checkpoint.release()
     if surplus:
         more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
-        raise UnsupportedLayerError(
-            f"it holds {min(surplus)}{more}, which its family does not have"
-        )
+        raise UnsupportedLayerError(f"it has {min(surplus)}{more}, which its family does not have")

@@ -1,13 +1,7 @@
-"""Recurrent mixers, which replace attention and have a state of fixed size.
+"""Recurrent mixers, which replace attention and have states of fixed size."""
 
-A mixer's `state` has the shapes of a sequence's states in this layer. The first is always the state
-of the causal convolution: the last inputs of each channel.
-"""
-
-from collections.abc import Callable
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,16 +14,9 @@ from headstart.attention.recurrent import (
     gated_delta_rule,
     mamba2_scan,
 )
-from headstart.models.dense.modules import FamilyModule, LayerStep, RMSNorm
+from headstart.models.dense.modules import FamilyModule, LayerStep, RMSNorm, normalize
 from headstart.models.shapes import ConvShape, DecoderShape, DeltaShape, ScanShape
 from headstart.weights.reader import Reader
-
-
-def make_mixer(shape: DecoderShape, index: int, name: str, read: Reader) -> "Mixer":
-    """Return the mixer of a recurrent layer."""
-    mixer = shape.layers[index].mixer
-    assert mixer is not None
-    return _MIXERS[type(mixer)](shape, index, name, read)
 
 
 class CausalConv(nn.Module):
@@ -51,9 +38,15 @@ class CausalConv(nn.Module):
 
 
 class Mixer(FamilyModule):
-    """The base of recurrent mixers: finds the layer's states in a step."""
+    """The base of recurrent mixers.
+
+    `forward` returns the update of all rows, or of `output_rows`, and writes the states of all
+    sequences.
+    """
 
     state: StateLayout
+    """The shapes of a sequence's states in this layer. The first state has the last inputs of the
+    causal convolution."""
 
     def __init__(self, shape: DecoderShape, index: int) -> None:
         super().__init__(shape)
@@ -78,7 +71,6 @@ class ShortConv(Mixer):
         self.out_proj = read.linear(f"{name}.out_proj", hidden, hidden, conv.bias)
 
     def forward(self, x: Tensor, step: LayerStep, output_rows: Tensor | None = None) -> Tensor:
-        """Return the update of all rows, or of `output_rows`; write the states of all sequences."""
         (states,), recurrence = self.find_states(step)
         before, after, value = self.in_proj(x).chunk(3, dim=-1)
         mixed = after * self.conv(before * value, states, recurrence, silu=False)
@@ -112,7 +104,6 @@ class GatedDelta(Mixer):
         self.out_proj = read.linear(f"{name}.out_proj", values, hidden, bias=False)
 
     def forward(self, x: Tensor, step: LayerStep, output_rows: Tensor | None = None) -> Tensor:
-        """Return the update of all rows, or of `output_rows`; write the states of all sequences."""
         (inputs, states), recurrence = self.find_states(step)
         delta = self._delta
         mixed = self.conv1d(self.in_proj_qkv(x), inputs, recurrence, silu=True)
@@ -146,7 +137,7 @@ class GatedNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         exact = x.float() * functional.silu(gate.float())
         parts = exact.view(len(x), self._groups, x.shape[1] // self._groups)
-        parts = parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        parts = normalize(parts, self.variance_epsilon)
         out: Tensor = (self.weight * parts.flatten(1)).to(x.dtype)
         return out
 
@@ -172,7 +163,6 @@ class Mamba2(Mixer):
         self.out_proj = read.linear(f"{name}.out_proj", inner, hidden, scan.bias)
 
     def forward(self, x: Tensor, step: LayerStep, output_rows: Tensor | None = None) -> Tensor:
-        """Return the update of all rows, or of `output_rows`; write the states of all sequences."""
         (inputs, states), recurrence = self.find_states(step)
         scan = self._scan
         gate, mixed, dt = self.in_proj(x).split(self._projected, dim=-1)
@@ -197,8 +187,5 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-_MIXERS: dict[type, Callable[[DecoderShape, int, str, Reader], Mixer]] = {
-    ConvShape: ShortConv,
-    DeltaShape: GatedDelta,
-    ScanShape: Mamba2,
-}
+MIXERS = {ConvShape: ShortConv, DeltaShape: GatedDelta, ScanShape: Mamba2}
+"""The classes of mixers by their shapes."""

@@ -1,4 +1,4 @@
-"""The modules of a dense decoder, with transformers' names, which adapters refer to.
+"""The modules of a dense decoder. They have transformers' names, to which adapters refer.
 
 Rows are a flat batch `[rows, hidden]`. Every `Linear` is called as a module, so that its hooks run.
 """
@@ -37,9 +37,9 @@ class Frequencies(NamedTuple):
 
 
 def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies:
-    """Read the frequencies of a kind of layer; `kind` is "" if all layers are alike.
+    """Return the frequencies of the layers whose `LayerShape.angles` is `kind`.
 
-    Raises `UnsupportedLayerError` for rotary positions of a type that the family does not have.
+    Raises `UnsupportedLayerError` for rotary positions that headstart's modules do not support.
     """
     parameters = config.rope_parameters[kind] if kind else config.rope_parameters
     if any(isinstance(value, dict) for value in parameters.values()):
@@ -70,11 +70,12 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
         lengths = {len(parameters.get(name, frequencies.values)) for name in _FACTORS}
         if lengths != {count}:
             raise UnsupportedLayerError(
-                f"its rotary positions have factors for {lengths} of {count}"
+                f"its rotary positions have factors for {lengths} pairs; allowed: {count}"
             )
     if not torch.isfinite(frequencies.values).all() or 2 * len(frequencies.values) > head_dim:
         raise UnsupportedLayerError(
-            f"its rotary positions have {len(frequencies.values)} frequencies, or infinite"
+            f"its rotary positions have {len(frequencies.values)} frequencies for heads of width "
+            f"{head_dim}, or infinite frequencies"
         )
     if not math.isfinite(frequencies.scale):
         raise UnsupportedLayerError(f"its rotary positions are scaled by {frequencies.scale}")
@@ -124,10 +125,10 @@ def rotate(rows: Tensor, angles: Angles) -> Tensor:
     """
     cos, sin = (part.unsqueeze(1) for part in angles)
     width = cos.shape[-1]
-    turned = rows[..., :width]
+    rotated = rows[..., :width]
     half = width // 2
-    other = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
-    out = (turned * cos + other * sin).to(rows.dtype)
+    other = torch.cat((-rotated[..., half:], rotated[..., :half]), dim=-1)
+    out = (rotated * cos + other * sin).to(rows.dtype)
     return out if width == rows.shape[-1] else torch.cat((out, rows[..., width:]), dim=-1)
 
 
@@ -138,20 +139,20 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 """Functions that may write to their argument, since no other code reads the tensor."""
 
-# Elements of an MLP's widest product that are computed at a time: 16 MiB of float32. Tensors above
-# 32 MiB are returned to the system, and new pages cost 5% of a long prefill in 8 bits.
+# Elements of an MLP's widest product that are computed at a time: 16 MiB of float32. The allocator
+# returns larger tensors to the system, and new pages cost 5% of a long prefill in 8 bits.
 _PIECE = 1 << 22
 _BLOCK = 128  # rows of the largest KV block, which deterministic mode computes at once
 
 
 @dataclass(frozen=True)
 class LayerStep:
-    """The attention of a step, and the angles of its rows by kind of layer.
+    """The arguments that all layers share in a step.
 
-    hooked: linear layers may have hooks, which need all rows at once. states: the states of
-    recurrent layers. inputs: `[rows, layers, width]` of `DecoderShape.layer_inputs`. shared: K and
-    V of the step's rows, by the number of the layer from which other layers read them. kept: the
-    numbers of the rows that later layers compute.
+    angles: of the rows, by `LayerShape.angles`. hooked: linear layers may have hooks, which need
+    all rows at once. states: of recurrent layers. inputs: `[rows, layers, width]` of
+    `DecoderShape.layer_inputs`. shared: K and V of the step that later layers read, by `layer_idx`.
+    kept: the numbers of the rows that the layers compute; None for all.
     """
 
     backend: AttentionBackend
@@ -163,7 +164,7 @@ class LayerStep:
     kept: Tensor | None = None
 
     def keep(self, rows: Tensor) -> "LayerStep":
-        """Return the step of layers that compute only these rows and read other layers' K and V."""
+        """Return the step for the last layers, which compute only these rows and no K and V."""
         angles = {
             kind: (cos.index_select(0, rows), sin.index_select(0, rows))
             for kind, (cos, sin) in self.angles.items()
@@ -173,7 +174,7 @@ class LayerStep:
 
 
 class FamilyModule(nn.Module):
-    """A module whose parts are registered under the family's names; the code uses Llama's names."""
+    """A module that registers its parts under the family's names. Code uses Llama's names."""
 
     _names: Mapping[str, str] = {}
 
@@ -277,7 +278,7 @@ class Attention(FamilyModule):
         return out
 
     def _project(self, x: Tensor) -> Sequence[Tensor]:
-        """Return queries, and keys and values unless the layer reads another layer's."""
+        """Return queries, keys and values, or only queries for a layer with a source."""
         if self._fused:
             parts: Sequence[Tensor] = self.qkv_proj(x).split(self._widths, dim=-1)
             return parts
@@ -319,7 +320,7 @@ class MLP(FamilyModule):
         )
 
     def forward(self, x: Tensor, hooked: bool = True) -> Tensor:
-        """hooked: the linear layers may have hooks, which need all rows at once, in x's dtype."""
+        """Return the update of `x`. hooked: see `LayerStep`."""
         if hooked or x.device.type != "cpu":
             return self._update(x)
         most = max(_BLOCK, _PIECE // self._widest)

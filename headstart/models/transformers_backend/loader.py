@@ -29,13 +29,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from headstart.errors import (
-    DamagedModelError,
-    HeadstartError,
-    OutOfMemoryError,
-    UnsupportedModelError,
-)
-from headstart.models.dtypes import is_out_of_memory
+from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
+from headstart.models.dtypes import check_memory
 from headstart.models.files import OMNI_TYPES, read_json, stamp_files, tensor_shapes
 from headstart.models.transformers_backend.decoder import TransformersDecoder
 from headstart.models.transformers_backend.image_encoder import VISION_MODELS
@@ -261,10 +256,7 @@ def reading_config(folder: Path, kind: str) -> Iterator[None]:
         raise
     # The exception for a wrong value depends on the architecture's own checks.
     except Exception as error:
-        if is_out_of_memory(error):
-            raise OutOfMemoryError(
-                f"there is not enough memory to read {folder / 'config.json'}"
-            ) from error
+        check_memory(error, f"to read {folder / 'config.json'}")
         raise DamagedModelError(
             f"{folder / 'config.json'} does not describe a {kind} model: {error}"
         ) from error
@@ -290,11 +282,7 @@ def load_weights(
         raise UnsupportedModelError(f"{folder} needs a package that is missing: {error}") from error
     # transformers raises OSError, RuntimeError, ValueError, KeyError, and safetensors its own.
     except Exception as error:
-        if is_out_of_memory(error):
-            raise OutOfMemoryError(
-                f"there is not enough memory for the model in {folder}: {type(error).__name__}: "
-                f"{error}"
-            ) from error
+        check_memory(error, f"for the model in {folder}")
         raise DamagedModelError(
             f"the model in {folder} cannot be built: {type(error).__name__}: {error}"
         ) from error

@@ -36,8 +36,8 @@ from headstart.engine.step import Batch, EngineHooks, Limit, ScheduledTokens, St
 from headstart.errors import ConfigError, EngineError, RequestError, engine_error
 from headstart.models.decoder import DecoderModel
 from headstart.models.loader import load_model
+from headstart.models.prefetch import ReadyMemory
 from headstart.models.tokenizer import Tokenizer, load_tokenizer
-from headstart.native.pages import ReadyMemory
 
 _LOG = logging.getLogger("headstart.engine")
 

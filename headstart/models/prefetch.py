@@ -14,6 +14,8 @@ from headstart.models.files import check_files, find_folder, read_json, weight_f
 from headstart.native import is_usable, level
 from headstart.native.pages import ReadyMemory
 
+__all__ = ["ReadyMemory", "read_ahead"]
+
 # At most 1 / 4 of the machine's memory is prepared: mixtures of experts leave most weights in the
 # file, and large models wait for the disk.
 _SHARE = 4

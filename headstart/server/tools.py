@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
@@ -61,8 +61,6 @@ def leave_out_hosted(tools: Sequence[Any] | None, request: Request, function_typ
         request.state.ignored = shorten(names)
 
 
-Item = TypeVar("Item")
-
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -104,13 +102,6 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-def make_tools(items: Sequence[Item], make: Callable[[Item], Tool]) -> tuple[Tool, ...]:
-    """Return the tools of a request. Raises RequestError if there are too many."""
-    if len(items) > MAX_TOOLS:
-        raise RequestError(f"there are {len(items)} tools; allowed: {MAX_TOOLS} at most")
-    return tuple(map(make, items))
-
-
 @dataclass(frozen=True)
 class ToolUse:
     """The tools of a request, and how an answer may use them. Raises RequestError.
@@ -129,6 +120,8 @@ class ToolUse:
 
     def __post_init__(self) -> None:
         names = [tool.name for tool in self.tools]
+        if len(names) > MAX_TOOLS:
+            raise RequestError(f"there are {len(names)} tools; allowed: {MAX_TOOLS} at most")
         object.__setattr__(self, "names", frozenset(names))
         if len(self.names) < len(names):
             raise RequestError("two tools have the same name; allowed: different names")

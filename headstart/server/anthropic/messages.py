@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import compress, count
+from itertools import compress, count, islice
 from operator import ne
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,64 +55,48 @@ _SECONDS = {"5m": 300.0, "1h": 3600.0}
 class Breakpoint(NamedTuple):
     """The end of a prefix to retain for `ttl`.
 
-    turn: index of the message; None for the tools and the system text. block: index of the content
-    block in the message; None for the whole message.
+    messages: the messages before it; None if it is the end of the conversation.
     """
 
     ttl: str
-    turn: int | None = None
-    block: int | None = None
+    messages: list[MessageParam] | None
 
 
-def read_breakpoints(body: CountTokensRequest) -> tuple[Breakpoint, ...]:
-    """Return the breakpoints in order. A `cache_control` of the request marks its last block.
+def read_breakpoints(body: CountTokensRequest) -> list[Breakpoint]:
+    """Return the breakpoints in order. A `cache_control` of the whole request marks its end.
 
     Raises ApiError for more than four, or for a longer time to live after a shorter one.
     """
-    points = list(_read_marks(body))
-    if body.cache_control is not None:
-        points.append(Breakpoint(body.cache_control.ttl, len(body.messages) - 1))
+    points = list(islice(_read_marks(body), MAX_BREAKPOINTS + 1))
     ttls = [point.ttl for point in points]
     if len(points) > MAX_BREAKPOINTS:
-        text = f"{len(points)} blocks have cache_control; allowed: {MAX_BREAKPOINTS} at most"
+        text = f"more than {MAX_BREAKPOINTS} blocks have cache_control; allowed: {MAX_BREAKPOINTS}"
         raise ApiError(400, text, param="cache_control")
     if ttls != sorted(ttls):  # "1h" before "5m"
         text = 'a cache_control with ttl "1h" comes after one with "5m"; allowed: "1h" before "5m"'
         raise ApiError(400, text, param="cache_control")
-    return tuple(points)
+    return points
 
 
 def _read_marks(body: CountTokensRequest) -> Iterator[Breakpoint]:
     system = [] if isinstance(body.system, str) else body.system or []
     tools = [tool for tool in body.tools or () if isinstance(tool, ToolDefinition)]
     for marked in (*tools, *system):
-        if marked.cache_control is not None:
-            yield Breakpoint(marked.cache_control.ttl)
+        if marked.cache_control is not None:  # templates need a message
+            yield Breakpoint(marked.cache_control.ttl, [MessageParam(role="user", content="")])
     for turn, message in enumerate(body.messages):
-        for place, block in enumerate(message.content if isinstance(message.content, list) else ()):
+        content = message.content if isinstance(message.content, list) else []
+        for place, block in enumerate(content, 1):
             parts = block.content if isinstance(block, ToolResultBlock) else None
             blocks: list[Block | Marked] = [*(parts if isinstance(parts, list) else ()), block]
             for each in blocks:
                 if isinstance(each, Marked) and each.cache_control is not None:
-                    yield Breakpoint(each.cache_control.ttl, turn, place)
-
-
-def _messages_before(body: CountTokensRequest, point: Breakpoint) -> list[MessageParam] | None:
-    """Return the messages before a breakpoint; None if the breakpoint is at the end.
-
-    Before a breakpoint in the tools or the system text, return one empty message, since templates
-    need a message.
-    """
-    if point.turn is None:
-        return [MessageParam(role="user", content="")]
-    last = body.messages[point.turn]
-    is_last = point.turn == len(body.messages) - 1
-    if point.block is None or isinstance(last.content, str):
-        return None if is_last else body.messages[: point.turn + 1]
-    if is_last and point.block == len(last.content) - 1:
-        return None
-    cut = MessageParam.model_construct(role=last.role, content=last.content[: point.block + 1])
-    return [*body.messages[: point.turn], cut]
+                    last = MessageParam.model_construct(role=message.role, content=content[:place])
+                    before = [*body.messages[:turn], last]
+                    is_end = len(before) == len(body.messages) and place == len(content)
+                    yield Breakpoint(each.cache_control.ttl, None if is_end else before)
+    if body.cache_control is not None:
+        yield Breakpoint(body.cache_control.ttl, None)
 
 
 def created_tokens(lengths: Mapping[str, int], usage: Usage) -> dict[str, int]:
@@ -146,8 +130,7 @@ async def apply_breakpoints(
     points = await read_many(count_blocks(body.messages), read)
     token_ids = prepared.request.prompt_token_ids
     full = len(token_ids) - len(token_ids) % service.llm.block_size
-    for ttl, point in {point.ttl: point for point in points}.items():
-        before = _messages_before(body, point)
+    for ttl, before in dict(points).items():  # the last breakpoint of each time to live
         length = full
         if before is not None:
             begin = body.model_copy(update={"messages": before})

@@ -25,7 +25,7 @@ from headstart.server.bodies import (
 )
 from headstart.server.chats import ChatFields, chat_content
 from headstart.server.errors import ApiError
-from headstart.server.tools import HostedTool, Tool, ToolUse, make_tools, tag_tool
+from headstart.server.tools import HostedTool, Tool, ToolUse, tag_tool
 
 Parts = list[dict[str, Any]]
 """Parts of a chat's message, in OpenAI's form."""
@@ -393,8 +393,8 @@ class CountTokensRequest(ChatFields):
 
     def read_tools(self) -> ToolUse:
         """Return the tools of a message. Raises RequestError or ApiError."""
-        definitions = [tool for tool in self.tools or () if isinstance(tool, ToolDefinition)]
-        tools = make_tools(definitions, ToolDefinition.as_tool)
+        definitions = (tool for tool in self.tools or () if isinstance(tool, ToolDefinition))
+        tools = tuple(tool.as_tool() for tool in definitions)
         choice = self.tool_choice
         if choice is None:
             return ToolUse(tools)
@@ -407,7 +407,7 @@ class CountTokensRequest(ChatFields):
         return ToolUse(tools, "none" if choice.type == "none" else "auto", None, parallel)
 
     def read_template(self) -> dict[str, Any]:
-        """Return the template options. The answer continues a last message of the assistant."""
+        """Return the template options. An answer continues the assistant's message at the end."""
         extra: dict[str, Any] = {}
         if self.thinking is not None and self.thinking.type != "adaptive":
             extra["enable_thinking"] = self.thinking.type == "enabled"

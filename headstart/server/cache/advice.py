@@ -23,8 +23,8 @@ from headstart.server.cache.traffic import (
 _BEFORE, _AFTER = 64, 512  # tokens to decode before and after a difference
 _MOST_FORKS = 10
 _LONGEST_WORD = 16  # tokens
-# A passage begins with its number, of at most `_NUMBER` tokens. It counts as moved if its next
-# tokens, up to `_HEAD`, are in the other prompt at least `_MOVED` tokens after the difference.
+# A passage is moved if its tokens from `_NUMBER` to `_HEAD` are repeated in the other prompt, at
+# least `_MOVED` tokens after the difference. Its first tokens may be a number.
 _NUMBER, _HEAD, _MOVED = 8, 40, 64
 
 
@@ -102,10 +102,10 @@ class Adviser:
         return difference
 
     def advise(self, recent: Sequence[Sequence[PastPrompt]]) -> dict[str, Any]:
-        """Return the causes that cost the most tokens. recent: each tenant's prompts, oldest first.
+        """Return the causes of misses that cost the most tokens.
 
-        If several prompts of a tenant begin to differ at the same word, they have one cause, even
-        under different salts.
+        recent: each tenant's prompts, oldest first. Prompts of a tenant that begin to differ at the
+        same word have one cause, even under different salts.
         """
         forks: dict[tuple[Any, ...], list[PastPrompt]] = defaultdict(list)
         for tenant, prompts in enumerate(recent):
@@ -240,7 +240,7 @@ _NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # tools have equal keys, 
 class Difference(NamedTuple):
     """The text before a difference, the text of each prompt from there on, and the likely cause.
 
-    All are None without a tokenizer, and if an earlier prompt begins with the whole prompt.
+    All are None without a tokenizer, or if the earlier prompt begins with the whole prompt.
     """
 
     before: str | None = None
@@ -388,9 +388,9 @@ def advise_memory(
 ) -> dict[str, Any]:
     """Return how many more blocks would have saved most of the evicted tokens.
 
-    prompts: the prompts of all tenants. last_dropped: see `Traffic`. The entries
-    for more blocks are None if no reuse distance is known and larger than the pool. A distance is
-    unknown if the earlier use ended before `last_dropped`.
+    prompts: the prompts of all tenants. last_dropped: see `Traffic`. The number of blocks is None
+    if no known reuse distance is larger than the pool. A distance is unknown if the earlier use
+    ended before `last_dropped`.
     """
     evicted = [prompt for prompt in prompts if prompt.num_lost >= pool.block_size]
     samples = evicted[:: -(-len(evicted) // _MOST_SAMPLES) or 1]

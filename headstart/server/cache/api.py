@@ -146,7 +146,7 @@ async def show_advice(request: Request) -> Response:
 async def read_advice(request: Request) -> dict[str, Any]:
     """Return the advice that the caller may see. Raises ApiError (429) for a busy tenant."""
     service, tenant = service_of(request), tenant_of(request)
-    # Count this as a call of the tenant, which limits the threads that a tenant uses.
+    # Take one of the tenant's places, so that a busy tenant does not use more threads.
     with nullcontext() if tenant.is_admin else service.calls.call(tenant):
         return await asyncio.to_thread(service.watch.advise, tenant)
 

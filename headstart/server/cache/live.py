@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ class Live:
     async def show(self, *, is_now: bool = False) -> dict[str, Any]:
         """Return a snapshot of the pool and the recent requests, at most `pause` seconds old.
 
-        is_now: return a snapshot that begins after this call, which may have to wait for it.
+        is_now: wait for a snapshot that begins after this call.
         """
         called = time.monotonic()
         async with self._lock:
@@ -131,7 +131,7 @@ class Live:
             "blocks": len(segment.ids),
             "held": segment.num_held,
             "text": text,
-            **_describe_owner(_find_owner(segment.namespace, tenants), tenants),
+            **_describe_owner(segment.namespace, tenants),
         }
 
 
@@ -174,7 +174,7 @@ def _count(
     manager: KVCacheManager, segments: Sequence[PathSegment], tenants: Tenancy
 ) -> dict[str, Any]:
     """Return the blocks by state and by owner. Must run in the engine's thread."""
-    by_owner: dict[_Owner, Counter[str]] = defaultdict(Counter)
+    by_owner: dict[Namespace, Counter[str]] = defaultdict(Counter)
     for segment in segments:
         owner = by_owner[_find_owner(segment.namespace, tenants)]
         owner["blocks"] += len(segment.ids)
@@ -295,32 +295,23 @@ def count_hits(
     return hits
 
 
-class _Owner(NamedTuple):
-    """The owner of blocks: a tenant by kind and name, all tenants (kind "public"), or a salt."""
-
-    adapter: str | None
-    salt: str | None
-    kind: str | None = None  # "key", "group", "operator" or "public"
-    name: str | None = None
+def _find_owner(namespace: Namespace, tenants: Tenancy) -> Namespace:
+    """Return a namespace with the salt of its tenant, which a request may have narrowed."""
+    salt = (namespace.salt or "").partition("/")[0]
+    return namespace._replace(salt=salt) if salt in (tenants or ()) else namespace
 
 
-def _find_owner(namespace: Namespace, tenants: Tenancy) -> _Owner:
-    """Return the owner of a namespace. A request may have narrowed the salt of its tenant.
+def _describe_owner(namespace: Namespace, tenants: Tenancy) -> dict[str, Any]:
+    """Return the owner of a namespace in the API's form: a tenant, all tenants, or a salt.
 
-    >>> _find_owner(Namespace(None, "d2a1/77f0"), {"d2a1": ("group", "research")})
-    _Owner(adapter=None, salt=None, kind='group', name='research')
+    >>> _describe_owner(Namespace(None, "d2a1/77f0"), {"d2a1": ("group", "research")})
+    {'kind': 'group', 'tenant': 'research', 'salt': None, 'adapter': None}
     """
-    adapter, salt = namespace
-    if tenants is None or salt is None:
-        return _Owner(adapter, salt)
-    if salt == PUBLIC:
-        return _Owner(adapter, None, "public")
-    tenant = tenants.get(salt.partition("/")[0])
-    return _Owner(adapter, salt) if tenant is None else _Owner(adapter, None, *tenant)
-
-
-def _describe_owner(owner: _Owner, tenants: Tenancy) -> dict[str, Any]:
-    """Return an owner in the API's form; without keys, only its salt and its adapter."""
-    named = {} if tenants is None else {"kind": owner.kind, "tenant": owner.name}
-    salt, adapter = (text and text[:_SHOWN] for text in (owner.salt, owner.adapter))
+    adapter, salt = _find_owner(namespace, tenants)
+    named: dict[str, Any] = {}
+    if tenants is not None:
+        kind, name = ("public", None) if salt == PUBLIC else tenants.get(salt or "", (None, None))
+        named = {"kind": kind, "tenant": name}
+        salt = salt if kind is None else None
+    salt, adapter = (text and text[:_SHOWN] for text in (salt, adapter))
     return {**named, "salt": salt, "adapter": adapter}

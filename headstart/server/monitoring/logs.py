@@ -3,7 +3,7 @@
 Log lines contain no text of prompts and answers unless the operator switches it on. The parts of a
 body that an error quotes are left out. A trace contains no text:
 
-    llm_request                arrival to last token; a child of the client's span, if it names one
+    llm_request                arrival to last token; a child of the span that the headers name
     ├ queue                    until its first step
     ├ prefill                  until its first token
     └ decode                   until its last

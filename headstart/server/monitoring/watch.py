@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -228,8 +228,10 @@ class Watch:
 
     def __init__(self, llm: AsyncLLM, name: str, *, by_tenant: bool) -> None:
         """Record the requests of `llm`. name: of the model. by_tenant: see `TenantTraffic`."""
-        self._tokenizer = llm.tokenizer
-        self.decode = self._decode if llm.tokenizer is not None else None
+        tokenizer = llm.tokenizer
+        self.decode: Callable[[Sequence[int]], str] | None = None
+        if tokenizer is not None:
+            self.decode = lambda token_ids: str(tokenizer.decode(list(token_ids)))
         blocks = llm.num_blocks
         self._pool = PoolSize(blocks, llm.block_size, llm.kv_cache_bytes // blocks)
         self._lock = threading.Lock()
@@ -354,7 +356,3 @@ class Watch:
         self.settle()
         with self._lock:
             self._traffic.clear()
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        assert self._tokenizer is not None
-        return str(self._tokenizer.decode(list(token_ids)))

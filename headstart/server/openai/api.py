@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Chunks(AnswerEvents):
-    """The chunks of one call's answers, each with the usage if the request wants that."""
+    """The chunks of one call's answers, each with the usage if the request wants it."""
 
     def __init__(self, body: SamplingFields, name: str, kind: str, chunk_kind: str) -> None:
         """Begin the answers. kind, chunk_kind: the `object` of whole answers and of chunks."""
@@ -104,7 +104,7 @@ def completion_logprobs(
     """Return log-probabilities in the form of completions, and the end of the last token's text.
 
     offset: the position of the first token's text; negative if the text lacks the first tokens.
-    first: id and text of a prompt's first token, whose entry is None.
+    first: the id and text of a prompt's first token, whose entry is None.
     """
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     columns: dict[str, list[Any]] = {name: [] for name in names}
@@ -328,7 +328,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         requests = []
         for place, prompt in enumerate(_prompts(body.prompt)):
             if place:
-                await asyncio.sleep(0)  # let other tasks run: `prepare` may not wait for anything
+                await asyncio.sleep(0)  # let other tasks run: `prepare` may never suspend
             prepared = await service.prepare(
                 prompt,
                 params,
@@ -441,7 +441,7 @@ class _TextAnswers(Chunks):
         return str(self._tokenizer.decode(output.prompt_token_ids))
 
     def _first_token(self, output: RequestOutput) -> tuple[int, str]:
-        """Return id and text of a prompt's first token, which has no log-probability."""
+        """Return the id and text of a prompt's first token, which has no log-probability."""
         token_id = output.prompt_token_ids[0]
         text = str(self._tokenizer.decode([token_id])) if self._tokenizer is not None else ""
         return token_id, text

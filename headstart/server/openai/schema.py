@@ -26,7 +26,7 @@ from headstart.server.bodies import (
 )
 from headstart.server.chats import ChatCall, ChatFields
 from headstart.server.errors import ApiError
-from headstart.server.tools import Tool, ToolUse, make_tools
+from headstart.server.tools import Tool, ToolUse
 from headstart.validation import describe, shorten
 
 ACCEPTED = frozenset(
@@ -224,7 +224,7 @@ class SamplingFields(CacheFields):
     def _check_stream(self) -> Self:
         """Refuse `stream_options` without a stream, and `prompt_logprobs` with a stream."""
         if self.stream_options is not None and not self.stream:
-            text = 'stream_options is set without a stream; allowed: none, or "stream": true too'
+            text = 'stream_options is set without a stream; allowed: only with "stream": true'
             raise refuse(text, "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             text = f"prompt_logprobs is {self.prompt_logprobs} and stream true"
@@ -232,7 +232,7 @@ class SamplingFields(CacheFields):
         return self
 
     def read_sampling(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams`. Raises RequestError for unsupported ones."""
+        """Return the fields of `SamplingParams`. Raises RequestError for unsupported values."""
         names = {f.name for f in fields(SamplingParams)} & type(self).model_fields.keys()
         params = {name: getattr(self, name) for name in names}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -247,7 +247,7 @@ class SamplingFields(CacheFields):
 
     @property
     def names(self) -> dict[str, str]:
-        """Return this API's name for each field of `SamplingParams` with a different name."""
+        """Return this API's names of fields of `SamplingParams`, if they differ."""
         return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
 
@@ -264,7 +264,7 @@ class CompletionRequest(SamplingFields):
     suffix: str | None = None
 
     def read_sampling(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams`. Raises RequestError for unsupported ones."""
+        """Return the fields of `SamplingParams`. Raises RequestError for unsupported values."""
         if self.suffix:
             raise RequestError("suffix is set; allowed: none, as models only append to a text")
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -314,7 +314,7 @@ class ToolChoice(Body):
 
 
 class Speech(Body):
-    """Voice and format of a spoken answer; the voice is one of the model's."""
+    """The voice and format of a spoken answer. The model has a list of voices."""
 
     voice: str | None = None
     format: Literal["wav", "pcm16", "flac", "mp3", "opus"] = "wav"
@@ -360,7 +360,7 @@ class TemplateFields(Body):
 
     def as_tools(self) -> tuple[Tool, ...]:
         """Return the tools. Raises RequestError."""
-        return make_tools([tool.function for tool in self.tools or ()], Function.as_tool)
+        return tuple(tool.function.as_tool() for tool in self.tools or ())
 
     def read_template(self) -> dict[str, Any]:
         """Return the template options, without the tools."""
@@ -445,7 +445,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
         if self.functions is not None or self.function_call is not None:
             if self.tools is not None or self.tool_choice is not None:
                 raise RequestError("tools and functions are both set; allowed: one of them")
-            tools = make_tools(self.functions or (), Function.as_tool)
+            tools = tuple(function.as_tool() for function in self.functions or ())
             choice, parallel = self.function_call, False
         if isinstance(choice, ToolChoice):
             choice = choice.function

@@ -182,7 +182,7 @@ class _Files(StaticFiles):
 def mount(app: FastAPI, *, with_pool: bool = True) -> None:
     """Serve the page and its files, and the API's description at `/docs` and `/openapi.json`.
 
-    with_pool: False for a server without a single pool. `/` is then the description.
+    with_pool: False if the server has no pool or several. `/` then redirects to the description.
     """
     lock = threading.Lock()
 

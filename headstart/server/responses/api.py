@@ -272,7 +272,7 @@ class ResponseAnswer(AnswerEvents):
         return self._event(step, "content_part", part=self._content(text), content_index=0)
 
     def _event(self, step: str, name: str = "", **data: Any) -> Event:
-        """Return an event of the last item. name: default: the name of the item's text."""
+        """Return an event of the last item. name: by default that of the item's text."""
         item = self._items[-1]
         if not name and self._open != "call":
             data |= {"content_index": 0} | ({"logprobs": []} if self._open == "content" else {})
@@ -455,7 +455,7 @@ async def delete_response(name: str, request: Request) -> Response:
 
 
 def _store_of(request: Request) -> tuple[ResponseStore, str | None]:
-    """Return the store, and the salt of the tenant, which names the owner of responses."""
+    """Return the store, and the tenant's salt, which identifies the owner of a response."""
     return request.app.state.responses, service_of(request).salt(request, None)
 
 

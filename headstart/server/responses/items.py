@@ -4,7 +4,7 @@ tool         a model sees                        an answer has
 function     a function                          function_call
 custom       a function of one string, `input`   custom_tool_call
 local_shell  a function of a command             local_shell_call
-namespace    its tools, as `namespace.name`      the same, with the namespace
+namespace    its tools, as `namespace.name`      the item of the tool's type, with the namespace
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class ShellCall(ItemFields):
 
 
 class ShellOutput(ItemFields):
-    """The result of a call of the client's shell; `id` is the call's."""
+    """The result of a call of the client's shell; `id` is the call's id."""
 
     type: Literal["local_shell_call_output"]
     id: str
@@ -356,7 +356,7 @@ class ShellTool(Body):
 
     type: Literal["local_shell"]
 
-    def read(self, _: str | None = None) -> tuple[CallKind, Tool]:
+    def read(self) -> tuple[CallKind, Tool]:
         """Return the kind of the tool's calls, and the tool in the form that all APIs share."""
         tool = Tool("local_shell", "Run a command in the user's shell.", _COMMAND)
         return CallKind("local_shell_call", "local_shell"), tool

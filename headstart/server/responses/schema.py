@@ -6,8 +6,7 @@ conversations. Fields without meaning for a server of one model are accepted wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -32,7 +31,7 @@ from headstart.server.responses.items import (
     NamespaceTool,
     spell_name,
 )
-from headstart.server.tools import HostedTool, Tool, ToolUse, make_tools
+from headstart.server.tools import HostedTool, Tool, ToolUse
 
 
 class NamedChoice(Body):
@@ -182,7 +181,7 @@ class InputTokensRequest(ChatFields):
 
     def read_tools(self) -> ToolUse:
         """Return the client's tools, without hosted tools. Raises RequestError."""
-        tools = make_tools([*self._tool_readers()], lambda read: read()[1])
+        tools = tuple(tool for _, tool in self._read_tools())
         parallel = self.parallel_tool_calls is not False
         choice = self.tool_choice
         if isinstance(choice, NamedChoice):
@@ -195,14 +194,14 @@ class InputTokensRequest(ChatFields):
 
     def call_kinds(self) -> dict[str, CallKind]:
         """Return the kind of each tool's calls, by the name that the model sees."""
-        return {tool.name: kind for kind, tool in (read() for read in self._tool_readers())}
+        return {tool.name: kind for kind, tool in self._read_tools()}
 
-    def _tool_readers(self) -> Iterator[Callable[[], tuple[CallKind, Tool]]]:
+    def _read_tools(self) -> Iterator[tuple[CallKind, Tool]]:
         for tool in self.tools or ():
             if isinstance(tool, NamespaceTool):
-                yield from (partial(inner.read, tool.name) for inner in tool.tools)
+                yield from (inner.read(tool.name) for inner in tool.tools)
             elif not isinstance(tool, HostedTool):
-                yield tool.read
+                yield tool.read()
 
     def read_template(self) -> dict[str, Any]:
         """Return the template options."""

@@ -1,13 +1,17 @@
-"""The KV cache manager: which prefix is in which blocks. No torch, no model; a separate library.
+"""The KV cache manager, which finds, allocates and evicts blocks of K/V by prefix.
+
+The package is a separate library: it imports neither torch nor a model.
 
 Glossary:
-    block           `block_size` consecutive tokens and the KV memory that holds them
-    block table     one sequence's block ids in prefix order
-    slot            block_id * block_size + position % block_size
-    prefix identity adapter, salt, and every token and item from position 0
-    hit             the longest run of cached blocks from position 0, and the matching head of
-                    the next block
-    computed tokens tokens whose K/V need no computing
+    block           `block_size` consecutive tokens, and the memory that holds their K/V
+    block table     the block ids of a sequence, in prefix order
+    row             the K/V of one token
+    slot            the index of a row in the pool: block_id * block_size + position % block_size
+    head            the first tokens of a block, or their rows
+    prefix identity the adapter, the salt, and every token and item from position 0
+    hit             the longest run of cached blocks from position 0, and the head that the next
+                    block has in common with a cached block
+    computed tokens tokens whose K/V are in the blocks already
 """
 
 from headstart.cache.block import Checkpoint, KVCacheBlock, PrefixNode, RowCopy
@@ -19,11 +23,9 @@ from headstart.cache.hasher import BlockHasher
 from headstart.cache.identity import (
     BlockHash,
     BlockKey,
-    ExtraKey,
     MultiModalItem,
     Namespace,
     PublicBlocks,
-    extra_keys,
     read_tokens,
 )
 from headstart.cache.index import PathSegment, PrefixTree
@@ -61,7 +63,6 @@ __all__ = [
     "ComputedBlocks",
     "EvictionAges",
     "EvictionPolicy",
-    "ExtraKey",
     "FreeBlockQueue",
     "KVCacheBlock",
     "KVCacheManager",
@@ -83,6 +84,5 @@ __all__ = [
     "UnsavedBlock",
     "UnsavedBlocks",
     "WindowPool",
-    "extra_keys",
     "read_tokens",
 ]

@@ -1,4 +1,4 @@
-"""Blocks of KV memory and the prefix identities that they hold.
+"""Blocks of KV memory, and the nodes of the prefix tree, which identify the content of blocks.
 
     state    ref_cnt   node  on the free queue   found by lookup
     empty    0         None  yes                 no
@@ -16,7 +16,11 @@ from headstart.mypyc_hints import mypyc_attr
 
 
 class KVCacheBlock:
-    """`block_size` slots of KV memory, created with the pool. `block_id` never changes."""
+    """`block_size` slots of KV memory. The pool creates all blocks; `block_id` never changes.
+
+    `prev_free_block` and `next_free_block` are its neighbors on the free queue. A block outside of
+    the queue links to itself.
+    """
 
     __slots__ = ("_block_id", "next_free_block", "node", "prev_free_block", "ref_cnt")
 
@@ -38,10 +42,11 @@ class KVCacheBlock:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixNode:
-    """One prefix identity: its parent's prefix and one more block.
+    """A node of the prefix tree. It identifies the prefix of `parent`, extended by one block.
 
-    `block` holds the K/V of that block; None once it is evicted. `parent` and `key` never change.
-    `child` is the only child, or a `Branches` with several; most nodes have one child.
+    `key` is the content of this last block. `block` holds its K/V; None after it was evicted.
+    `parent` and `key` never change. `child` is the only child, or a `Branches` with several
+    children. Most nodes have one child.
     """
 
     __slots__ = ("block", "block_hash", "child", "key", "parent")
@@ -52,14 +57,14 @@ class PrefixNode:
     child: "PrefixNode | None"
     block_hash: BlockHash | None
 
-    def place(self, parent: "PrefixNode | None", key: BlockKey) -> None:
-        """Set every field of a new node, without a block or a child."""
+    def set_fields(self, parent: "PrefixNode | None", key: BlockKey) -> None:
+        """Initialize a new node, without a block or a child."""
         self.parent = parent
         self.key = key
         self.block = self.child = self.block_hash = None
 
     def salt(self) -> str | None:
-        """Return the owner's salt: the last salt in the keys of the node's path, or the root's."""
+        """Return the salt of the node's owner: the last salt on its path, or else the root's."""
         node = self
         while node.parent is not None:
             salt = cut_salt(node.key)[0]
@@ -87,25 +92,25 @@ class PrefixNode:
 
 
 class Branches(PrefixNode):
-    """The children of a node that has several children. Its own key is empty.
+    """The children of a node that has several children. The key of this object is empty.
 
     `nodes` has all children by key. `order` has the sorted keys of the children whose K/V are
-    written. In this order, the child that shares the longest head with a key is next to the
-    position where the key would be inserted. An insertion costs one `memmove` of 8 bytes per child.
+    written. The child that shares the longest head with any key is next to the position where
+    that key would be inserted. An insertion costs one `memmove` of 8 bytes per child.
     """
 
     __slots__ = ("nodes", "order")
 
     def __init__(self, parent: PrefixNode) -> None:
-        self.place(parent, BlockKey(b""))
+        self.set_fields(parent, BlockKey(b""))
         self.nodes: dict[BlockKey, PrefixNode] = {}
         self.order: list[BlockKey] = []
 
 
 class RowCopy(NamedTuple):
-    """The first `num_rows` slots of a block, to copy to another block before the step.
+    """A copy of the first `num_rows` rows of a block to another block, to make before the step.
 
-    source_window and target_window: the window blocks of these blocks; -1 without sliding windows.
+    source_window, target_window: the window blocks to copy between; -1 for no such copy.
     """
 
     source_block: int
@@ -116,28 +121,17 @@ class RowCopy(NamedTuple):
 
 
 class Checkpoint:
-    """The state after `position` tokens: the prefix of `node`, then the tokens of `key`.
+    """A stored state of the recurrent layers after `position` tokens.
 
-    node: None once it is dropped. key: the head of the next block, empty at a block border. writer:
-    the request whose step writes it; None once that step is committed. users: the number of
-    sequences whose next step reads it. used: the pool's clock at its last use. is_passed: a later
-    checkpoint on its path has been written. is_lasting: tiers are to store it. is_saved: a tier has
-    it, or was offered it. entry: the number of its entry in the queue.
+    These tokens are the prefix of `node`, followed by the tokens of `key`.
+
+    node: None after the checkpoint was dropped. key: the head of the next block; empty at a block
+    border. writer: the request whose step writes the checkpoint; None after this step is committed.
+    users: the number of sequences whose next step reads it. used: the clock of the `StatePool` at
+    its last use. is_passed: True if a later checkpoint on its path is written. is_lasting: True if
+    tiers should store it. is_saved: True if a tier has it, or was offered it. entry: the number of
+    its valid entry in the eviction queue.
     """
-
-    __slots__ = (
-        "entry",
-        "is_lasting",
-        "is_passed",
-        "is_saved",
-        "key",
-        "node",
-        "position",
-        "slot",
-        "used",
-        "users",
-        "writer",
-    )
 
     def __init__(self, node: PrefixNode, key: BlockKey, position: int, writer: str) -> None:
         self.node: PrefixNode | None = node
@@ -157,7 +151,7 @@ class Checkpoint:
 
 
 def block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
-    """Return the block ids; reads the field, which is faster than the property."""
+    """Return the ids of blocks. Reading the field is faster than the property."""
     return [block._block_id for block in blocks]
 
 
@@ -171,12 +165,12 @@ def make_node(
 ) -> PrefixNode:
     """Return a new node of this class, without a block or a child."""
     node = kind()
-    node.place(parent, key)
+    node.set_fields(parent, key)
     return node
 
 
 class PartialNode(PrefixNode):
-    """A partly filled block that a finished request left."""
+    """A node of a partial block, which a finished request has not filled."""
 
     __slots__ = ()
 
@@ -187,5 +181,5 @@ class RootNode(PrefixNode):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: Namespace) -> None:
-        self.place(None, BlockKey(b""))
+        self.set_fields(None, BlockKey(b""))
         self.namespace = namespace

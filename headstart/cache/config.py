@@ -1,4 +1,4 @@
-"""The options of a KV cache manager."""
+"""Options of a KV cache manager."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,14 +10,14 @@ from headstart.validation import Number, OneOf, check_fields, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """Options that an engine shares with its cache.
+    """Options that an engine passes to its cache.
 
     block_size: tokens in a block, at least 1.
     enable_prefix_caching: if False, nothing is indexed, hit or cached.
-    deduplicate: when a block is filled with content that is already cached, free it and continue
-        with the cached block; if False, block tables are append-only, as in vLLM.
+    deduplicate: if a sequence fills a block with content that is already cached, it switches to the
+        cached block and releases its own. If False, block tables are append-only, as in vLLM.
     partial_hits: reuse the head of a block that matches in part, by copying its rows.
-    eviction: which free block is reused next, see `headstart.cache.eviction`.
+    eviction: the policy that chooses the next block to reuse; see `headstart.cache.eviction`.
     """
 
     block_size: int = option(16, "tokens in a KV block", Number(int, 1))
@@ -35,20 +35,20 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig(CacheOptions):
-    """The size and the options of the pool.
+    """The sizes of a manager's pools, and its options.
 
     num_blocks: blocks in the pool, at least 1.
-    ghost_entries: the number of evicted identities that stay in the index, to distinguish "evicted"
-        from "never seen"; by default, a tenth of the blocks. See `headstart.cache.index`.
+    ghost_entries: evicted identities that stay in the index, so that a miss can be explained as an
+        eviction. Default: a tenth of `num_blocks`. See `headstart.cache.index`.
     events: collect `BlockStored`, `BlockEvicted` and `AllBlocksCleared`.
-    num_states: slots for states of recurrent layers, of running sequences and checkpoints; 0 for a
-        model without such layers. See `headstart.cache.states`.
+    num_states: slots for the states of recurrent layers, for running sequences and checkpoints; 0
+        for a model without recurrent layers. See `headstart.cache.states`.
     state_interval: tokens between two regular checkpoints of a long prompt.
-    states_at_borders: states are stored at block borders only, for an engine that computes whole
-        blocks.
-    window: tokens that a row of the sliding-window layers sees; 0 without such layers.
-    num_window_blocks: blocks in the pool of these layers; 0 if their K/V are in the blocks of the
-    other layers. See `headstart.cache.windows`.
+    states_at_borders: store states only at block borders, for an engine that computes whole blocks.
+    window: tokens that a row of the sliding-window layers reads, itself included; 0 for a model
+        without these layers.
+    num_window_blocks: blocks in the pool of the sliding-window layers; 0 if their K/V are in the
+        same blocks as the K/V of the other layers. See `headstart.cache.windows`.
 
     Raises ConfigError.
     """

@@ -1,58 +1,53 @@
-"""Eviction policies by name: which free block is reused next.
+"""Eviction policies, which hold the free blocks and choose the next ones to reuse.
 
-A policy holds the free blocks. `release` adds blocks that no request holds any more, `claim`
-removes free blocks that a request hit, and `withdraw` removes free blocks that no request hit.
-`retain` marks held blocks that are evicted last for some time. `take` chooses the blocks to reuse,
-which lose their content. A policy never reads the index and never changes a block's identity.
+A policy never reads the index and never changes the identity of a block.
 """
 
-import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice, takewhile
-from types import MappingProxyType
 from typing import ClassVar, Protocol
 
 from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.free_queue import FreeBlockQueue, Marks, RetainedBlocks
 from headstart.cache.identity import PUBLIC, cut_salt
 from headstart.cache.shares import Shares, owner_among
-from headstart.errors import CacheError, ConfigError
+from headstart.errors import CacheError
 from headstart.mypyc_hints import mypyc_attr
 
 Owner = str | None
 
 
 class EvictionPolicy(Protocol):
-    """The free blocks, iterated in the order of their reuse."""
+    """The free blocks. Iteration yields them in the order of their reuse."""
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add blocks that became free, the last block of a request first."""
+        """Add blocks that no request holds any more, the last block of a request first."""
 
     def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Remove free blocks that a request hit: they are held again and keep their content."""
+        """Remove free blocks that a request hit and holds now."""
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Remove free blocks that no request hit."""
+        """Remove free blocks without counting a hit."""
 
     def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
-        """Retain held blocks of one namespace for this many seconds from now."""
+        """Mark held blocks of one namespace, to evict them last for this many seconds from now."""
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
-        """Remove and return the `count` blocks to reuse, for a request of this salt.
+        """Remove and return the next `count` blocks to reuse, for a request of this salt.
 
-        Raises CacheError if short.
+        Raises CacheError if fewer blocks are free.
         """
 
     def count_protected(self, taker: str | None, pending: Mapping[str, int]) -> int:
-        """Return the number of free cached blocks that other owners have within their shares.
+        """Return the number of free cached blocks that must not be evicted for `taker`.
 
         0 if the policy has no owners. See `KVCacheManager.count_protected`.
         """
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant of the policy is broken."""
+        """Raise AssertionError if an invariant is broken."""
 
     def __len__(self) -> int: ...
 
@@ -61,9 +56,9 @@ class EvictionPolicy(Protocol):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Lru:
-    """Least recently used first; of one request, the last block first. O(1) a block.
+    """vLLM's policy: least recently used first; of one request, the last block first.
 
-    This is vLLM's order: empty and cached blocks share one queue, and no block is retained.
+    Empty and cached blocks share one queue, and no block is retained. O(1) per block.
     Source: "Automatic Prefix Caching" (vLLM v1 design), free and eviction.
     """
 
@@ -100,11 +95,10 @@ class Lru:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class EmptyFirstLru(Lru):
-    """`Lru` that takes every empty block before any cached block.
+    """`Lru`, but takes all empty blocks before any cached block. O(1) per block.
 
-    The queue has empty blocks, then cached blocks by recency; O(1) a block. A request's empty
-    blocks are put at the head in prefix order, so that the next request's blocks are contiguous
-    in memory if possible.
+    The queue has the empty blocks, then the cached blocks. Empty blocks of a request are put at the
+    head in prefix order, so that the next request gets blocks that are adjacent in memory.
     """
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -118,14 +112,13 @@ class EmptyFirstLru(Lru):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class AdaptiveLru(EmptyFirstLru):
-    """`EmptyFirstLru` with a limit on partial blocks, which their hits raise.
+    """`EmptyFirstLru` with retained blocks, and with an adaptive limit on partial blocks.
 
     A partial block holds fewer rows than a full block. After a one-shot request it is never hit;
-    after a turn of a chat the next turn hits it. So the policy adapts a limit to the hits: a
-    partial block that is claimed raises the limit by `EARNED`, a partial block that is taken lowers
-    it by 1, and a partial block that is withdrawn does not change it. While there are no more
-    partial blocks than the limit, they are taken by recency, like full blocks. If there are more,
-    the oldest are taken before any full block. O(1) a block.
+    after a turn of a chat, the next turn hits it. So the limit follows the hits: a claimed partial
+    block raises it by `EARNED`, and a taken partial block lowers it by 1. Up to the limit, partial
+    blocks are taken by recency, like full blocks. If there are more, the oldest partial blocks are
+    taken before any full block. O(1) per block.
 
     Retained blocks are taken after all others. When their mark has ended, or when there are more
     than `most_retained`, they join the queue like blocks that were just released.
@@ -136,10 +129,10 @@ class AdaptiveLru(EmptyFirstLru):
     def __init__(
         self, blocks: Sequence[KVCacheBlock], marks: Marks, most: int | None = None
     ) -> None:
-        """Put `blocks` on the queue. `most`: greatest length of the queue; by default as now."""
+        """Put `blocks` on the queue. `most`: its greatest length; default: the number of blocks."""
         super().__init__(blocks)
         self._num_blocks = len(blocks) if most is None else most
-        # Oldest first. Not a dict: finding its first entry would pass over all deleted entries.
+        # Oldest first. In a dict, finding the first entry would pass over all deleted entries.
         self._partial: OrderedDict[KVCacheBlock, None] = OrderedDict()
         self._limit = 0
         self._marks = marks
@@ -152,7 +145,7 @@ class AdaptiveLru(EmptyFirstLru):
             self._queue.extend(self._retained.expire(self.most_retained))
         super().release(blocks)
         for block in blocks:
-            if block.node.__class__ is PrefixNode:  # partial blocks come before full blocks
+            if block.node.__class__ is PrefixNode:  # only full blocks follow
                 break
             if block.node is not None:
                 self._partial[block] = None
@@ -212,7 +205,7 @@ class AdaptiveLru(EmptyFirstLru):
         yield from self._retained
 
     def _remove_partial(self, blocks: Sequence[KVCacheBlock]) -> int:
-        """Remove the partial blocks among these; return their number."""
+        """Remove those blocks that are in `_partial`; return their number."""
         partial = [block for block in blocks if block in self._partial]
         for block in partial:
             del self._partial[block]
@@ -220,7 +213,7 @@ class AdaptiveLru(EmptyFirstLru):
 
 
 class FairLru:
-    """`AdaptiveLru` among the free blocks of each owner, and max-min fair between owners.
+    """Max-min fair between owners, and `AdaptiveLru` among the free blocks of each owner.
 
     Empty blocks are taken first. Each further block is taken from the owner with the most held and
     cached blocks per weight, and then counts for the owner that takes it. So an owner below its
@@ -229,21 +222,21 @@ class FairLru:
     An owner retains at most half of its share of the pool. Its retained blocks are taken after its
     other blocks, but not after the blocks of other owners.
 
-    Cached blocks that are released together belong to one prefix. Public blocks at the head of the
-    prefix have a separate owner. When a salt becomes an owner, its existing blocks move to the new
-    owner's queue at the next change, in queue order.
+    Cached blocks that are released together belong to one prefix. Public blocks at its beginning
+    have a separate owner. When a salt becomes an owner, its existing blocks move to the queue of
+    the new owner at the next change, in queue order.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], shares: Shares, marks: Marks) -> None:
         self._shares = shares
-        self._owners = shares.names()  # the owners that the fields below know
+        self._owners = shares.names()  # the owners that the fields below distinguish
         self._marks = marks
         self._num_blocks = len(blocks)
         self._num_cached = 0
         self._empty = FreeBlockQueue(blocks)
         self._cached: dict[Owner, AdaptiveLru] = {}
-        self._salts: dict[KVCacheBlock, str | None] = {}  # by held or cached block
-        self._used: Counter[Owner] = Counter()  # number of held and cached blocks
+        self._salts: dict[KVCacheBlock, str | None] = {}  # of held and cached blocks
+        self._used: Counter[Owner] = Counter()  # numbers of held and cached blocks
 
     def _owner(self, salt: str | None) -> Owner:
         return owner_among(self._owners, salt)
@@ -289,7 +282,7 @@ class FairLru:
         self._marks.add(blocks, seconds)
 
     def _by_salt(self, cached: list[KVCacheBlock]) -> list[tuple[str | None, list[KVCacheBlock]]]:
-        """Return blocks of one prefix, last block first, by salt."""
+        """Return the blocks of one prefix, last block first, grouped by salt."""
         if not cached:
             return []
         salt = _salt_of(cached[-1])  # the block nearest to the root
@@ -323,7 +316,7 @@ class FairLru:
         self._forget(blocks)
 
     def _split(self, blocks: Sequence[KVCacheBlock]) -> dict[Owner, list[KVCacheBlock]]:
-        """Return the cached blocks among these free blocks, by owner; dequeue the empty blocks."""
+        """Return those of these free blocks that are cached, by owner; dequeue the empty ones."""
         by_salt: dict[str | None, list[KVCacheBlock]] = defaultdict(list)
         for block in blocks:
             if block in self._salts:
@@ -392,7 +385,6 @@ class FairLru:
             yield next(cached[owner])
 
     def check(self) -> None:
-        """Raise AssertionError if a block counts for an owner other than its identity's."""
         assert self._num_cached == sum(map(len, self._cached.values())), (
             "cached blocks are miscounted"
         )
@@ -411,30 +403,9 @@ def _salt_of(block: KVCacheBlock) -> str | None:
     return block.node.salt() if block.node is not None else None
 
 
-POLICIES: Mapping[str, Callable[[Sequence[KVCacheBlock], Shares, Marks], EvictionPolicy]] = (
-    MappingProxyType(
-        {
-            "lru": lambda blocks, shares, marks: Lru(blocks),
-            "empty-first-lru": lambda blocks, shares, marks: EmptyFirstLru(blocks),
-            "adaptive-lru": lambda blocks, shares, marks: AdaptiveLru(blocks, marks),
-            "fair-lru": FairLru,
-        }
-    )
-)
-
-
-def make_policy(
-    name: str,
-    blocks: Sequence[KVCacheBlock],
-    shares: Shares | None = None,
-    marks: Marks | None = None,
-) -> EvictionPolicy:
-    """Return the policy of this name, with these blocks free. Raises ConfigError.
-
-    marks: the blocks to retain; none by default.
-    """
-    if name not in POLICIES:
-        raise ConfigError(f"eviction is {name!r}; allowed: {', '.join(POLICIES)}")
-    return POLICIES[name](
-        blocks, shares or Shares(), Marks(time.monotonic) if marks is None else marks
-    )
+POLICIES: Mapping[str, Callable[[Sequence[KVCacheBlock], Shares, Marks], EvictionPolicy]] = {
+    "lru": lambda blocks, shares, marks: Lru(blocks),
+    "empty-first-lru": lambda blocks, shares, marks: EmptyFirstLru(blocks),
+    "adaptive-lru": lambda blocks, shares, marks: AdaptiveLru(blocks, marks),
+    "fair-lru": FairLru,
+}

@@ -1,15 +1,14 @@
 """The free queue, and the marks of blocks to retain.
 
-A retained block is a free block that is reused after all others, until its minute is over or too
-many blocks are retained:
+A retained block is a free block with a mark. It is reused after all blocks without a mark:
 
     unmarked ──mark──▶ marked, held ──release──▶ retained ──claim──▶ marked, held
                              │                      │
-                             └──its minute is over──┴─or too many──▶ unmarked, released again
+                             └──the mark ends───────┴─or too many──▶ unmarked, released again
 
-A mark has an end, rounded up to a whole minute. It stays on a block, held or free, until that
-minute is over, the block is reused, or too many blocks are retained. It only orders free blocks: a
-request that needs all free blocks gets the retained ones too.
+A mark ends after some time, rounded up to a whole minute. It also ends when the block is reused, or
+when too many blocks are retained. A mark only changes the order of free blocks: a request that
+needs all free blocks gets the retained blocks too.
 """
 
 from bisect import insort
@@ -21,10 +20,10 @@ from headstart.errors import CacheError
 
 
 class FreeBlockQueue:
-    """Free blocks in the order they will be reused; append, popleft and remove are O(1).
+    """Free blocks in the order of their reuse; append, popleft and remove are O(1) per block.
 
-    A doubly linked list of the blocks themselves, so removing a block from the middle needs no
-    search. A block that is not on the queue links to itself, so a double free is an error:
+    The queue is a doubly linked list of the blocks themselves, so removing a block from the middle
+    needs no search. A block outside of the queue links to itself, so a double free is detected.
 
     >>> a, b, c = blocks = [KVCacheBlock(i) for i in range(3)]
     >>> queue = FreeBlockQueue(blocks)
@@ -52,11 +51,11 @@ class FreeBlockQueue:
             block = block.next_free_block
 
     def append(self, block: KVCacheBlock) -> None:
-        """Put a block at the tail: it will be reused last."""
+        """Put a block at the tail, to reuse it last."""
         self.extend((block,))
 
     def appendleft(self, block: KVCacheBlock) -> None:
-        """Put a block at the head: it will be reused first."""
+        """Put a block at the head, to reuse it first."""
         if block.next_free_block is not block:
             raise CacheError(f"block {block.block_id} is already on the free queue")
         ends = self._ends
@@ -66,7 +65,7 @@ class FreeBlockQueue:
         self.length += 1
 
     def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Append blocks in one loop without a call per block, since `free` is hot."""
+        """Append blocks; faster than `append` for each block."""
         ends = self._ends
         last = ends.prev_free_block
         duplicate = None
@@ -85,7 +84,7 @@ class FreeBlockQueue:
         self.length += len(blocks)
 
     def popleft(self, count: int) -> list[KVCacheBlock]:
-        """Take `count` blocks from the head. Raises CacheError when there are fewer."""
+        """Remove and return `count` blocks from the head. Raises CacheError if there are fewer."""
         if count > self.length:
             raise CacheError(f"{count} free blocks are needed; the free queue has {self.length}")
         ends = self._ends
@@ -102,11 +101,11 @@ class FreeBlockQueue:
         return blocks
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Remove a block from any position. Raises CacheError when it is not on the queue."""
+        """Remove a block. Raises CacheError if it is not on the queue."""
         self.remove_all((block,))
 
     def remove_all(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Remove blocks from any position. Raises CacheError when a block is not on the queue."""
+        """Remove blocks. Raises CacheError at the first block that is not on the queue."""
         count = 0
         for block in blocks:
             previous, following = block.prev_free_block, block.next_free_block
@@ -127,7 +126,7 @@ MINUTE = 60.0
 
 
 class Marks:
-    """The last minute for which each marked block is retained."""
+    """The minute at which the mark of each marked block ends."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -140,9 +139,9 @@ class Marks:
         return block in self._minutes
 
     def add(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
-        """Retain held blocks for this many seconds from now; an earlier mark that ends later stays.
+        """Mark held blocks for this many seconds from now, unless their mark ends later.
 
-        Ends are rounded up to whole minutes, so `RetainedBlocks` has few queues.
+        The end is rounded up to a whole minute, so that `RetainedBlocks` has few queues.
         """
         minute = ceil((self._clock() + seconds) / MINUTE)
         minutes = self._minutes
@@ -154,7 +153,7 @@ class Marks:
         return self._minutes.get(block)
 
     def is_over(self, minute: int) -> bool:
-        """Return True if this minute has ended."""
+        """Return True if marks that end at this minute have ended."""
         return minute * MINUTE <= self._clock()
 
     def drop(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -164,9 +163,9 @@ class Marks:
 
 
 class RetainedBlocks:
-    """Free marked blocks, ordered by the end of their mark, then by their release.
+    """Free marked blocks, ordered by the end of their mark, and then by their release.
 
-    O(1) a block, and O(minutes) for a new minute. `count` is the number of blocks.
+    Adding or removing a block costs O(1), and O(minutes) for the first block of a minute.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -180,7 +179,7 @@ class RetainedBlocks:
             yield from self._by_minute[minute]
 
     def add(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Add the free blocks whose mark has not ended; return the others."""
+        """Add those of the free blocks whose mark has not ended; return the other blocks."""
         unmarked = []
         for block in blocks:
             minute = self._marks.minute(block)
@@ -198,7 +197,7 @@ class RetainedBlocks:
         return unmarked
 
     def remove(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Remove the free blocks that are retained, and return the other ones. Marks stay."""
+        """Remove those of the free blocks that are retained; return the others. Marks stay."""
         unmarked = []
         for block in blocks:
             minute = self._marks.minute(block)
@@ -210,7 +209,7 @@ class RetainedBlocks:
         return unmarked
 
     def popleft(self, count: int) -> list[KVCacheBlock]:
-        """Remove and return the first `count` blocks, and remove their marks."""
+        """Remove the first `count` blocks and their marks; return the blocks."""
         blocks: list[KVCacheBlock] = []
         while len(blocks) < count:
             blocks += self._pop_minute(count - len(blocks))
@@ -227,7 +226,7 @@ class RetainedBlocks:
         return blocks
 
     def expire(self, most: int) -> list[KVCacheBlock]:
-        """Remove and return blocks whose mark has ended, and then the first until `most` are left.
+        """Remove blocks whose mark has ended, and the first blocks beyond `most`; return them.
 
         Their marks are removed too.
         """

@@ -1,8 +1,8 @@
-"""The interface of layers that need more than the K/V of a prefix to resume after it.
+"""The interface for the cached content of layers without full attention.
 
-Layers with full attention need the K/V of all blocks of a prefix. Layers with a sliding window need
-only the last blocks, in a separate pool (`headstart.cache.windows`). Recurrent layers need a state
-(`headstart.cache.states`). A model has one such group besides full attention, or none.
+To resume after a prefix, layers with full attention need the K/V of all its blocks. Layers with a
+sliding window need only the last blocks, in a separate pool (`headstart.cache.windows`). Recurrent
+layers need a state (`headstart.cache.states`). A model has at most one of the last two groups.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,12 @@ from headstart.cache.stats import MissReason
 
 
 class LayerGroup:
-    """State of layers without full attention. The manager calls it after changes of blocks.
+    """The states or window blocks of a model's layers without full attention.
+
+    The manager calls these methods after it has changed its own blocks.
 
     miss_reason: the reason of a miss if K/V are cached but the group cannot resume. num_dropped:
-    evictions of the group's content since the start.
+    the number of states or window blocks that were evicted.
     """
 
     miss_reason = MissReason.STATE
@@ -30,7 +32,10 @@ class LayerGroup:
         raise NotImplementedError
 
     def resume(self, computed: ComputedBlocks, known: int) -> ComputedBlocks:
-        """Return a lookup with the deepest position within `known` tokens to resume from."""
+        """Return the lookup, cut to the deepest position where the group can resume.
+
+        known: the number of tokens with cached K/V, which bounds the position.
+        """
         if computed.sequence.is_loaded:
             return computed
         position, state, writer = self.find(computed, known)
@@ -48,18 +53,18 @@ class LayerGroup:
     def find(
         self, computed: ComputedBlocks, known: int
     ) -> tuple[int, Checkpoint | None, str | None]:
-        """Return the deepest position within `known` tokens to resume from, and its checkpoint.
+        """Return the deepest position up to `known` to resume from, and its checkpoint, if any.
 
-        Also return the request that will make a deeper position possible, if any.
+        Also return the request that is writing a deeper checkpoint, if any.
         """
         raise NotImplementedError
 
     def can_admit(self, computed: ComputedBlocks, num_new_tokens: int) -> bool:
-        """Return True if a looked-up sequence can start and compute `num_new_tokens` in a step."""
+        """Return True if the sequence can start and compute `num_new_tokens` in one step."""
         return self.can_start(computed, computed.num_tokens)
 
     def can_start(self, computed: ComputedBlocks | None, end: int) -> bool:
-        """Return True if a sequence can start and compute tokens up to `end - 1` in this step."""
+        """Return True if the sequence can start and compute tokens up to `end - 1` in this step."""
         raise NotImplementedError
 
     def window_block(self, block: KVCacheBlock) -> int:
@@ -67,40 +72,43 @@ class LayerGroup:
         return -1
 
     def start(self, sequence: TokenSequence, computed: ComputedBlocks | None, end: int) -> None:
-        """Give a sequence what it needs to compute tokens up to `end - 1`; see `can_start`."""
+        """Allocate the state or the window of a new sequence. `can_start` must be True."""
         raise NotImplementedError
 
     def has_slots(self, sequence: TokenSequence, end: int) -> bool:
-        """Return True if a step up to token `end` that fills no block changes nothing here."""
+        """Return True if `extend` and `compute` would change nothing for tokens up to `end - 1`.
+
+        These tokens fill no block.
+        """
         return False
 
     def extend(self, sequence: TokenSequence, end: int) -> bool:
-        """Give a running sequence what it needs to compute tokens up to `end - 1`, if possible."""
+        """Allocate window blocks for tokens up to `end - 1`; return False if too few are free."""
         return True
 
     def compute(self, sequence: TokenSequence, start: int, end: int) -> None:
-        """Note that this step computes tokens `start` to `end - 1`; their blocks are indexed."""
+        """Note that this step computes tokens `start` to `end - 1`, whose blocks are indexed."""
         raise NotImplementedError
 
     def attach_partial(self, sequence: TokenSequence, index: int) -> None:
-        """Note that the sequence's partial block `index`, which is written, is indexed."""
+        """Note that the sequence's block `index`, a written partial block, is indexed."""
 
     def save_fork(self, computed: ComputedBlocks, step: int) -> bool:
-        """Let the step save a state at `computed.known_tokens`; False if this is impossible."""
+        """Let this step save a checkpoint at `known_tokens`; return False if it cannot."""
         return False
 
     def accept(self, sequence: TokenSequence, num_blocks: int) -> None:
-        """Note that a step with drafts is written, and that `num_blocks` blocks remain."""
+        """Note that a step with drafts is written, and that the sequence retains `num_blocks`."""
 
     def commit(self) -> None:
         """Note that the step has written its rows and states."""
         raise NotImplementedError
 
     def fail(self) -> None:
-        """Forget the states and rows of the failed step. Its sequences end afterwards."""
+        """Forget the states and rows of the failed step, whose sequences end after this call."""
 
     def discard(self, sequence: TokenSequence) -> None:
-        """Forget the states and rows that the sequence has written. It ends afterwards."""
+        """Forget the states and rows that the sequence has written. It ends after this call."""
 
     def end(self, sequence: TokenSequence, *, is_cached: bool) -> None:
         """End a sequence that still has its blocks. is_cached: its last state may be cached."""
@@ -109,7 +117,7 @@ class LayerGroup:
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop the states or window blocks of blocks that lose their identity.
 
-        A block whose identity passed to a copy has no node any more.
+        A block has no node if a copy of it took over the identity.
         """
         raise NotImplementedError
 

@@ -21,17 +21,16 @@ _MOST_RUNS = 2048  # runs in `_young`, and the same number in `_old`; a run take
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class BlockHasher:
-    """Hashes of the blocks of one model: SHA-256 over (parent's hash, block's key), from the root.
+    """Hashes of the blocks of one model: SHA-256 over the hash of the parent and the block's key.
 
-    `model` is the fingerprint of the model's weights; engines that exchange blocks must agree
-    on it and on `block_size`. A node's hash is stored in the node. `public` has the blocks that
+    `model` is the fingerprint of the model's weights. Engines that exchange blocks must have the
+    same `model` and `block_size`. A node's hash is stored in the node. `public` has the blocks that
     tenants share. Only tests replace `digest`, to show that no hit depends on it.
 
-    Hashes of recent prompts are cached in runs of 64 blocks. A run is looked up by one SHA-256 over
-    its parent's hash and its keys. New runs enter `_young`. When `_young` is full, it replaces
-    `_old`. Runs of the replaced `_old` are evicted; a run that was used meanwhile is in `_young`
-    too. Threads need no lock: at worst a run is hashed twice. A run is two bytes objects, which the
-    garbage collector need not traverse.
+    Hashes of recent prompts are cached in runs of 64 blocks. The key of a run is one SHA-256 over
+    the hash before it and its block keys. Runs that are used enter `_young`. When `_young` is full,
+    it replaces `_old`, whose other runs are dropped. Threads need no lock: at worst a run is hashed
+    twice. A run is two bytes objects, which the garbage collector need not traverse.
     """
 
     def __init__(self, block_size: int, model: str = "", digest: Digest = sha256) -> None:
@@ -45,7 +44,7 @@ class BlockHasher:
     def publish(self, token_ids: Sequence[int]) -> int:
         """Let tenants share the full blocks of a prefix; return the number of blocks.
 
-        It affects sequences created later. Raises CacheError for an invalid token.
+        Sequences that were created before are not affected. Raises CacheError for an invalid token.
         """
         return self.public.publish(token_ids, self.block_size)
 
@@ -72,7 +71,10 @@ class BlockHasher:
         return [BlockHash(packed[i * size : (i + 1) * size]) for i in range(len(keys))]
 
     def packed(self, namespace: Namespace, keys: Sequence[BlockKey]) -> Iterator[bytes]:
-        """Yield the hashes of `of_keys`, up to 64 in one bytes object, computed when read."""
+        """Yield the hashes of `of_keys`, up to 64 joined in one bytes object.
+
+        Hashes are computed when they are read.
+        """
         parent = self._root(namespace)
         for start in range(0, len(keys), _RUN):
             run = keys[start : start + _RUN]

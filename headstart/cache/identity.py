@@ -1,26 +1,26 @@
 """Prefix identity, and its encoding as bytes.
 
-The identity of a prefix is the path of its blocks' keys. A `BlockKey` has the block's tokens in
+The identity of a prefix is the sequence of its blocks' keys. A `BlockKey` has the block's tokens in
 order, four bytes each. For each image or audio item in the block, the key has a frame in front of
-the item's first placeholder in the block. Keys are content, not digests. A frame starts with a word
-that is no token id, and contains the length of its digest, so different contents have different
+the item's first placeholder in the block. Keys are content, not digests. A frame starts with a mark
+that is not a token id, and contains the length of its digest. So different contents have different
 keys:
 
     tokens 1 3 <p> <p>, an item of 41 placeholders at position 2:
     01000000 03000000 | ffffffff offset=0 length=41 len(digest) digest | <p> <p>
 
-Adapter and salt apply to every block of a prompt. They are not part of the keys: they identify the
-root (`Namespace`).
+Adapter and salt apply to every block of a prompt. They are not part of the keys, but identify the
+root of the tree (`Namespace`).
 
-Blocks that are wholly within a public prefix are below the root of the salt `PUBLIC`, which no
-request has. The key of the first block after them begins with a frame that has the request's salt:
-its offset and length are 0, which no item has.
+Blocks that are entirely within a public prefix are below the root of the salt `PUBLIC`, which no
+request has. The key of the first block after them begins with a frame with the request's salt. Its
+offset and length are 0; the length of an item is never 0.
 
     the salt "tenant 7", then the tokens 1 3:
     ffffffff 0 0 len(salt) salt | 01000000 03000000
 
-A `BlockHash` is the portable identity of a whole prefix: SHA-256 over (parent's hash, key), the
-same in every process and on every machine. No lookup inside a process uses it.
+A `BlockHash` is the portable identity of a whole prefix: SHA-256 over the parent's hash and the
+key. It is the same in every process and on every machine. No lookup inside a process uses it.
 
 Source: "Automatic Prefix Caching" (vLLM v1 design), block hash components.
 """
@@ -41,15 +41,15 @@ BlockKey = NewType("BlockKey", bytes)
 BlockHash = NewType("BlockHash", bytes)
 Digest = Callable[[bytes], bytes]
 
-PUBLIC = ""  # a salt; a request's salt is never empty
+PUBLIC = ""  # the salt of public blocks; a request's salt is never empty
 MAX_TOKEN_ID = 2**31 - 1
 TOKEN_BYTES = 4
 _BIG_ENDIAN = sys.byteorder == "big"
 _FRAME_MARK = b"\xff\xff\xff\xff"
 _FRAME_HEAD = struct.Struct("<4sIII")
-# `Any`: compiled code would abort the process when memory for the long integer runs out.
+# `Any`, because compiled code would abort the process if memory for the long integer runs out.
 _to_integer: Any = int.from_bytes
-# `Any`: compiled code would raise TypeError, not CacheError, for a digest of another type.
+# `Any`, because compiled code would raise TypeError for a digest of another type.
 _get_digest: Any = attrgetter("digest")
 _SALT_HEAD = _FRAME_HEAD.pack(_FRAME_MARK, 0, 0, 0)[:12]  # an item has a length of at least 1
 
@@ -88,7 +88,7 @@ class Namespace(NamedTuple):
 
 
 class PublicBlocks(dict[BlockKey, "PublicBlocks"]):
-    """Blocks that any tenant may share, by key, each with the blocks that may follow it.
+    """Blocks that all tenants share, by key, each with the public blocks that may follow it.
 
     >>> public = PublicBlocks()
     >>> public.publish(range(40), block_size=16)
@@ -98,7 +98,7 @@ class PublicBlocks(dict[BlockKey, "PublicBlocks"]):
     def publish(self, token_ids: Sequence[int], block_size: int) -> int:
         """Add the full blocks of a public prefix; return the number of blocks.
 
-        Requests created later share them. Raises CacheError for an invalid token.
+        Raises CacheError for an invalid token.
         """
         count = len(token_ids) // block_size
         following = self
@@ -108,20 +108,13 @@ class PublicBlocks(dict[BlockKey, "PublicBlocks"]):
         return count
 
 
-class ExtraKey(NamedTuple):
-    """An item that overlaps a block, and the offset in the item at which the block begins."""
-
-    digest: bytes
-    offset: int
-
-
 def sha256(data: bytes) -> bytes:
     """Return the SHA-256 digest, 32 bytes."""
     return hashlib.sha256(data).digest()
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    """Return four bytes a token, least significant first. Raises CacheError for an invalid token.
+    """Return the tokens in four bytes each, little-endian. Raises CacheError for an invalid token.
 
     Costs one pass over the tokens, in C.
     """
@@ -154,8 +147,8 @@ def cut_keys(
 ) -> list[BlockKey]:
     """Return the keys of the blocks of `span`, token positions that start at a block border.
 
-    `data` has the encoded tokens of the span. The last block may be partial. `items` are in order
-    and do not overlap.
+    `data` has the encoded tokens of the span. The last block may be partial. `items` must be in
+    order and must not overlap.
     """
     keys = slice_keys(data, block_size)
     for item in items:
@@ -177,10 +170,10 @@ def slice_keys(data: bytes, block_size: int) -> list[BlockKey]:
 
 
 def _frame_item(keys: list[BlockKey], item: MultiModalItem, span: range, block_size: int) -> None:
-    """Put the item's frame into each key that it overlaps.
+    """Put a frame of the item into each key that the item overlaps.
 
-    Call for the items in order: the position in a key is counted from its end, since only the
-    tokens before it may have frames.
+    Call this for the items in order. The position in a key is counted from the key's end, because
+    the tokens before the position may have frames already.
     """
     first = max(item.offset, span.start)
     last = min(item.offset + item.length, span.stop)
@@ -215,7 +208,7 @@ def cut_salt(key: BlockKey) -> tuple[str | None, BlockKey]:
 
 
 def count_tokens(key: bytes) -> int:
-    """Return the number of whole tokens in a key, which may be cut off."""
+    """Return the number of whole tokens in a key. The key may end within a token or a frame."""
     tokens = start = 0
     while True:
         mark = key.find(_FRAME_MARK, start)
@@ -245,12 +238,12 @@ def read_tokens(key: BlockKey) -> list[int]:
 
 
 def common_tokens(first: BlockKey, second: BlockKey) -> int:
-    """Return the number of tokens at the head of two keys that have the same K/V."""
+    """Return the number of tokens at the head of two keys whose K/V are equal."""
     return count_tokens(first[: _common_bytes(first, second)])
 
 
 def _common_bytes(first: bytes, second: bytes) -> int:
-    """Return the number of equal bytes at the head, by the lowest bit that differs."""
+    """Return the number of equal bytes at the head of two keys."""
     shorter = min(len(first), len(second))
     difference = _to_integer(first[:shorter], "little") ^ _to_integer(second[:shorter], "little")
     if not difference:
@@ -281,21 +274,6 @@ def _frame_at(key: BlockKey, token: int) -> bytes:
     return frames
 
 
-def extra_keys(
-    block_index: int, block_size: int, items: Sequence[MultiModalItem]
-) -> tuple[ExtraKey, ...]:
-    """Return the items that overlap a block, with the offset of the block's first token in each.
-
-    A negative offset means that the item begins inside the block.
-    """
-    start = block_index * block_size
-    return tuple(
-        ExtraKey(item.digest, start - item.offset)
-        for item in items
-        if item.offset < start + block_size and start < item.offset + item.length
-    )
-
-
 def root_hash(
     namespace: Namespace, block_size: int, model: str, digest: Digest = sha256
 ) -> BlockHash:
@@ -310,10 +288,7 @@ def root_hash(
 def chain_hashes(
     parent: BlockHash, keys: Sequence[BlockKey], digest: Digest = sha256
 ) -> list[BlockHash]:
-    """Return the portable hashes of the prefixes that continue `parent` by 1, 2, ... of the keys.
-
-    All digests have the same length, so the frame is packed once.
-    """
+    """Return the portable hash of the prefix that ends with each of the keys, after `parent`."""
     frame = struct.pack("<I", len(parent))
     name: bytes = parent
     return cast("list[BlockHash]", [name := digest(frame + name + key) for key in keys])

@@ -1,12 +1,12 @@
-"""The prefix index: the tree of identities that are cached, or were until recently.
+"""The prefix index: the tree of prefixes that are cached, or were evicted recently.
 
 A node whose block was evicted stays as a ghost, so that a miss can be explained as an eviction. The
-latest `max_ghosts` ghosts stay. An older ghost stays only if it is the first evicted block of its
-prefix, because a lookup of the prefix ends there; up to `TOPS * max_ghosts` of these stay. An
+latest `max_ghosts` ghosts stay. Older ghosts stay only if they are the first evicted block of their
+prefix, because a lookup of the prefix ends there. Up to `TOPS * max_ghosts` of these stay. An
 evicted node also stays while one of its descendants is cached or a ghost.
 
-A node may also represent a partial block: the rows that a finished request left in its last
-block. Such a node has no children and no hash, and its rows can only be copied.
+The node of a partial block (the last block of a finished request, if it is not full) has no
+children and no hash. Its rows can only be copied.
 """
 
 from bisect import bisect_left
@@ -30,12 +30,12 @@ from headstart.mypyc_hints import mypyc_attr
 
 
 class PathSegment(NamedTuple):
-    """A path of the prefix tree without a fork: its cached blocks, in prefix order.
+    """A path of the prefix tree between two forks, with its cached blocks in prefix order.
 
-    A segment also ends where public blocks end, so all its blocks have one owner: `namespace`.
+    A segment also ends where public blocks end. So all its blocks belong to `namespace`.
 
-    parent: index of the segment before it, or -1. start: number of blocks before it. keys,
-    ids: the keys and ids of its cached blocks. num_held: the number of its blocks that requests
+    parent: the index of the segment before it, or -1. start: the number of blocks before it. keys,
+    ids: the keys and ids of its cached blocks. num_held: the number of its blocks that sequences
     hold.
     """
 
@@ -49,7 +49,7 @@ class PathSegment(NamedTuple):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixTree:
-    """Nodes below the root of their namespace. A caller that creates a node also removes it."""
+    """Nodes below the root of their namespace. The caller that creates a node also removes it."""
 
     def __init__(self) -> None:
         self._roots: dict[str | None, dict[str | None, RootNode]] = {}  # by salt, by adapter
@@ -69,7 +69,7 @@ class PrefixTree:
                 self._roots[namespace.salt] = {namespace.adapter: root}
             elif isinstance(roots, OrderedDict):
                 roots[namespace.adapter] = root
-            else:  # iterating a dict in reverse would pass over deleted entries
+            else:  # reversed iteration of a dict would pass over deleted entries
                 both = [*roots.items(), (namespace.adapter, root)]
                 self._roots[namespace.salt] = OrderedDict(both)
         return root
@@ -79,7 +79,7 @@ class PrefixTree:
         return [root for roots in self._roots.values() for root in roots.values()]
 
     def recent_roots(self, salt: str | None, count: int) -> list[RootNode]:
-        """Return at most `count` roots of a salt: without an adapter first, then the latest."""
+        """Return at most `count` roots of a salt: the root without adapter, then the latest."""
         roots = self._roots.get(salt, {})
         plain = roots.get(None)
         recent = [] if plain is None else [plain]
@@ -87,9 +87,9 @@ class PrefixTree:
         return recent + list(islice(latest, count - len(recent)))
 
     def path_segments(self) -> list[PathSegment]:
-        """Return the tree from fork to fork, parents first.
+        """Return the tree as paths between forks, parents first.
 
-        A segment whose blocks were all evicted is empty; its children may still have blocks.
+        If all blocks of a path were evicted, its segment is empty. Its children may have blocks.
         """
         segments: list[PathSegment] = []
         pending = [
@@ -122,7 +122,7 @@ class PrefixTree:
         return segments
 
     def find(self, parent: PrefixNode, key: BlockKey) -> PrefixNode | None:
-        """Return the child of this key, if any."""
+        """Return the child with this key, if any."""
         child = parent.child
         if isinstance(child, Branches):
             return child.nodes.get(key)
@@ -131,7 +131,7 @@ class PrefixTree:
     def child(
         self, parent: PrefixNode, key: BlockKey, kind: type[PrefixNode] = PrefixNode
     ) -> PrefixNode:
-        """Return the child of this key; create it if there is none. The key must not be empty."""
+        """Return the child with this key, which must not be empty; create it if there is none."""
         only = parent.child
         if only is None:
             parent.child = node = make_node(parent, key, kind)
@@ -145,14 +145,14 @@ class PrefixTree:
         return child
 
     def branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:
-        """Replace an only child by `Branches` that contain it."""
+        """Replace an only child by `Branches` with this child."""
         branches = Branches(parent)
         branches.nodes[only.key] = only
         parent.child = branches
         return branches
 
     def use(self, node: PrefixNode) -> None:
-        """Make a node the latest of its parent's children."""
+        """Move a node to the end of its parent's children, as if it was created last."""
         branches = node.parent.child if node.parent is not None else None
         if isinstance(branches, Branches):
             branches.nodes[node.key] = branches.nodes.pop(node.key)
@@ -182,11 +182,11 @@ class PrefixTree:
 
 
 TOPS = 5
-"""Limit of the older ghosts that are the first evicted block of their prefix, per ghost."""
+"""Limit of the older ghosts, as a multiple of `max_ghosts`."""
 
 
 class PrefixIndex(PrefixTree):
-    """All prefix identities that are cached, or were until recently.
+    """The tree of all prefixes that are cached, or were evicted recently.
 
     `unwritten` has the blocks that the step under way fills. They have an identity and can be hit,
     but their rows cannot be copied yet. If the step fails, they lose their identity.
@@ -198,8 +198,8 @@ class PrefixIndex(PrefixTree):
         self.unwritten: set[KVCacheBlock] = set()
         self._unlisted: list[PrefixNode] = []  # unwritten siblings, in no `order` yet
         self._ghosts: deque[PrefixNode] = deque()
-        self._tops: deque[PrefixNode] = deque()  # older ghosts whose parent was cached or a root
-        self._ancestors: set[PrefixNode] = set()  # former ghosts that have a descendant
+        self._tops: deque[PrefixNode] = deque()  # older ghosts: first evicted blocks of prefixes
+        self._ancestors: set[PrefixNode] = set()  # evicted nodes that stay for their descendants
 
     def clear(self) -> None:
         """Remove all nodes."""
@@ -211,7 +211,7 @@ class PrefixIndex(PrefixTree):
         self._ancestors.clear()
 
     def check(self, nodes: set[PrefixNode]) -> None:
-        """Raise AssertionError if one of the tree's `nodes` should have been removed."""
+        """Raise AssertionError if one of `nodes`, all nodes of the tree, should be removed."""
         ghosts = {node for node in (*self._ghosts, *self._tops) if node.block is None}
         assert len(self._ghosts) <= self.max_ghosts, "there are too many ghosts"
         assert len(self._tops) <= TOPS * self.max_ghosts, "there are too many ghosts"
@@ -243,7 +243,7 @@ class PrefixIndex(PrefixTree):
         return node, blocks
 
     def branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:
-        """Replace an only child by `Branches`, with its key in their order if it is written."""
+        """Replace an only child by `Branches`, whose `order` has its key if it is written."""
         branches = super().branch(parent, only)
         if only.block is not None:
             if only.block in self.unwritten:
@@ -253,7 +253,7 @@ class PrefixIndex(PrefixTree):
         return branches
 
     def covered_partial(self, node: PrefixNode) -> PrefixNode | None:
-        """Return a partial sibling if the head of this node's block has all rows of the sibling."""
+        """Return the sibling whose rows are the head of this node's block, if any."""
         assert node.parent is not None
         branches = node.parent.child
         if not isinstance(branches, Branches):
@@ -276,7 +276,7 @@ class PrefixIndex(PrefixTree):
                 _list(node, parent.child.order)
 
     def replace(self, node: PrefixNode, block: KVCacheBlock) -> None:
-        """Replace the node's block by another one with the same content."""
+        """Replace the node's block by another block with the same content."""
         node.block = block
         assert node.parent is not None
         branches = node.parent.child
@@ -285,7 +285,7 @@ class PrefixIndex(PrefixTree):
             self._unlisted.append(node)
 
     def commit(self) -> None:
-        """Mark all blocks as written: their rows may be copied."""
+        """Mark all blocks as written, so that their rows may be copied."""
         for node in self._unlisted:
             if node.block is not None and node.parent is not None:
                 branches = node.parent.child
@@ -327,7 +327,7 @@ class PrefixIndex(PrefixTree):
                 self._prune(node)
             else:  # the common case: an only child whose parent is a ghost
                 parent.child = None
-        # Ancestors count as well, since a single old ghost may need a whole path.
+        # Ancestors count as well, because a single old ghost may need a whole path of them.
         while tops and len(tops) + len(ancestors) > TOPS * self.max_ghosts:
             node = tops.popleft()
             if node.block is None:
@@ -337,7 +337,7 @@ class PrefixIndex(PrefixTree):
                     self._prune(node)
 
     def _prune(self, node: PrefixNode) -> None:
-        """Remove a node without block or child, and then ancestors that have become such nodes."""
+        """Remove a node without block and child, and ancestors that stayed only for this node."""
         while (parent := self.cut_off(node)) is not None:
             if parent.parent is not None:  # a root stays only while it has children
                 if parent not in self._ancestors:

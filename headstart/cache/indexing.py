@@ -1,4 +1,4 @@
-"""The indexing of a sequence's blocks, so that later lookups find them."""
+"""Indexing of a sequence's blocks, so that later lookups find them."""
 
 from headstart.cache.block import PartialNode, PrefixNode
 from headstart.cache.lookup import longest_head
@@ -7,9 +7,9 @@ from headstart.cache.sequence import TokenSequence
 
 
 def index_blocks(pool: BlockPool, sequence: TokenSequence, full: int, *, deduplicate: bool) -> None:
-    """Index the sequence's new full blocks, up to its first `full` ones.
+    """Index the new ones among the sequence's first `full` blocks.
 
-    deduplicate: if a block with the same content is cached already, the sequence switches to it.
+    deduplicate: if a block with the same content is cached already, switch the sequence to it.
     """
     keys, i = sequence.keys, sequence.num_indexed
     node = sequence.node or pool.index.make_root(sequence.root)
@@ -41,7 +41,7 @@ def _index_block(
 
 
 def index_partial(pool: BlockPool, sequence: TokenSequence) -> None:
-    """Index the rows of the sequence's partial block, unless a cached block has these rows."""
+    """Index the sequence's partial block, unless a cached block has the same rows."""
     size, start = sequence.block_size, sequence.num_indexed
     rows = sequence.num_computed_tokens - start * size
     if rows <= 0:
@@ -59,7 +59,7 @@ def index_partial(pool: BlockPool, sequence: TokenSequence) -> None:
 
 
 def _drop_covered(pool: BlockPool, node: PrefixNode) -> None:
-    """Empty a partial block if the head of this node's block has all of its rows."""
+    """Empty a free partial block if this node's block has all its rows and more."""
     covered = pool.index.covered_partial(node)
     if isinstance(covered, PartialNode) and covered.block and not covered.block.ref_cnt:
         pool.drop([covered.block])

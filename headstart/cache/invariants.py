@@ -1,4 +1,4 @@
-"""Every invariant of the manager; tests check them after every step."""
+"""All invariants of the manager, which tests check after every step."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def _descend(root: PrefixNode) -> Iterator[PrefixNode]:
 
 
 def _check_blocks(pool: BlockPool, sequences: Sequences) -> None:
-    """Check that reference counts match the tables, and that other blocks are free."""
+    """Check that reference counts match the block tables, and that all other blocks are free."""
     held = Counter(block.block_id for s in sequences for block in s.blocks)
     pool.free.check()
     free = [block.block_id for block in pool.free]
@@ -44,7 +44,7 @@ def _check_blocks(pool: BlockPool, sequences: Sequences) -> None:
 
 
 def _check_index(config: CacheConfig, pool: BlockPool, nodes: set[PrefixNode]) -> None:
-    """Check that blocks and identities refer to each other, and that the tree is in order."""
+    """Check that blocks and nodes refer to each other, and that the tree is in order."""
     for block in pool.index.unwritten:
         assert block.node is not None, f"{block} is unwritten and has no identity"
         assert block.ref_cnt, f"{block} is unwritten and no sequence holds it"
@@ -86,7 +86,7 @@ def _check_place(config: CacheConfig, pool: BlockPool, node: PrefixNode) -> None
 
 
 def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
-    """Check that the block table covers the computed tokens, with the right full blocks."""
+    """Check that the block table covers the computed tokens with blocks of the right identity."""
     name, size = sequence.request_id, config.block_size
     # With states or windows, a sequence may hold cached blocks beyond its computed tokens.
     ahead = sequence.num_reused if config.num_states or config.num_window_blocks else 0

@@ -1,7 +1,7 @@
 """Lookups of cached prefixes, and the reasons why they end. No function changes the cache.
 
-A lookup walks the tree along the sequence's keys as far as blocks are cached. It then searches the
-children of the last node for the block that shares the longest head with the next key.
+A lookup walks down the tree along the sequence's keys as far as blocks are cached. Then it searches
+the children of the last node for the block that shares the longest head with the next key.
 """
 
 from bisect import bisect_left
@@ -45,14 +45,15 @@ class PartialHit(NamedTuple):
 class ComputedBlocks(NamedTuple):
     """The result of a lookup for one sequence.
 
-    blocks: the cached blocks of its prefix, in order. num_tokens: number of tokens that need no
+    blocks: the cached blocks of its prefix, in order. num_tokens: the number of tokens that need no
     computing, with the rows of `partial`; always fewer than the sequence has. writer: the request
     that is computing the sequence's next block, if any. If the sequence does not wait for this
-    request, the block is computed twice. node, version and source: for the manager.
+    request, the block is computed twice. node, version, source: for the manager.
 
-    For a model with recurrent layers, `num_tokens` is the position of `state`, from which the
-    sequence resumes. `blocks` and `known_tokens`, the number of tokens with cached K/V, may be
-    larger. is_fork: no request is computing K/V beyond `known_tokens`.
+    known_tokens: the number of tokens with cached K/V. For a model with recurrent layers or sliding
+    windows, the sequence resumes at `num_tokens`, and `known_tokens` and `blocks` may reach
+    further. state: the checkpoint at `num_tokens`, for recurrent layers. is_fork: True if no
+    request is computing the sequence's next block.
     """
 
     sequence: TokenSequence
@@ -74,7 +75,7 @@ class ComputedBlocks(NamedTuple):
     def cut(self, count: int, block_size: int) -> "ComputedBlocks":
         """Return this result truncated to its first `count` blocks.
 
-        A state beyond them is dropped; `KVCacheManager.cut` also searches for an earlier state.
+        A state beyond them is dropped. `KVCacheManager.cut` also searches for an earlier state.
         """
         node, stop = self.node, count * block_size
         if count < len(self.blocks):
@@ -94,14 +95,14 @@ class ComputedBlocks(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """The result of an admission: rows to copy before the step, and why no more tokens hit."""
+    """The result of an admission: rows to copy before the step, and why the hit ended."""
 
     copies: tuple[RowCopy, ...]
     missed: MissExplanation
 
 
 def _nearest_children(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> list[PrefixNode]:
-    """Return the written children next to the position where the key would be inserted."""
+    """Return the written children on both sides of the key in sorted order."""
     child = parent.child
     if isinstance(child, Branches):
         i = bisect_left(child.order, key)
@@ -112,10 +113,7 @@ def _nearest_children(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> 
 
 
 def longest_head(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> PartialHit | None:
-    """Return the written child block that shares the longest head with the key.
-
-    It is one of the two neighbors of the key in the sorted order of the children.
-    """
+    """Return the written child block that shares the longest head with the key, if any."""
     best: PartialHit | None = None
     for node in _nearest_children(index, parent, key):
         rows = common_tokens(key, node.key)
@@ -127,7 +125,10 @@ def longest_head(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> Parti
 def find_partial(
     index: PrefixIndex, sequence: TokenSequence, node: PrefixNode, depth: int, block_size: int
 ) -> PartialHit | None:
-    """Return the partial hit in a child of the last hit; the last token is never part of it."""
+    """Return the partial hit among the children of `node`, the last hit, after `depth` blocks.
+
+    It never covers the sequence's last token.
+    """
     start = depth * block_size
     limit = len(sequence.token_ids) - 1 - start
     if limit <= 0 or node.child is None:
@@ -143,9 +144,9 @@ def find_partial(
 
 
 def find_continuation(index: PrefixIndex, sequence: TokenSequence, count: int) -> list[int]:
-    """Return up to `count` tokens after the sequence's tokens, in its own namespace.
+    """Return up to `count` tokens that follow the sequence's tokens in its namespace.
 
-    If the tree forks after the sequence, the branch that was created last is followed.
+    At forks, the branch that was created last is followed.
     """
     node = sequence.node or index.root(sequence.root)
     size, length = sequence.block_size, len(sequence.token_ids)
@@ -159,9 +160,9 @@ def find_continuation(index: PrefixIndex, sequence: TokenSequence, count: int) -
 
 
 def find_branch(sequence: TokenSequence, count: int) -> list[int]:
-    """Return up to `count` tokens of the latest branch at the end of the sequence's hit.
+    """Return up to `count` tokens that another sequence has after this sequence's hit.
 
-    The branch has the same namespace, and is not the sequence itself. Empty without a hit.
+    The tokens are from the latest branch in the same namespace. Without a hit, return none.
     """
     node, depth = sequence.node, sequence.num_reused
     for _ in range(sequence.num_indexed - depth):
@@ -174,7 +175,7 @@ def find_branch(sequence: TokenSequence, count: int) -> list[int]:
 
 
 def _read_path(node: PrefixNode | None, count: int, salt: str | None) -> list[int]:
-    """Return up to `count` tokens after a node, following the branches that were created last.
+    """Return up to `count` tokens from a node on, following the branches that were created last.
 
     Blocks of other salts are skipped. The K/V of the tokens may be evicted.
     """
@@ -188,10 +189,10 @@ def _read_path(node: PrefixNode | None, count: int, salt: str | None) -> list[in
 def _latest_child(
     parent: PrefixNode, salt: str | None, excluded: BlockKey | None = None
 ) -> PrefixNode | None:
-    """Return the child that was created last and is public or of this salt.
+    """Return the child that was created last, among the public ones and those of this salt.
 
-    All children of a public node are searched: with a limit, the result would depend on how many
-    children belong to other salts.
+    Searches all children. With a limit, the result would depend on the number of children that
+    belong to other salts.
     """
     own = add_salt(BlockKey(b""), salt or "")
     for child in reversed(parent.children()):
@@ -204,10 +205,10 @@ def _latest_child(
 def explain_end(
     index: PrefixIndex, computed: ComputedBlocks | None, block_size: int, group_reason: MissReason
 ) -> MissExplanation:
-    """Return the reason why a lookup ended, or why there was no lookup.
+    """Return the reason why a lookup ended. It reveals nothing about other salts.
 
-    The reason reveals nothing about other salts. group_reason: the reason if K/V are cached but the
-    sequence cannot resume at them.
+    computed: None if the sequence was not looked up. group_reason: the reason if K/V are cached but
+    the sequence cannot resume there.
     """
     if computed is None:
         return MissExplanation(MissReason.NOT_READ, 0)
@@ -265,10 +266,7 @@ def _has_more(index: PrefixIndex, root: RootNode, keys: list[BlockKey], depth: i
 def _keys_of_others(
     index: PrefixIndex, root: RootNode, computed: ComputedBlocks
 ) -> Iterator[list[BlockKey]]:
-    """Yield the keys of the hit and of the next block, with the salts of other tenants.
-
-    Only salts below this root are used.
-    """
+    """Yield the keys of the hit and of the next block with the salts of tenants below this root."""
     sequence, public = computed.sequence, computed.sequence.num_public
     own = sequence.namespace.salt
     keys = [cut_salt(key)[1] for key in sequence.keys[: len(computed.blocks) + 1]]
@@ -285,7 +283,7 @@ def _keys_of_others(
 def _explain_child(
     index: PrefixIndex, computed: ComputedBlocks, block_size: int
 ) -> MissExplanation:
-    """Explain a miss by the cached siblings of the sequence's next block."""
+    """Explain a miss by comparing the sequence's next block with its cached siblings."""
     parent, depth, position = computed.node, len(computed.blocks), computed.num_tokens
     if parent is None or parent.child is None:
         return MissExplanation(MissReason.UNSEEN, position)

@@ -1,9 +1,9 @@
-"""The KV cache manager: which blocks a sequence reuses, gets, and gives back.
+"""The KV cache manager, which allocates blocks to sequences and finds cached blocks by prefix.
 
-A step of the engine, as the manager sees it:
+Calls of an engine, in the order of a request:
 
     get_computed_blocks   look up the cached prefix of a new sequence; changes nothing
-    allocate_slots        hold the hits, take new blocks, index those that the step fills
+    allocate_slots        hold the hits, take new blocks, index the blocks that the step fills
     append_slots          give a running sequence slots for its next tokens
     commit_step           note that the step's K/V are written
     fail_step             instead of commit_step: cache nothing of the step, end its sequences
@@ -58,7 +58,7 @@ from headstart.mypyc_hints import mypyc_attr
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KVCacheManager:
-    """KV blocks, allocated to sequences and found again by prefix identity.
+    """KV blocks, which are allocated to sequences and found again by prefix identity.
 
     Not thread-safe. A method that raises CacheError has changed nothing. After any other exception,
     such as Ctrl-C in the middle of a method, call `reset`.
@@ -67,9 +67,9 @@ class KVCacheManager:
     def __init__(
         self, config: CacheConfig, hasher: BlockHasher | None = None, clock: Clock = time.monotonic
     ) -> None:
-        """Make a manager of empty blocks. `hasher` is needed for events and `block_hashes`.
+        """Create a manager of empty blocks. `events` and `block_hashes` need a `hasher`.
 
-        Raises ConfigError if events need a hasher, or if it has another block size.
+        Raises ConfigError if the hasher is missing or has another block size.
         """
         if config.events and hasher is None:
             raise ConfigError("events is True, and events have hashes; pass a BlockHasher")
@@ -103,28 +103,27 @@ class KVCacheManager:
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
         self._mark = object()  # the `holder` of sequences that hold blocks here
-        # The sequences that will compute a full block next, by the block's (parent, key). One entry
-        # per sequence suffices: another prompt with the same head hits the blocks before it.
+        # The sequence that will compute a full block next, by the block's (parent, key). One entry
+        # per sequence suffices: another prompt with the same prefix hits the blocks before it.
         self._in_progress: dict[tuple[PrefixNode | Namespace, BlockKey], TokenSequence] = {}
         self._step = 0
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds, cached ones included."""
+        """The number of blocks that no sequence holds, cached blocks included."""
         return len(self.pool.free)
 
     def count_protected(self, taker: str | None, pending: Mapping[str, int]) -> int:
-        """Return the number of free cached blocks that must not be evicted for the taker.
+        """Return the number of free cached blocks within the shares of owners other than `taker`.
 
-        These are blocks that other owners have within their shares. taker: the owner whose request
-        needs blocks. pending: the owners that share the pool, each with the number of blocks that
-        its running requests still need.
+        A request of `taker` must not evict them. pending: the owners that share the pool, each with
+        the number of blocks that its running requests still need.
         """
         return self.pool.free.count_protected(taker, pending)
 
     @property
     def num_evictions(self) -> int:
-        """Cached blocks that were reused for other content."""
+        """The number of cached blocks that were evicted since the start."""
         return self.pool.num_evicted
 
     @property
@@ -133,7 +132,7 @@ class KVCacheManager:
         return tuple(self._sequences.values())
 
     def is_known(self, sequence: TokenSequence) -> bool:
-        """Return True if this sequence holds blocks, and not another sequence with the same id."""
+        """Return True if this object holds blocks; another sequence with its id does not count."""
         return sequence.holder is self._mark
 
     @property
@@ -178,17 +177,18 @@ class KVCacheManager:
         return computed if self.group is None else self.group.resume(computed, known)
 
     def save_fork(self, computed: ComputedBlocks) -> bool:
-        """Let the step under way save a checkpoint where the lookup's K/V end.
+        """Let the step under way save a checkpoint where the lookup's cached K/V end.
 
-        Return False if the step does not compute that position. Otherwise the sequence can resume
-        at the checkpoint after the step.
+        Return False if the step does not compute that position. If True, the sequence can resume at
+        the checkpoint after the step.
         """
         return self.group is not None and self.group.save_fork(computed, self._step)
 
     def find_tail(self, checkpoint: Checkpoint) -> KVCacheBlock | None:
-        """Return a written block with the tokens of a checkpoint after its last full block.
+        """Return the written block with the rows of a checkpoint after its last full block.
 
-        None while a request fills this block, and after it is evicted.
+        None if the checkpoint is at a block border, while a request is filling the block, and after
+        the block was evicted.
         """
         node, key = checkpoint.node, checkpoint.key
         hit = longest_head(self.pool.index, node, key) if node is not None and key else None
@@ -198,7 +198,7 @@ class KVCacheManager:
     def explain(self, sequence: TokenSequence, *, across_salts: bool = False) -> MissExplanation:
         """Return the reason why a lookup of the sequence does not hit more tokens.
 
-        across_salts: also search blocks of other tenants; only the operator may see the result.
+        across_salts: also search blocks of other tenants. Only the operator may see the result.
         """
         computed = self.get_computed_blocks(sequence)
         explanation = self._explain(computed)
@@ -228,11 +228,11 @@ class KVCacheManager:
         return self.pool.picture()
 
     def held_blocks(self) -> list[int]:
-        """Return the ids of the blocks that requests hold; reads every block."""
+        """Return the ids of the blocks that sequences hold; reads every block."""
         return block_ids([block for block in self.pool.blocks if block.ref_cnt])
 
     def path_segments(self) -> list[PathSegment]:
-        """Return the tree of cached prefixes from fork to fork; costs time per block."""
+        """Return the paths between forks of the tree of cached prefixes; reads every block."""
         return self.pool.index.path_segments()
 
     # Allocation
@@ -244,7 +244,7 @@ class KVCacheManager:
     def can_admit(self, computed: ComputedBlocks, num_new_tokens: int = 0) -> bool:
         """Return True if blocks and states suffice for all tokens of the looked-up sequence.
 
-        Window blocks must suffice for a window and for `num_new_tokens` more, the tokens of a step.
+        Window blocks must suffice for a window and for the `num_new_tokens` tokens of a step.
         Raises CacheError for a lookup of another manager.
         """
         self._check_source(computed)
@@ -306,11 +306,11 @@ class KVCacheManager:
             raise CacheError(f"sequence {name!r} holds blocks of another manager")
         if computed is not None:
             if computed.sequence is not sequence:
-                raise CacheError(f"the lookup given for {name!r} is another sequence's")
+                raise CacheError(f"the lookup passed for {name!r} is of another sequence")
             self._check_source(computed)
             if computed.version != self._version:
-                raise CacheError(f"the lookup of {name!r} is older than an eviction: look again")
-        if num_new_tokens or not sequence.is_loaded:  # all blocks of a load may be cached
+                raise CacheError(f"the lookup of {name!r} is older than an eviction; repeat it")
+        if num_new_tokens or not sequence.is_loaded:  # a load may need no slots
             check_count(sequence, num_new_tokens, computed.num_tokens if computed else 0)
         if self._caching:
             sequence.cut(self.block_size)  # for the index; it may raise, so before any change
@@ -318,16 +318,16 @@ class KVCacheManager:
     def _check_source(self, computed: ComputedBlocks) -> None:
         if computed.source is not self.pool.index:
             name = computed.sequence.request_id
-            raise CacheError(f"the lookup of {name!r} is another manager's: look again")
+            raise CacheError(f"the lookup of {name!r} is of another manager")
 
     def _take(
         self, sequence: TokenSequence, count: int, partial: PartialHit | None
     ) -> list[KVCacheBlock]:
-        """Return new blocks. The head of the first block is copied from a partial hit.
+        """Take new blocks. The head of the first one will be copied from a partial hit, if any.
 
-        The source block counts as used now. It is held while blocks are taken, so that it is not
-        among them. If all free blocks are needed it is taken too, which is safe because the copy
-        reads its rows before they are overwritten.
+        The source block of the copy counts as used now. It is held meanwhile, so that it is not
+        taken itself. Only if all free blocks are needed, it is taken too. This is safe because the
+        copy reads its rows before the step overwrites them.
         """
         if partial is None:
             return self.pool.take(count, sequence.namespace.salt)
@@ -411,7 +411,7 @@ class KVCacheManager:
         return find_branch(sequence, count)
 
     def share_prefix(self, sequences: Sequence[TokenSequence], num_tokens: int) -> bool:
-        """Return True if two sequences hold the same block for token `num_tokens`."""
+        """Return True if any two of the sequences hold the same block for token `num_tokens`."""
         index = num_tokens // self.block_size
         held = [s.block_ids[index] for s in sequences if len(s.block_ids) > index]
         return len(set(held)) < len(held)
@@ -430,9 +430,9 @@ class KVCacheManager:
             self.group.compute(sequence, start, end)
 
     def _announce(self, sequence: TokenSequence) -> None:
-        """Announce the sequence's next full block, if its tokens are known and it will be stored.
+        """Announce the sequence's next full block, so that other sequences can wait for it.
 
-        Sequences that need the block can then wait for it.
+        Announces nothing if the block's tokens are not known yet, or if it will not be stored.
         """
         self._withdraw(sequence)
         if sequence.num_indexed < len(sequence.keys) and sequence.is_stored:
@@ -449,7 +449,7 @@ class KVCacheManager:
     # The end of a step, and of a sequence
 
     def commit_step(self) -> None:
-        """Mark the K/V of all slots that were allocated since the last step as written."""
+        """Mark the rows of all slots that the step computed as written."""
         self.pool.index.commit()
         if self.group is not None:
             self.group.commit()
@@ -457,10 +457,7 @@ class KVCacheManager:
         self._step += 1
 
     def fail_step(self) -> list[TokenSequence]:
-        """End the sequences of a step that failed, and cache nothing of it.
-
-        Returns these sequences, which hold no blocks any more.
-        """
+        """End and return the sequences of a step that failed; cache nothing of the step."""
         failed = [s for s in self._sequences.values() if s.step == self._step]
         index = self.pool.index
         filled = dict.fromkeys(b for s in failed for b in s.blocks if b in index.unwritten)
@@ -475,7 +472,7 @@ class KVCacheManager:
         return failed
 
     def reset(self) -> None:
-        """End all sequences and empty the cache, whatever state an exception left."""
+        """End all sequences and empty the cache, also if an exception left it half changed."""
         for sequence in self._sequences.values():
             sequence.give_up()
         self._sequences = {}
@@ -513,7 +510,8 @@ class KVCacheManager:
         for sequence in sequences:
             computed.update(dict.fromkeys(b for b in sequence.blocks if b in unwritten))
             computed.update(dict.fromkeys(sequence.blocks[sequence.num_reused :]))
-        # Before any block is freed: its identity would pass to a copy, perhaps one of these.
+        # Forget all blocks before any is freed: the identity of a freed block passes to a copy,
+        # which may be one of these blocks.
         self.pool.forget([b for b in computed if b.node is not None and b.ref_cnt == held[b]])
         for sequence in sequences:
             if self.group is not None:
@@ -531,7 +529,8 @@ class KVCacheManager:
         if self.group is not None:
             self.group.end(sequence, is_cached=is_cached)
         for mark in sequence.marks:
-            self.pool.free.retain(sequence.marked(mark, self.block_size), mark.seconds)
+            marked = min(sequence.num_indexed, mark.num_tokens // self.block_size)
+            self.pool.free.retain(sequence.blocks[:marked], mark.seconds)
         self.pool.release(sequence.give_up()[::-1])
         del self._sequences[sequence.request_id]
 
@@ -552,7 +551,7 @@ class KVCacheManager:
             name = sequence.request_id
             following = (sequence.node or sequence.root, sequence.keys[sequence.num_indexed])
             assert sequence.in_progress == block == following, f"{name} announces another block"
-            assert self._sequences.get(name) is sequence, f"{name} announces, and is gone"
+            assert self._sequences.get(name) is sequence, f"{name} announces a block after its end"
 
     def take_events(self) -> list[CacheEvent]:
         """Return the events of cached blocks since the last call, oldest first."""
@@ -563,10 +562,10 @@ class KVCacheManager:
 def _copy_head(
     sequence: TokenSequence, index: int, partial: PartialHit, window: int
 ) -> tuple[RowCopy, ...]:
-    """Return the copy that fills the head of block `index`; none if the block is cached by now.
+    """Return the copy of a partial hit to the sequence's block `index`, if one is needed.
 
-    window: the window block of the source. Its rows are copied even if the block is cached, unless
-    a window block is attached to it.
+    None is needed if the sequence has switched to a cached block. window: the window block of the
+    source. Its rows are copied even then, unless the sequence uses a cached window block as well.
     """
     source, own = partial.block.block_id, sequence.window
     window_target = own.ids[index] if own is not None and index not in own.shared else -1

@@ -1,7 +1,7 @@
-"""The block pool: which blocks exist, which sequences hold them, and which is reused next.
+"""The block pool: all blocks, and their move between three states.
 
-The pool knows no tensor, request or model. It moves blocks between three states: held by
-sequences (`ref_cnt` > 0), free with content that a lookup may still find, and free and empty.
+A block is held by sequences (`ref_cnt` > 0), cached (free, with content that a lookup may find), or
+empty (free, without content). The pool knows no tensor, request or model.
 """
 
 from collections.abc import Hashable, Sequence
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
-from headstart.cache.eviction import make_policy
+from headstart.cache.eviction import POLICIES
 from headstart.cache.free_queue import Clock, Marks
 from headstart.cache.groups import LayerGroup
 from headstart.cache.hasher import BlockHasher
@@ -25,7 +25,7 @@ AGE_SAMPLE = 64
 
 
 class BlockState(Enum):
-    """The state of a block: held by a request, free with content, or free and empty."""
+    """The state of a block: held by a sequence, free with content, or free and empty."""
 
     HELD = "held"
     CACHED = "cached"
@@ -35,7 +35,8 @@ class BlockState(Enum):
 class BlockPicture(NamedTuple):
     """The state and the content of a block, for drawing the pool.
 
-    `content` is the same object until the block's content changes; None without an identity.
+    `content` is the same object until the block's content changes. None if the block has no
+    identity.
     """
 
     state: BlockState
@@ -47,8 +48,8 @@ class BlockPool:
     """All blocks, the free ones in the order of the eviction policy, and the prefix index.
 
     `version` changes whenever a block loses its identity, so that a stale lookup is recognized.
-    `copies` has further blocks with the same identity, oldest first. They exist only without
-    deduplication.
+    Without deduplication, several blocks may have the same identity. `copies` has all of them
+    except the node's block, oldest first.
     """
 
     def __init__(self, num_blocks: int, eviction: str, index: PrefixIndex, clock: Clock) -> None:
@@ -57,7 +58,7 @@ class BlockPool:
         self.shares = Shares()
         self.clock = clock
         self.marks = Marks(clock)
-        self.free = make_policy(eviction, self.blocks, self.shares, self.marks)
+        self.free = POLICIES[eviction](self.blocks, self.shares, self.marks)
         self.index = index
         self.copies: dict[PrefixNode, dict[KVCacheBlock, None]] = {}
         self.version = 0
@@ -70,7 +71,7 @@ class BlockPool:
         self.events: list[CacheEvent] = []
 
     def picture(self) -> list[BlockPicture]:
-        """Return every block as it is now, by block id."""
+        """Return the current state of every block, by block id."""
         free = {True: BlockState.EMPTY, False: BlockState.CACHED}
         return [
             BlockPicture(BlockState.HELD if b.ref_cnt else free[b.node is None], b.node)
@@ -78,9 +79,9 @@ class BlockPool:
         ]
 
     def take(self, count: int, salt: str | None) -> list[KVCacheBlock]:
-        """Return `count` blocks to which a request of this salt writes; each is held once.
+        """Take `count` free blocks for a request of this salt, and evict their content.
 
-        Their content is evicted. At least `count` blocks must be free.
+        At least `count` blocks must be free.
         """
         blocks = self.free.take(count, salt)
         evicted = [block for block in blocks if block.node is not None]
@@ -97,15 +98,15 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add a holder to these blocks, which a request hit; remove them from the free queue."""
+        """Add a reference to blocks that a sequence hit; remove them from the free queue."""
         self.free.claim([block for block in blocks if not block.ref_cnt])
         for block in blocks:
             block.ref_cnt += 1
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Remove a holder from these blocks, which are in reverse prefix order.
+        """Remove a reference from blocks, which are in reverse prefix order.
 
-        A block that is only a copy of another cached block becomes empty once it is free.
+        A copy of another cached block becomes empty when it is free.
         """
         for block in blocks:
             block.ref_cnt -= 1
@@ -120,8 +121,8 @@ class BlockPool:
     def _drop_copies(self, freed: list[KVCacheBlock]) -> list[KVCacheBlock]:
         """Empty the copies among freed blocks; return the blocks to release, in order.
 
-        A request that held a copy has used the identity of the original block. So the original
-        block is released again if it is free: it counts as used now.
+        The end of a request that held a copy counts as a use of the original block. So the original
+        block is released again if it is free.
         """
         to_release = []
         for block in freed:
@@ -136,13 +137,13 @@ class BlockPool:
         return to_release
 
     def drop(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Empty free cached blocks."""
+        """Remove the content of free cached blocks."""
         self.free.withdraw(blocks)
         self.forget(blocks)
         self.free.release(blocks)
 
     def store(self, node: PrefixNode, block: KVCacheBlock) -> None:
-        """Give a block the node's identity. This step writes the block, which may be a copy."""
+        """Give a block, which this step writes, the node's identity; it may become a copy."""
         self.index.unwritten.add(block)
         if node.block is not None:
             block.node = node
@@ -153,7 +154,7 @@ class BlockPool:
             self.events.append(BlockStored(block.block_id, node, self.hasher))
 
     def store_child(self, parent: PrefixNode, key: BlockKey, block: KVCacheBlock) -> PrefixNode:
-        """Store a single block under a node without children; faster than `store_chain`."""
+        """Store one block below a node without children; faster than `store_chain`."""
         self.index.unwritten.add(block)
         node = PrefixNode()
         node.parent = parent
@@ -168,7 +169,7 @@ class BlockPool:
     def store_chain(
         self, parent: PrefixNode, keys: Sequence[BlockKey], blocks: Sequence[KVCacheBlock]
     ) -> PrefixNode:
-        """Store blocks one after another under a node without children; return the last node."""
+        """Store consecutive blocks below a node without children; return the last new node."""
         self.index.unwritten.update(blocks)
         node = parent
         for key, block in zip(keys, blocks, strict=True):
@@ -186,7 +187,7 @@ class BlockPool:
         return node
 
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Remove the identity of blocks; a copy takes a forgotten block's place."""
+        """Remove the identity of blocks. If a block has copies, the first one takes its place."""
         if not blocks:
             return
         self.version += 1
@@ -202,7 +203,7 @@ class BlockPool:
         self.index.detach(lost)
 
     def _forget_copy(self, block: KVCacheBlock) -> bool:
-        """Remove the identity of a block that has copies or is one; False for any other block."""
+        """Remove the identity of a copy or its original; return False for any other block."""
         node = block.node
         copies = self.copies.get(node) if node is not None else None
         if node is None or copies is None:
@@ -218,14 +219,14 @@ class BlockPool:
         return True
 
     def clear(self) -> None:
-        """Free and empty every block, and forget what the policy has learned from them."""
+        """Free and empty every block, and create the eviction policy again."""
         self.copies.clear()
         for block in self.blocks:
             block.ref_cnt = 0
             block.node = None
             block.prev_free_block = block.next_free_block = block
         self.marks = Marks(self.clock)
-        self.free = make_policy(self.eviction, self.blocks, self.shares, self.marks)
+        self.free = POLICIES[self.eviction](self.blocks, self.shares, self.marks)
         self.index.clear()
         if self.group is not None:
             self.group.clear()

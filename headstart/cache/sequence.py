@@ -1,4 +1,4 @@
-"""The tokens of a request, their identity, and the blocks that hold their K/V."""
+"""Sequences: the tokens of a request, their identity, and the blocks that hold their K/V."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,10 @@ from headstart.validation import Name, check_name
 
 
 class Mark(NamedTuple):
-    """Retain the full blocks of the first `num_tokens` tokens for `seconds` after their use."""
+    """A mark of the full blocks of the first `num_tokens` tokens, to retain them for `seconds`.
+
+    The time starts when the sequence releases the blocks.
+    """
 
     num_tokens: int
     seconds: float
@@ -35,12 +38,10 @@ class Mark(NamedTuple):
 class SequenceWindow:
     """The window blocks of a running sequence; see `headstart.cache.windows`.
 
-    ids: window blocks by the index of the block; 0 before `first`, where the window begins. shared:
-    indices of window blocks with cached K/V, to which the sequence writes nothing. wanted:
-    positions before which the window stays cached, as before every multiple of `interval`.
+    ids: the window block of each block; 0 before block `first`, where the window begins. shared:
+    indices of blocks whose window block was cached, so the sequence does not write to it. The
+    window before each position of `wanted` and before each multiple of `interval` stays cached.
     """
-
-    __slots__ = ("first", "ids", "interval", "shared", "wanted")
 
     def __init__(self, first: int, wanted: Sequence[int], interval: int) -> None:
         self.ids = [0] * first
@@ -54,19 +55,22 @@ class SequenceWindow:
 class TokenSequence:
     """The tokens of one request, prompt and output, and its block table.
 
-    `token_ids` grows only by `append`. `num_computed_tokens` counts the tokens whose K/V are in the
-    blocks at the end of the step under way. Before the sequence is admitted, a caller may set
-    `marks` (blocks to retain), `forks` (positions where later prompts may branch off), `is_stored`
-    (False: nothing that the sequence computes is cached), `is_counted` (False: statistics leave the
-    sequence out), and `is_loaded` (True: a tier has its K/V and its state, so it resumes from no
-    checkpoint). The other fields belong to the manager. A block's key is made once, when its last
-    token is known.
+    `token_ids` grows only by `append`. `num_computed_tokens` is the number of tokens whose K/V are
+    in the blocks at the end of the step under way. A block's key is created when its last token is
+    known. Before the sequence is admitted, a caller may set these fields; all others belong to the
+    manager:
 
-    `namespace` has the adapter and the salt. `root` is the namespace of the first block; it differs
+    marks: blocks to retain.
+    forks: positions where later prompts may branch off.
+    is_stored: if False, nothing that the sequence computes is cached.
+    is_counted: if False, statistics leave the sequence out.
+    is_loaded: if True, a tier has its K/V and its state, so it resumes from no checkpoint.
+
+    `namespace` has the adapter and the salt. `root` is the namespace of the first block. It differs
     from `namespace` if this block is public. `public` has the public blocks; None without a salt.
 
     Raises CacheError for no tokens, a token id out of range, an adapter or salt that is empty or
-    not in UTF-8, or items that overlap or extend beyond the tokens.
+    cannot be encoded in UTF-8, or items that overlap or extend beyond the tokens.
     """
 
     __slots__ = (
@@ -117,7 +121,7 @@ class TokenSequence:
         self.namespace = self.root = Namespace(adapter, salt)
         self.public = public if salt is not None else None
         self._following = self.public  # public blocks that may follow; None after a private block
-        self.num_public = 0  # number of public blocks at its head
+        self.num_public = 0  # number of public blocks at the beginning
         self.items = sorted(items, key=_offset)
         for left, right in pairwise(self.items):
             if _end(left) > right.offset:
@@ -138,25 +142,25 @@ class TokenSequence:
         self.block_ids: list[int] = []  # the ids of `blocks`
         self.capacity = 0  # slots in `blocks`, in tokens
         self.block_size = 0  # block size of the keys; 0 before the first `cut`
-        self.keys: list[BlockKey] = []  # keys of the full blocks, made when needed
-        self.num_indexed = 0  # blocks at the head of `blocks` whose identity is in the index
-        self.node: PrefixNode | None = None  # the identity of the last indexed block
-        self.num_reused = 0  # blocks at the head of `blocks` that it hit when it was admitted
-        self.switched: set[int] = set()  # indices of blocks that cached ones replaced
+        self.keys: list[BlockKey] = []  # keys of the full blocks, created by `cut`
+        self.num_indexed = 0  # the first `num_indexed` blocks have an identity in the index
+        self.node: PrefixNode | None = None  # the node of the last indexed block
+        self.num_reused = 0  # the first `num_reused` blocks were hit at admission
+        self.switched: set[int] = set()  # indices of blocks that were replaced by cached blocks
         self.in_progress: tuple[PrefixNode | Namespace, BlockKey] | None = None
         self.step = -1  # the last step that gave it slots
         self.window: SequenceWindow | None = None  # for layers with a sliding window
 
     def append(self, token_id: SupportsIndex) -> None:
-        """Add a generated token. Raises CacheError when it is no token id."""
+        """Add a generated token. Raises CacheError if it is not a token id."""
         if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
             token_id = check_token(token_id)
         self.token_ids.append(token_id)
 
     def add_item(self, item: MultiModalItem, block_size: int) -> None:
-        """Add an item at tokens that may be appended later.
+        """Add an item, whose placeholders may be appended later.
 
-        Raises CacheError if it overlaps another item or a block that has a key.
+        Raises CacheError if it overlaps another item or a block that has a key already.
         """
         end = _end(self.items[-1]) if self.items else 0
         if item.offset < max(end, len(self.keys) * block_size):
@@ -179,34 +183,34 @@ class TokenSequence:
         full = len(self.token_ids) // block_size
         if len(keys) < full:
             new = self._cut(len(keys) * block_size, full * block_size, block_size)
-            keys += new if self._following is None else self._name_owner(new, self._following)
+            keys += new if self._following is None else self._salt_keys(new, self._following)
         return keys
 
-    def _name_owner(self, keys: list[BlockKey], public: PublicBlocks) -> list[BlockKey]:
-        """Return keys that follow public blocks, with the salt in the first private key."""
+    def _salt_keys(self, keys: list[BlockKey], public: PublicBlocks) -> list[BlockKey]:
+        """Return keys that follow public blocks, with the salt added to the first private key."""
         for i, key in enumerate(keys):
             following = public.get(key)
             if following is None:
                 self._following = None
-                return [*keys[:i], self._own(key, self.num_public), *keys[i + 1 :]]
+                return [*keys[:i], self._salt_key(key, self.num_public), *keys[i + 1 :]]
             self._following = public = following
             self.num_public += 1
             self.root = Namespace(self.namespace.adapter, PUBLIC)
         return keys
 
-    def _own(self, key: BlockKey, index: int) -> BlockKey:
+    def _salt_key(self, key: BlockKey, index: int) -> BlockKey:
         """Return the key of a private block, with its salt if it follows a public block."""
         salt = self.namespace.salt
         return add_salt(key, salt) if salt and 0 < index <= self.num_public else key
 
     def cut_partial(self, stop: int, block_size: int) -> BlockKey:
-        """Return the key of the tokens from the last block border before `stop` to `stop`.
+        """Return the key of the tokens between the last block border before `stop` and `stop`.
 
-        A partial block is never public. So if it is the first block, it is below the root of
-        `namespace`, not below `root`.
+        A partial block is never public. So if it is the first block, its root is `namespace`, which
+        may differ from `root`.
         """
         index = (stop - 1) // block_size
-        return self._own(self._cut(index * block_size, stop, block_size)[0], index)
+        return self._salt_key(self._cut(index * block_size, stop, block_size)[0], index)
 
     def _cut(self, start: int, stop: int, block_size: int) -> list[BlockKey]:
         if stop * TOKEN_BYTES > len(self._prompt):  # the block includes generated tokens
@@ -220,26 +224,22 @@ class TokenSequence:
         return cut_keys(data, range(start, stop), block_size, items)
 
     def give_up(self) -> list[KVCacheBlock]:
-        """Return the sequence's blocks, and reset it to hold none."""
+        """Return the sequence's blocks, and reset the sequence to hold no blocks."""
         blocks, self.blocks, self.block_ids = self.blocks, [], []
         self.capacity = self.num_computed_tokens = self.num_indexed = self.num_reused = 0
         self.node = self.in_progress = self.holder = self.window = None
         self.switched.clear()
         return blocks
 
-    def marked(self, mark: Mark, block_size: int) -> list[KVCacheBlock]:
-        """Return the indexed blocks that a mark covers."""
-        return self.blocks[: min(self.num_indexed, mark.num_tokens // block_size)]
-
     def block_table(self) -> Sequence[int]:
-        """Return the block ids in prefix order, as a list that changes with the sequence."""
+        """Return the list of block ids in prefix order, which changes with the sequence."""
         return self.block_ids
 
     def slots(self, start: int, stop: int, block_size: int, scratch: int) -> list[int]:
-        """Return the slots of tokens `start` to `stop`, in a step that computes them.
+        """Return the slots to which a step writes the rows of tokens `start` to `stop - 1`.
 
-        The slot of rows in a shared block is `scratch`. Such rows are computed only for their
-        outputs: the block has them already, or another sequence writes them in this step.
+        For rows in a shared block the slot is `scratch`, because the block has these rows already,
+        or another sequence writes them in the same step.
         """
         if stop - start == 1:  # a sequence that decodes
             index, offset = divmod(start, block_size)
@@ -259,16 +259,16 @@ class TokenSequence:
         return slots
 
     def window_table(self) -> Sequence[int]:
-        """Return the ids of the window blocks, by the index of the block; 0 before the window."""
+        """Return the window block of each block; 0 before the window."""
         return self.window.ids if self.window is not None else []
 
     def window_slots(self, start: int, stop: int, block_size: int, scratch: int) -> list[int]:
-        """Return the slots as `slots` does, but for the layers with a sliding window."""
+        """Return the slots as `slots` does, for the layers with a sliding window."""
         window = self.window
         assert window is not None
-        places = [divmod(position, block_size) for position in range(start, stop)]
+        positions = [divmod(position, block_size) for position in range(start, stop)]
         shared, ids = window.shared, window.ids
-        return [scratch if i in shared else ids[i] * block_size + row for i, row in places]
+        return [scratch if i in shared else ids[i] * block_size + row for i, row in positions]
 
 
 def check_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> None:
@@ -276,8 +276,8 @@ def check_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> Non
     left = len(sequence.token_ids) - start
     if not 1 <= num_new_tokens <= left:
         raise CacheError(
-            f"{num_new_tokens} slots requested for {sequence.request_id!r}; "
-            f"from 1 to {left} tokens are left"
+            f"{num_new_tokens} slots requested for {sequence.request_id!r}, "
+            f"which has {left} tokens left"
         )
 
 

@@ -1,4 +1,4 @@
-"""Owners that share the pool, and their weights."""
+"""Owners of cached blocks, and the weights by which they share the pool."""
 
 from collections.abc import Collection
 from math import inf
@@ -9,12 +9,12 @@ from headstart.validation import describe
 
 
 class Shares:
-    """The weights of owners.
+    """The weights of owners, by name.
 
-    A salt is its owner's name, or the name, a slash, and a suffix. Other salts have no owner, so a
-    request cannot create an owner by its salt. Public blocks, which serve all owners, have a
-    separate owner, whose weight is the sum of all weights. Weights may be changed from any thread,
-    and while blocks are cached; owners are never removed.
+    A salt belongs to an owner if it is the owner's name, or the name followed by a slash and a
+    suffix. Other salts have no owner, so a request cannot create an owner by its salt. Public
+    blocks have a separate owner, whose weight is the sum of all weights. Weights may be changed
+    from any thread, and while blocks are cached. Owners are never removed.
 
     >>> shares = Shares()
     >>> shares.set("a", 2.0)
@@ -47,7 +47,7 @@ class Shares:
         return frozenset(self._weights)
 
     def weight(self, owner: str | None) -> float:
-        """Return an owner's weight; 1 without an owner."""
+        """Return the weight of an owner; 1 for blocks without an owner."""
         if owner == PUBLIC:
             return sum(self._weights.values()) or 1.0
         return self._weights.get(owner, 1.0) if owner is not None else 1.0

@@ -1,21 +1,21 @@
-"""States of recurrent layers: which slot holds the state after which prefix.
+"""The pool of states of recurrent layers.
 
 A recurrent layer has one state of fixed size per sequence instead of K/V per token. One slot holds
 the states of all recurrent layers after one prefix. A running sequence has a working slot, which
-each step overwrites. A checkpoint is a slot that a step wrote for one position and left unchanged.
+each step overwrites. A checkpoint is a slot that one step has written, and no later step changes.
 
-A request can resume only at a checkpoint. So checkpoints are left where later prompts may branch:
-before the last token of a prompt, at the end of a reply, at marks, at regular intervals, and at
-forks. A fork is a position where a lookup found K/V but no state.
+A request can resume only at a checkpoint. So sequences leave checkpoints where later prompts may
+branch: before the last token of a prompt, at the end of a reply, at marks, at regular intervals,
+and at forks. A fork is a position where a lookup found K/V but no state.
 
 When no slot is free, the checkpoint with the least value is dropped (GreedyDual: Young, "On-line
 file caching", 1998). The value is the clock at its last use plus the number of tokens that it
-saves: those since the checkpoint before it, counted `LAST` times for the last checkpoint of a path.
-The clock is the value of the checkpoint dropped last, so unused checkpoints lose value relative to
-new ones.
+saves. These are the tokens since the previous checkpoint on its path; for the last checkpoint of a
+path, `LAST` times this number. The clock is the value of the checkpoint that was dropped last. So
+unused checkpoints lose value relative to new ones.
 
-Tiers store the checkpoints in `unsaved`. A prompt has at most one checkpoint of a regular interval
-there: the last one that is at least half an interval before the prompt's end.
+Tiers store the checkpoints in `unsaved`. Of a prompt's checkpoints at regular intervals, `unsaved`
+has only the last one that is at least half an interval before the end of the prompt.
 """
 
 from collections.abc import Sequence
@@ -31,37 +31,23 @@ LAST = 4
 """Factor in the value of a path's last checkpoint, since most prompts continue a whole path."""
 
 MIN_GAIN = 64
-"""The least number of tokens that waiting for a deeper checkpoint must save."""
+"""The least number of tokens for which a sequence waits for a deeper checkpoint."""
 
 _BORDER = BlockKey(b"")
 
 
 class SequenceState:
-    """The slots of a running sequence, and where it will leave checkpoints.
+    """The working slot of a running sequence, and the positions of its next checkpoints.
 
-    slot: its working slot. start: the position from which it resumed. source: the checkpoint from
-    which it resumed, until a step has written the working slot. is_written: True after that step.
-    step_start: the first token of its last step. wanted: positions of checkpoints, ascending.
-    next_regular: the next position at an interval. last_regular: the last one that is at least half
-    an interval before the end of its prompt. announced: checkpoints that later steps will write, at
-    positions whose K/V are cached. saves: checkpoints that the step under way writes. is_saved: a
-    tier has the state, which was loaded.
+    slot: the working slot. start: the position at which the sequence resumed. source: the
+    checkpoint at which it resumed; None after a step has written the working slot. is_written: True
+    if a step has written the working slot. step_start: the first token of its last step. wanted:
+    positions of checkpoints, in ascending order. next_regular: the next multiple of `interval`.
+    last_regular: the last multiple that is at least half an interval before the end of the prompt.
+    announced: checkpoints that later steps will write, at positions with cached K/V. saves:
+    checkpoints that the step under way writes. is_saved: True if a tier has the working slot's
+    state.
     """
-
-    __slots__ = (
-        "announced",
-        "interval",
-        "is_saved",
-        "is_written",
-        "last_regular",
-        "next_regular",
-        "saves",
-        "slot",
-        "source",
-        "start",
-        "step_start",
-        "wanted",
-    )
 
     def __init__(
         self, slot: int, source: Checkpoint | None, wanted: list[int], interval: int, length: int
@@ -91,9 +77,9 @@ class SequenceState:
 class StatePool(LayerGroup):
     """All slots, and the checkpoints by prefix.
 
-    interval: tokens between two regular checkpoints, a multiple of `block_size`. only_borders:
-    states are stored at block borders only. unsaved: checkpoints that tiers are to store, oldest
-    first.
+    interval: the number of tokens between two regular checkpoints, a multiple of `block_size`.
+    only_borders: store states only at block borders. unsaved: checkpoints that no tier has stored
+    yet, oldest first.
     """
 
     def __init__(
@@ -115,7 +101,6 @@ class StatePool(LayerGroup):
         self.clear()
 
     def clear(self) -> None:
-        """Forget all states and sequences."""
         self._free = list(range(self.num_slots))[::-1]
         self.unsaved.clear()
         self._at.clear()
@@ -125,17 +110,17 @@ class StatePool(LayerGroup):
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """All checkpoints that are written."""
+        """All written checkpoints."""
         return [c for here in self._at.values() for c in here.values() if c.writer is None]
 
     @property
     def num_working(self) -> int:
-        """Slots of running sequences."""
+        """The number of working slots."""
         return len(self._states)
 
     @property
     def num_free(self) -> int:
-        """Slots without a state."""
+        """The number of slots without a state."""
         return len(self._free)
 
     def of(self, sequence: TokenSequence) -> SequenceState:
@@ -147,15 +132,11 @@ class StatePool(LayerGroup):
     def find(
         self, computed: ComputedBlocks, known: int
     ) -> tuple[int, Checkpoint | None, str | None]:
-        """Return the deepest checkpoint within `known` tokens and its position; see `LayerGroup`.
-
-        Also return the request that is writing a deeper checkpoint, or None if that checkpoint
-        would save fewer than `MIN_GAIN` more tokens.
-        """
+        """See `LayerGroup.find`. A deeper checkpoint must save at least `MIN_GAIN` more tokens."""
         sequence, blocks = computed.sequence, computed.blocks
         writer: str | None = None
-        until = 0
-        if self.num_slots == 1:  # resuming takes two: the checkpoint's and a working slot
+        position_of_writer = 0
+        if self.num_slots == 1:  # to resume, a sequence needs a checkpoint and a working slot
             return 0, None, None
         for depth in range(min(known // self.block_size, len(blocks)), 0, -1):
             node = blocks[depth - 1].node
@@ -167,16 +148,15 @@ class StatePool(LayerGroup):
                 if checkpoint.position > known or not key.startswith(checkpoint.key):
                     continue
                 if checkpoint.writer is None:
-                    is_near = until - checkpoint.position < MIN_GAIN
+                    is_near = position_of_writer - checkpoint.position < MIN_GAIN
                     return checkpoint.position, checkpoint, None if is_near else writer
                 if writer is None and checkpoint.writer != sequence.request_id:
-                    writer, until = checkpoint.writer, checkpoint.position
+                    writer, position_of_writer = checkpoint.writer, checkpoint.position
         return 0, None, writer
 
     # Steps
 
     def can_start(self, computed: ComputedBlocks | None, end: int) -> bool:
-        """Return True if there is a working slot for a sequence that resumes from its lookup."""
         source = computed.state if computed is not None else None
         return bool(self._free) or any(
             checkpoint.writer is None and checkpoint is not source and not checkpoint.users
@@ -185,12 +165,11 @@ class StatePool(LayerGroup):
         )
 
     def start(self, sequence: TokenSequence, computed: ComputedBlocks | None, end: int) -> None:
-        """Give a sequence its working slot; see `can_start`."""
         source, known = (computed.state, computed.known_tokens) if computed else (None, 0)
         if source is not None:
             source.users += 1
         slot = self._take()
-        assert slot >= 0, "can_start comes first"
+        assert slot >= 0, "start was called although can_start is False"
         length = len(sequence.token_ids)
         start = source.position if source is not None else 0
         wanted = {length - 1, known, *sequence.forks, *(m.num_tokens for m in sequence.marks)}
@@ -209,7 +188,7 @@ class StatePool(LayerGroup):
                 state.announced.append(checkpoint)
 
     def compute(self, sequence: TokenSequence, start: int, end: int) -> None:
-        """Note that this step computes tokens `start` to `end - 1`; save the due checkpoints."""
+        """Save the checkpoints at positions that this step computes."""
         if sequence.is_loaded:
             return
         state = self._states[sequence]
@@ -224,9 +203,10 @@ class StatePool(LayerGroup):
             self.save(sequence, position, is_lasting=due[position])
 
     def save(self, sequence: TokenSequence, position: int, *, is_lasting: bool = True) -> bool:
-        """Write a checkpoint in the step under way; False if one exists, or no slot is free.
+        """Let the step under way write a checkpoint; return False if it cannot.
 
-        is_lasting: tiers are to store it.
+        It cannot if the position has a checkpoint already, or if no slot is free. is_lasting: True
+        if tiers should store the checkpoint.
         """
         if not sequence.is_stored:
             return False
@@ -243,13 +223,12 @@ class StatePool(LayerGroup):
         checkpoint.slot = self._take(gain)
         if checkpoint.slot < 0:
             self._drop(checkpoint)
-            self._clock += LAST * gain  # otherwise new ones might never be worth more
+            self._clock += LAST * gain  # otherwise new checkpoints might never get a slot
             return False
         state.saves.append(checkpoint)
         return True
 
     def save_fork(self, computed: ComputedBlocks, step: int) -> bool:
-        """Save a checkpoint where the lookup's K/V end, if this step computes that position."""
         known, blocks = computed.known_tokens, computed.blocks
         depth = known // self.block_size
         is_far = known - computed.num_tokens >= MIN_GAIN
@@ -265,22 +244,22 @@ class StatePool(LayerGroup):
         return False
 
     def load(self, sequence: TokenSequence, *, is_saved: bool) -> None:
-        """Note that the slot of a loaded sequence has its state; it becomes a checkpoint at `end`.
+        """Note that a tier's state was loaded into the working slot of a sequence.
 
-        is_saved: a tier has the state, so no tier stores it again.
+        The state becomes a checkpoint when the sequence ends. is_saved: True if no tier should
+        store it again.
         """
         state = self._states[sequence]
         state.is_written, state.is_saved = True, is_saved
 
     def saved_gain(self, checkpoint: Checkpoint) -> int:
-        """Return the tokens from the last checkpoint on its path that a tier has to this one."""
+        """Return the number of tokens since the previous checkpoint on its path that a tier has."""
         previous = self._previous(checkpoint)
         while previous is not None and not previous.is_saved:
             previous = self._previous(previous)
         return checkpoint.position - (previous.position if previous is not None else 0)
 
     def commit(self) -> None:
-        """Note that the step has written its states: its checkpoints can be read."""
         for sequence, state in self._states.items():
             if sequence.is_loaded:
                 continue
@@ -299,7 +278,6 @@ class StatePool(LayerGroup):
             state.saves.clear()
 
     def end(self, sequence: TokenSequence, *, is_cached: bool) -> None:
-        """End a sequence that still has its blocks; its last state may become a checkpoint."""
         state = self._states.pop(sequence)
         for checkpoint in (*state.saves, *state.announced):
             self._drop(checkpoint)
@@ -315,7 +293,6 @@ class StatePool(LayerGroup):
         self._free.append(state.slot)
 
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Drop the checkpoints of blocks that lose their identity."""
         for block in blocks:
             node = block.node
             if node is not None and node in self._at:
@@ -330,7 +307,10 @@ class StatePool(LayerGroup):
         return position - position % self.block_size if self.only_borders else position
 
     def _place(self, sequence: TokenSequence, position: int) -> Checkpoint | None:
-        """Return a new checkpoint without a slot; None if there is one or no full block."""
+        """Return a new checkpoint without a slot, or None.
+
+        None if the position has a checkpoint already, or is within the first block.
+        """
         depth, rows = divmod(position, self.block_size)
         node = sequence.blocks[depth - 1].node if 0 < depth <= len(sequence.blocks) else None
         if node is None:
@@ -345,9 +325,9 @@ class StatePool(LayerGroup):
     def _take(self, gain: int | None = None) -> int:
         """Return a free slot, or drop the checkpoint with the least value and return its slot.
 
-        -1 if neither is possible. gain: tokens that a new checkpoint would save; no checkpoint of
-        more value is dropped. Values in the queue may be old, and then too low, so they are
-        computed again.
+        Return -1 if neither is possible. gain: the number of tokens that the new checkpoint would
+        save. No checkpoint of more value is dropped for it. A value in the queue is a lower bound,
+        because the checkpoint may have been used since. So the value is computed again.
         """
         if self._free:
             return self._free.pop()
@@ -375,7 +355,7 @@ class StatePool(LayerGroup):
         return slot
 
     def _previous(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """Return the checkpoint before it on its path."""
+        """Return the deepest written checkpoint before this one on its path."""
         node, key = checkpoint.node, checkpoint.key
         while node is not None:
             deepest: Checkpoint | None = None
@@ -391,13 +371,13 @@ class StatePool(LayerGroup):
         return None
 
     def _value(self, checkpoint: Checkpoint) -> int:
-        """Return the value of a checkpoint; see above."""
+        """Return the value of a checkpoint; see the docstring of the module."""
         previous = self._previous(checkpoint)
         tokens = checkpoint.position - (previous.position if previous is not None else 0)
         return checkpoint.used + tokens * (1 if checkpoint.is_passed else LAST)
 
     def _enter(self, checkpoint: Checkpoint) -> None:
-        """Queue a checkpoint as used now. The previous one is no longer the last of its path."""
+        """Add a written checkpoint to the queue; the previous one is not its path's last now."""
         checkpoint.used = self._clock
         self._push(checkpoint)
         if checkpoint.is_lasting and not checkpoint.is_saved:
@@ -408,8 +388,8 @@ class StatePool(LayerGroup):
             self._push(previous)
 
     def _push(self, checkpoint: Checkpoint) -> None:
-        """Add an entry to the queue, which makes the checkpoint's earlier entry stale."""
-        if len(self._queue) >= 2 * self.num_slots:  # remove stale entries
+        """Add an entry to the queue. An earlier entry of the checkpoint becomes invalid."""
+        if len(self._queue) >= 2 * self.num_slots:  # remove invalid entries
             self._queue = [e for e in self._queue if e[1] == e[2].entry and e[2].node is not None]
             heapify(self._queue)
         self._count += 1
@@ -417,10 +397,10 @@ class StatePool(LayerGroup):
         heappush(self._queue, (self._value(checkpoint), self._count, checkpoint))
 
     def _release(self, checkpoint: Checkpoint) -> None:
-        """Note that a sequence has read a checkpoint: it counts as used now."""
+        """Note that a sequence has read a checkpoint, which counts as used now."""
         checkpoint.users -= 1
         if checkpoint.node is not None:
-            checkpoint.used = self._clock  # its entry is too low now; `_take` corrects it
+            checkpoint.used = self._clock  # `_take` corrects the value of its entry
         elif not checkpoint.users:
             self._free.append(checkpoint.slot)
 
@@ -439,7 +419,6 @@ class StatePool(LayerGroup):
             self._free.append(checkpoint.slot)
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant is broken."""
         saves = [c for state in self._states.values() for c in state.saves]
         dropped = {s.source for s in self._states.values() if s.source and s.source.node is None}
         slots = [state.slot for state in self._states.values()]

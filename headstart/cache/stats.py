@@ -13,7 +13,7 @@ AGE_BOUNDS = (0.1, 1, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 1440
 
 
 class MissReason(Enum):
-    """Reason why a request did not hit more tokens."""
+    """The reason why a request did not hit more tokens."""
 
     NONE = "every token that could be reused was"
     DISABLED = "prefix caching is off"
@@ -30,15 +30,15 @@ class MissReason(Enum):
     STATE = "cached, but no checkpoint to resume from"
     WINDOW = "cached, but not in sliding-window layers"
 
-    __hash__ = object.__hash__  # in C, as each admission counts a reason
+    __hash__ = object.__hash__  # faster than Enum's, for the count at each admission
 
 
 @dataclass(frozen=True, slots=True)
 class MissExplanation:
-    """The reason why a request did not hit more, and the first token that it applies to.
+    """The reason why a request did not hit more, and the position of the first token not hit.
 
-    adapter: for ADAPTER, the adapter that has more of the prefix; None for the model without
-    adapters. known_tokens: for STATE and WINDOW, the number of tokens with cached K/V.
+    adapter: for ADAPTER, the adapter under which more of the prefix is cached; None for the model
+    without adapters. known_tokens: for STATE and WINDOW, the number of tokens with cached K/V.
     """
 
     reason: MissReason
@@ -61,7 +61,7 @@ class MissExplanation:
 
 
 class EvictionAges:
-    """A histogram of the time that evicted blocks had been free, by `AGE_BOUNDS`."""
+    """A histogram of the seconds that blocks were free before their eviction."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(AGE_BOUNDS) + 1)
@@ -74,7 +74,7 @@ class EvictionAges:
 
 
 class Admission(NamedTuple):
-    """An admission to count; `resumed`: the sequence was admitted before."""
+    """An admission to count. resumed: True if the sequence was admitted before."""
 
     sequence: TokenSequence
     queried_tokens: int
@@ -85,11 +85,13 @@ class Admission(NamedTuple):
 
 @dataclass
 class PrefixCacheStats:
-    """Counts since the start; each request once, at admission, resumed requests separately.
+    """Counts since the start. An admission counts when its step is committed.
+
+    Requests that are admitted again after a preemption are counted only in the `resumed_` fields.
 
     queried_tokens: tokens that were looked up. hit_tokens: tokens that were hit. recomputed_tokens:
-    tokens with cached K/V that were computed again for lack of a checkpoint or a window. missed:
-    requests by the reason that ended their hit. An admission counts when its step is committed.
+    tokens with cached K/V that were computed again because a checkpoint or a window was missing.
+    missed: requests by the reason that ended their hit.
     """
 
     requests: int = 0
@@ -105,11 +107,11 @@ class PrefixCacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Hit tokens per queried token of first admissions; 0 if no token was queried."""
+        """`hit_tokens` per queried token; 0 if no token was queried."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     def admit(self, sequence: TokenSequence, hit_tokens: int, missed: MissExplanation) -> None:
-        """Note that the step under way admits a sequence. Call before it gets slots."""
+        """Note that the step under way admits a sequence, which has no slots yet."""
         resumed = sequence.step >= 0
         self._admitted.append(
             Admission(sequence, len(sequence.token_ids), hit_tokens, missed, resumed)
@@ -127,7 +129,7 @@ class PrefixCacheStats:
                 self.queried_tokens += admission.queried_tokens
                 self.hit_tokens += admission.hit_tokens
                 self.missed[admission.missed.reason] += 1
-                known = admission.missed.known_tokens  # 0 unless states end the hit
+                known = admission.missed.known_tokens  # 0 unless a state or window was missing
                 self.recomputed_tokens += max(0, known - admission.hit_tokens)
         self._admitted.clear()
 

@@ -1,8 +1,8 @@
-"""Blocks that no tier has stored yet, followed through the events of a pool.
+"""Blocks that no tier has stored yet, found from the events of a pool.
 
 filling   indexed by the step under way, which may fail
-pending   written, and not passed to a tier
-leaving   pending, and about to be reused: this step writes over its rows
+pending   written, but not passed to a tier yet
+leaving   pending, and evicted: the step under way overwrites its rows
 """
 
 from collections import OrderedDict
@@ -19,9 +19,9 @@ from headstart.cache.identity import BlockHash, BlockKey, Namespace, cut_salt, r
 class UnsavedBlock(NamedTuple):
     """A written block that no tier has.
 
-    name, parent: the hashes of its prefix and of the prefix before it. depth: number of blocks
-    before it in its prompt. requested_at: as passed to `note`. token_ids: its tokens; empty if the
-    block belongs to a tenant. node: its identity.
+    name: the hash of the prefix that ends with the block. parent: the hash of the prefix before
+    it. depth: the number of blocks before it in its prompt. requested_at: see `UnsavedBlocks.note`.
+    token_ids: its tokens; empty if the block belongs to a tenant. node: its identity.
     """
 
     block_id: int
@@ -33,7 +33,7 @@ class UnsavedBlock(NamedTuple):
     node: PrefixNode
 
     def path(self) -> tuple[Namespace, list[BlockKey]]:
-        """Return its prefix: the namespace, and the keys of its blocks from the root on."""
+        """Return the namespace of its prefix, and the keys of all blocks of the prefix."""
         return self.node.path()
 
 
@@ -47,20 +47,21 @@ class UnsavedBlocks:
         self._hasher = hasher
         self._with_tokens = with_tokens
         self._filling: dict[PrefixNode, float] = {}
-        # Oldest first. Not a dict: finding its first entry would pass over all deleted entries.
+        # Oldest first. In a dict, finding the first entry would pass over all deleted entries.
         self._pending: OrderedDict[PrefixNode, float] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of pending blocks; a few may have been evicted since."""
+        """Return the number of pending blocks. Some of them may be evicted already."""
         return len(self._pending)
 
     def note(
         self, events: Iterable[CacheEvent], requested_at: float, *, is_saved: bool = False
     ) -> list[UnsavedBlock]:
-        """Read events; return the pending blocks that they evict.
+        """Process events of the pool; return the pending blocks that were evicted.
 
         The rows of these blocks exist until the step under way overwrites them. requested_at: the
-        time at which the stored blocks were requested. is_saved: a tier has the stored blocks.
+        time at which the newly stored blocks were requested. is_saved: True if a tier has the newly
+        stored blocks already.
         """
         leaving: dict[PrefixNode, tuple[int, float]] = {}
         for event in events:
@@ -82,7 +83,10 @@ class UnsavedBlocks:
         self._filling.clear()
 
     def roll_back(self, events: Iterable[CacheEvent]) -> None:
-        """Drop the blocks that a failed step would have filled, and the blocks that it evicted."""
+        """Drop the blocks that a failed step would have filled, and the blocks that it evicted.
+
+        events: the events of this step.
+        """
         self._filling.clear()
         if any(isinstance(event, AllBlocksCleared) for event in events):
             self._pending.clear()
@@ -90,7 +94,7 @@ class UnsavedBlocks:
         self._pending = OrderedDict((node, time) for node, time in pending if node.block)
 
     def pending(self, most: int) -> list[UnsavedBlock]:
-        """Return up to `most` pending blocks, the oldest first; `handed_on` removes them."""
+        """Return up to `most` pending blocks, the oldest first. `remove` removes them."""
         evicted: list[PrefixNode] = []
         blocks: list[tuple[PrefixNode, int, float]] = []
         for node, time in self._pending.items():
@@ -104,16 +108,16 @@ class UnsavedBlocks:
             del self._pending[node]
         return self._describe(blocks)
 
-    def handed_on(self, count: int) -> None:
-        """Remove the first `count` pending blocks, which were passed to a tier."""
+    def remove(self, count: int) -> None:
+        """Remove the first `count` pending blocks after they were passed to a tier."""
         for node in list(islice(self._pending, count)):
             del self._pending[node]
 
     def _describe(self, blocks: Iterable[tuple[PrefixNode, int, float]]) -> list[UnsavedBlock]:
         """Describe blocks by their node, block id, and the time at which they were requested.
 
-        The depth of a node is counted from the previous node if this is the parent. Walking to the
-        root for each block of a prompt would take quadratic time.
+        If the previous node is the parent of a node, the node's depth is computed from it. Walking
+        to the root for each block of a prompt would take quadratic time.
         """
         described: list[UnsavedBlock] = []
         previous: PrefixNode | None = None
@@ -128,7 +132,7 @@ class UnsavedBlocks:
                 depth = len(node.path()[1]) - 1
                 salt = node.salt() if self._with_tokens else None
             previous = node
-            is_shown = self._with_tokens and not salt  # None, or "": the tenants share it
+            is_shared = self._with_tokens and not salt  # no salt, or the salt of public blocks
             described.append(
                 UnsavedBlock(
                     block_id,
@@ -136,7 +140,7 @@ class UnsavedBlocks:
                     self._hasher.of_node(node.parent),
                     depth,
                     time,
-                    read_tokens(cut_salt(node.key)[1]) if is_shown else [],
+                    read_tokens(cut_salt(node.key)[1]) if is_shared else [],
                     node,
                 )
             )

@@ -1,17 +1,16 @@
-"""Blocks of the sliding-window layers: a separate pool, which holds little more than windows.
+"""The pool of window blocks, which hold the K/V of the layers with a sliding window.
 
-A layer with a sliding window of w tokens reads the last w - 1 tokens before a row. So its K/V need
-not stay for the whole prefix. The K/V of all such layers are in *window blocks*. A running sequence
-has a window block for each of its blocks that its next rows can read. While it computes more
-tokens, it releases the window blocks that no later row reads.
+A layer with a sliding window of w tokens reads the last w - 1 tokens before a row. So its K/V of
+older tokens need no memory. A running sequence has a window block for each of its blocks that its
+next rows can read. It releases a window block when no later row reads it.
 
-A full window block is attached to the block with the same tokens. When no sequence uses it any
-more, it stays cached until its memory is needed. A request resumes at a position only if all window
-blocks of the window before this position are cached.
+A full window block is attached to the block with the same tokens. A released window block stays
+cached until its memory is needed. A request resumes at a position only if all window blocks of the
+window before this position are cached.
 
-Window blocks that running sequences released are evicted first. Windows where later prompts may
-branch are evicted last, and least recently used first: at the ends of prompts and replies, at
-marks, at forks and at intervals.
+Most released window blocks are evicted in the order of their release. Windows where later prompts
+may branch (at the ends of prompts and replies, at marks, at forks, and at regular intervals) are
+evicted after all others, least recently used first.
 """
 
 from collections import OrderedDict
@@ -25,9 +24,9 @@ from headstart.cache.stats import MissReason
 
 
 class WindowPool(LayerGroup):
-    """All window blocks, and the blocks to which some of them are attached.
+    """All window blocks, and the blocks to which they are attached.
 
-    width: the tokens that a row sees, itself included.
+    width: the number of tokens that a row reads, itself included.
     """
 
     miss_reason = MissReason.WINDOW
@@ -38,17 +37,16 @@ class WindowPool(LayerGroup):
         self.width = width
         self.block_size = block_size
         self._attached: dict[KVCacheBlock, int] = {}
-        self._owners: list[KVCacheBlock | None] = []  # the inverse, by window block
-        self._users: list[int] = []  # sequences that have each window block in their window
+        self._owners: list[KVCacheBlock | None] = []  # the block of each window block
+        self._users: list[int] = []  # number of sequences that use each window block
         self._empty: list[int] = []
         self._passed: OrderedDict[int, None] = OrderedDict()  # unused, evicted first
-        self._ends: OrderedDict[int, None] = OrderedDict()  # unused, at the end of a window
+        self._ends: OrderedDict[int, None] = OrderedDict()  # unused, evicted last
         self._fresh: set[int] = set()  # attached in the step under way
         self._sequences: dict[TokenSequence, SequenceWindow] = {}
         self.clear()
 
     def clear(self) -> None:
-        """Forget all content and all sequences."""
         self._attached.clear()
         self._owners = [None] * self.num_blocks
         self._users = [0] * self.num_blocks
@@ -60,7 +58,7 @@ class WindowPool(LayerGroup):
 
     @property
     def num_free(self) -> int:
-        """The number of window blocks that no sequence uses, cached ones included."""
+        """The number of window blocks that no sequence uses, cached blocks included."""
         return len(self._empty) + len(self._passed) + len(self._ends)
 
     @property
@@ -69,14 +67,12 @@ class WindowPool(LayerGroup):
         return len(self._empty)
 
     def window_block(self, block: KVCacheBlock) -> int:
-        """Return the window block that is attached to a block; -1 without one."""
         return self._attached.get(block, -1)
 
     def first(self, position: int) -> int:
-        """Return the index of the first block that the row at this position reads.
+        """Return the index of the first block that the rows of this position's block read.
 
-        The window is counted from the first row of the position's block, since an engine may
-        compute whole blocks.
+        An engine may compute whole blocks, so the window of the block's first row counts.
         """
         start = position - position % self.block_size
         return max(0, start - self.width + 1) // self.block_size
@@ -84,7 +80,6 @@ class WindowPool(LayerGroup):
     def find(
         self, computed: ComputedBlocks, known: int
     ) -> tuple[int, Checkpoint | None, str | None]:
-        """Return the largest position up to `known` with a cached window before it."""
         blocks, partial = computed.blocks, computed.partial
         end = known
         if partial is not None and not self._is_written(partial.block):
@@ -97,16 +92,16 @@ class WindowPool(LayerGroup):
         return end, None, None
 
     def _is_written(self, block: KVCacheBlock) -> bool:
-        """Return True if a block has a window block whose rows earlier steps have written."""
+        """Return True if a block has a window block that earlier steps have written."""
         block_id = self._attached.get(block)
         return block_id is not None and block_id not in self._fresh
 
     # Steps
 
     def can_admit(self, computed: ComputedBlocks, num_new_tokens: int) -> bool:
-        """Return True if window blocks suffice for a window and for `num_new_tokens` more.
+        """Return True if window blocks suffice for a window and for `num_new_tokens` more tokens.
 
-        Fewer suffice for a sequence that an unused pool could not give more.
+        No more window blocks are required than the whole pool has.
         """
         start = computed.num_tokens
         limit = (self.first(start) + self.num_blocks) * self.block_size
@@ -114,7 +109,6 @@ class WindowPool(LayerGroup):
         return self.can_start(computed, end)
 
     def can_start(self, computed: ComputedBlocks | None, end: int) -> bool:
-        """Return True if there are window blocks for the rows up to `end - 1`."""
         hits, start = (computed.blocks, computed.num_tokens) if computed is not None else ([], 0)
         return self._has_free(hits, len(hits), self.first(start), end)
 
@@ -129,7 +123,6 @@ class WindowPool(LayerGroup):
         return stop - first - num_used <= self.num_free
 
     def start(self, sequence: TokenSequence, computed: ComputedBlocks | None, end: int) -> None:
-        """Give a sequence its window; see `can_start`."""
         start, known = (computed.num_tokens, computed.known_tokens) if computed else (0, 0)
         length = len(sequence.token_ids)
         wanted = [length - 1, known, *sequence.forks, *(m.num_tokens for m in sequence.marks)]
@@ -141,11 +134,10 @@ class WindowPool(LayerGroup):
         self._fill(sequence, window, end)
 
     def has_slots(self, sequence: TokenSequence, end: int) -> bool:
-        """Return True if the sequence's last window block has free slots up to `end`."""
         return end < len(sequence.window_table()) * self.block_size
 
     def extend(self, sequence: TokenSequence, end: int) -> bool:
-        """Move a sequence's window to its next tokens, up to `end - 1`; False if blocks lack."""
+        """Move a sequence's window to its next tokens; see `LayerGroup.extend`."""
         window = self._sequences[sequence]
         first = self.first(sequence.num_computed_tokens)
         for index in range(window.first, first):
@@ -159,12 +151,12 @@ class WindowPool(LayerGroup):
         return has_free
 
     def _fill(self, sequence: TokenSequence, window: SequenceWindow, end: int) -> None:
-        """Give a sequence the window blocks of its blocks up to token `end - 1`."""
+        """Add the window blocks for tokens up to `end - 1` to a sequence's window."""
         start, stop = len(window.ids), -(-end // self.block_size)
         window.ids += [self._attached.get(block, -1) for block in sequence.blocks[start:stop]]
         window.ids += [-1] * (stop - len(window.ids))  # blocks without a window block yet
         missing = []
-        for index in range(start, stop):  # cached ones first, so that they are not evicted
+        for index in range(start, stop):  # claim cached window blocks before any is evicted
             if window.ids[index] < 0:
                 missing.append(index)
             else:
@@ -174,24 +166,22 @@ class WindowPool(LayerGroup):
             window.ids[index] = self._take()
 
     def _is_wanted(self, window: SequenceWindow, index: int) -> bool:
-        """Return True if a block lies before a position where later prompts may branch."""
+        """Return True if a block is in the window of a position where later prompts may branch."""
         start = index * self.block_size
         regular = (start // window.interval + 1) * window.interval
         return any(start < p and self.first(p) <= index for p in (*window.wanted, regular))
 
     def compute(self, sequence: TokenSequence, start: int, end: int) -> None:
-        """Attach the window blocks that this step fills."""
         self._attach(sequence, start // self.block_size, end // self.block_size, is_written=False)
 
     def attach_partial(self, sequence: TokenSequence, index: int) -> None:
-        """Attach the window block of a partial block."""
         self._attach(sequence, index, index + 1, is_written=True)
 
     def _attach(self, sequence: TokenSequence, start: int, stop: int, *, is_written: bool) -> None:
-        """Attach the window blocks of blocks `start` to `stop - 1`.
+        """Attach the sequence's window blocks to its blocks `start` to `stop - 1`.
 
-        Unless `is_written`, the step under way writes the last of their rows. If a block already
-        has another window block, the sequence uses that window block.
+        is_written: False if the step under way writes some of their rows. If a block has another
+        window block already, the sequence switches to that window block.
         """
         window = self._sequences[sequence]
         for index in range(start, stop):
@@ -211,37 +201,31 @@ class WindowPool(LayerGroup):
                 window.shared.add(index)
 
     def accept(self, sequence: TokenSequence, num_blocks: int) -> None:
-        """Give back the window blocks after the sequence's first `num_blocks` blocks."""
         self.commit()
         ids = self._sequences[sequence].ids
         while len(ids) > num_blocks:
             self._release(ids.pop(), is_end=False)
 
     def commit(self) -> None:
-        """Note that the step's rows are written."""
         self._fresh.clear()
 
     def fail(self) -> None:
-        """Detach what the step attached: its rows are not written."""
         for block_id in self._fresh:
             self._detach(block_id)
         self._fresh.clear()
 
     def discard(self, sequence: TokenSequence) -> None:
-        """Detach the window blocks that the sequence has written."""
         window = self._sequences[sequence]
         for index in range(window.first, len(window.ids)):
             if index not in window.shared:
                 self._detach(window.ids[index])
 
     def end(self, sequence: TokenSequence, *, is_cached: bool) -> None:
-        """Release the window of a sequence that still has its blocks."""
         window = self._sequences.pop(sequence)
         for block_id in window.ids[window.first :]:
             self._release(block_id, is_end=True)
 
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Detach the window blocks of blocks that lose their identity."""
         for block in blocks:
             block_id = self._attached.get(block)
             if block_id is not None:
@@ -267,7 +251,7 @@ class WindowPool(LayerGroup):
             self._passed[block_id] = None
 
     def _take(self) -> int:
-        """Return a window block to write to; its earlier content is evicted."""
+        """Return an empty window block; evict a cached one if none is empty."""
         if not self._empty:
             block_id, _ = (self._passed or self._ends).popitem(last=False)
             self.num_dropped += 1
@@ -284,7 +268,7 @@ class WindowPool(LayerGroup):
             self._owners[block_id] = None
 
     def _detach(self, block_id: int) -> None:
-        """Remove a window block from its block; it is empty once no sequence uses it."""
+        """Remove a window block from its block. It becomes empty when no sequence uses it."""
         if self._owners[block_id] is None:
             return
         self._unlink(block_id)
@@ -294,7 +278,6 @@ class WindowPool(LayerGroup):
             self._empty.append(block_id)
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant is broken."""
         users = [0] * self.num_blocks
         for sequence, window in self._sequences.items():
             assert sequence.window is window, f"{sequence.request_id} has another window"
@@ -303,12 +286,11 @@ class WindowPool(LayerGroup):
                 users[window.ids[index]] += 1
         assert users == self._users, "a window block has another number of users"
         unused = [*self._empty, *self._passed, *self._ends]
-        assert sorted(unused) == [i for i, count in enumerate(users) if not count], (
-            "a block is lost"
-        )
+        expected = [i for i, count in enumerate(users) if not count]
+        assert sorted(unused) == expected, "a window block is lost"
         for block, block_id in self._attached.items():
             assert self._owners[block_id] is block, "a window block has another owner"
-            assert block.node is not None, "a window block's block is not cached"
+            assert block.node is not None, "a block that is not cached has a window block"
         assert len(self._attached) == self.num_blocks - self._owners.count(None)
         assert all(self._owners[i] is None for i in self._empty), "an empty block is attached"
-        assert all(self._owners[i] for i in (*self._passed, *self._ends)), "a cached block is not"
+        assert all(self._owners[i] for i in (*self._passed, *self._ends)), "a block is not attached"

@@ -1,4 +1,4 @@
-"""`headstart cache`: the prefixes on disk, and the choice of their folder for `run` and `chat`."""
+"""`headstart cache`, which manages the prefixes on disk, and their folder for `run` and `chat`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from headstart.tiers.contents import (
 from headstart.tiers.contents import verify as verify_folder
 from headstart.tiers.index import IndexedBlock, described_models, reopen, slot_path
 
-_SHORTEST = 4  # least digits of a prefix's name
+_SHORTEST = 4  # least number of digits that identify a prefix
 _NAME = re.compile(rf"[0-9A-Fa-f]{{{_SHORTEST},64}}")
-_DIGITS = 12  # digits shown of a name
-_MOST_SHOWN = 8  # most names in an error
+_DIGITS = 12  # digits of a name that are shown
+_MOST_SHOWN = 8  # greatest number of names in an error message
 _WIDTH = 100  # columns if the output is not a terminal
 _AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
@@ -51,7 +51,7 @@ _folder = partial(
 
 
 class PrefixFolder(NamedTuple):
-    """The engine's options, with a folder for prefixes or the reason why there is none."""
+    """The engine's options, and the folder for prefixes or the reason why there is none."""
 
     options: dict[str, Any]
     folder: Path | None
@@ -60,30 +60,30 @@ class PrefixFolder(NamedTuple):
     def note(self) -> None:
         """Show the folder of prefixes and its size, or why prefixes are not stored."""
         if self.failure:
-            note(f"no prefixes are kept: {self.failure}")
+            note(f"no prefixes are stored: {self.failure}")
         if self.folder is not None:
             size = show_bytes(size_of(self.folder))
             most = show_bytes(self.options.get("cache_dir_bytes", EngineConfig.cache_dir_bytes))
             folder_text = shorten_home(self.folder)
             if os.access(self.folder, os.W_OK):
                 note(
-                    f"prefixes are kept in {folder_text}: {size} of {most}; --cache-dir off keeps "
-                    "none"
+                    f"prefixes are stored in {folder_text}: {size} of {most}; --cache-dir off "
+                    "stores none"
                 )
             else:
                 note(f"prefixes are read from {folder_text}, which cannot be written: {size}")
 
 
 def make_prefix_folder(engine: Mapping[str, Any]) -> PrefixFolder:
-    """Choose and make a folder for prefixes; without a usable folder, prefixes are not stored.
+    """Choose and create the folder for prefixes. If it cannot be used, prefixes are not stored.
 
-    Raises ConfigError if a folder that the user named cannot be used.
+    Raises ConfigError if the user named the folder and it cannot be used.
     """
     options = dict(engine)
     if "cache_dir" not in options:
         try:
             make_folder(default_folder())
-        except (ConfigError, RuntimeError) as error:  # the user may have no home
+        except (ConfigError, RuntimeError) as error:  # the user may have no home folder
             return PrefixFolder(options, None, str(error))
         options["cache_dir"] = str(default_folder())
     config = make_config(options)
@@ -95,7 +95,7 @@ def make_prefix_folder(engine: Mapping[str, Any]) -> PrefixFolder:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of all blocks in a folder that other processes may change meanwhile."""
+    """Return the size of all blocks in a folder. Other processes may change it meanwhile."""
     nbytes = 0
     for file in folder.glob("*.kv"):
         with suppress(FileNotFoundError):
@@ -104,7 +104,7 @@ def size_of(folder: Path) -> int:
 
 
 def shorten_home(path: Path) -> str:
-    """Return the path with ~ for the user's home."""
+    """Return the path with ~ for the user's home folder."""
     try:
         return f"~/{path.relative_to(Path.home())}"
     except (ValueError, RuntimeError):
@@ -118,13 +118,13 @@ def cache() -> None:
 
 @cache.command(name="ls", short_help="List models, or a model's prefixes.")
 @click.argument("model", required=False)
-@click.option("--lines", type=click.IntRange(1), default=30, show_default=True, help="At the most.")
+@click.option("--lines", type=click.IntRange(1), default=30, show_default=True, help="Most lines.")
 @_folder()
 def list_prefixes(model: str | None, lines: int, folder: str | None) -> None:
-    """List the models, or the prefixes of one MODEL, split where they fork.
+    """List the models, or the prefixes of MODEL, split where they fork.
 
-    MODEL is digits of a fingerprint, or a name as ls shows it, which selects all kinds of the
-    model.
+    MODEL is a name that ls shows, with or without the kind in brackets, or the first digits of a
+    fingerprint.
     """
     shown = []
     with _opened(folder) as path:
@@ -148,19 +148,19 @@ def stat(folder: str | None) -> None:
     nbytes, blocks = sum(state.nbytes for state in states), sum(s.num_blocks for s in states)
     tokens = sum(state.num_blocks * state.model.record.block_size for state in states)
     click.echo(f"folder   {shorten_home(path)}")
-    click.echo(f"kept     {show_bytes(nbytes)}, {tokens:,} tokens in {count(blocks, 'block')}")
+    click.echo(f"stored   {show_bytes(nbytes)}, {tokens:,} tokens in {count(blocks, 'block')}")
     click.echo(f"models   {len(states)}")
     click.echo(f"loaded   {count(sum(state.hits for state in states), 'block')}")
     click.echo(f"saved    {sum(state.saved_seconds for state in states):,.1f} s of computing")
 
 
-@cache.command(short_help="Drop prefixes, a model's, or all.")
+@cache.command(short_help="Drop some prefixes, those of a model, or all.")
 @click.argument("names", nargs=-1)
 @click.option("--model", help="Drop all prefixes of the models that ls shows for this name.")
 @click.option("--all", "everything", is_flag=True, help="Drop all prefixes of all models.")
 @_folder()
 def drop(names: Sequence[str], model: str | None, everything: bool, folder: str | None) -> None:
-    """Drop prefixes by NAMES, as ls shows them, with all that continues them."""
+    """Drop the prefixes with these NAMES, as ls shows them, and all their continuations."""
     if sum((bool(names), model is not None, everything)) != 1:
         raise click.UsageError("pass names, or --model, or --all")
     with _opened(folder, writes=True) as path:
@@ -179,7 +179,7 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
 
 
 @cache.command(short_help="Check that every block is whole.")
-@click.option("--repair", is_flag=True, help="Forget blocks that are damaged or lost.")
+@click.option("--repair", is_flag=True, help="Drop blocks that are damaged or lost.")
 @_folder()
 def verify(repair: bool, folder: str | None) -> None:
     """Read every block and report damaged ones; exit status 1 if a listed block is damaged."""
@@ -193,14 +193,14 @@ def verify(repair: bool, folder: str | None) -> None:
     if report.is_whole:
         total = report.total
         if total.overwritten:
-            click.echo("overwritten: a process ended while it saved; these blocks are misses")
+            click.echo("overwritten: a process ended while it saved these blocks; they are misses")
         elif any(total):
             click.echo("every block that is listed is whole")
         else:
-            click.echo("no blocks are kept")
+            click.echo("no blocks are stored")
         return
     if not repair:
-        click.echo("headstart cache verify --repair forgets what is not whole", err=True)
+        click.echo("headstart cache verify --repair drops the damaged blocks", err=True)
     click.get_current_context().exit(1)
 
 
@@ -232,19 +232,20 @@ def import_file(file: Path, folder: str | None) -> None:
             titles = ", ".join(sorted({model.title for model in models})) or "none"
             raise CacheError(
                 f"{file} is of a model {record.title!r} that has not run here with these weights, "
-                f"dtype and block size; models that have: {titles}"
+                f"dtype and block size; allowed: {titles}"
             )
         with closing(_open_store(path, record)) as store:
             num_tokens = import_blocks(store, file, time.time()) * record.block_size
-    click.echo(f"{num_tokens:,} tokens of {record.title} are new here")
+    click.echo(f"{num_tokens:,} new tokens of {record.title} are stored")
 
 
 @contextmanager
 def _opened(folder: str | None, *, new: bool = False, writes: bool = False) -> Iterator[Path]:
-    """Yield the folder; report a damaged index in one clear error.
+    """Yield the path of the folder. Raise CacheError if it or its index cannot be read.
 
-    Print results outside of this context, where a failed output would look like a damaged folder.
-    new: make a folder that the user named. writes: raise an error for a read-only folder.
+    Print results outside of this context: inside, an error of the output would be reported as an
+    error of the folder. new: create the folder if it does not exist. writes: raise CacheError if
+    the folder is read-only.
     """
     path = default_folder()
     if folder not in (None, "", "off"):
@@ -260,33 +261,35 @@ def _opened(folder: str | None, *, new: bool = False, writes: bool = False) -> I
 
 
 def _open_store(path: Path, record: ModelRecord) -> DiskStore:
-    """Open a model's store with space for more blocks."""
+    """Open the store of a model, with space for more blocks."""
     return DiskStore(path, record, max(EngineConfig.cache_dir_bytes, 2 * size_of(path)))
 
 
 def _find_models(path: Path, name: str) -> list[ModelState]:
-    """Return the models with this name or fingerprint; without a kind in the name, all kinds.
+    """Return the models with this name or fingerprint. Raises CacheError if there are none.
 
-    Models of one fingerprint differ in their block size. Raises CacheError.
+    A name without a kind matches all kinds of the model. Models with the same fingerprint may
+    differ in their block size.
     """
     states, name = read_models(path), as_typed(name)
     titles = [state.model.record.title for state in states]
     begins = (f"{name} (", f"{name}, ")  # a pipeline's stage follows a comma
     if any(is_named := [f"{title}, ".startswith(begins) for title in titles]):
         return list(compress(states, is_named))
-    prints = sorted({state.model.record.fingerprint for state in states})
-    if matches := [text for text in prints if len(name) >= _SHORTEST and text.startswith(name)]:
+    fingerprints = sorted({state.model.record.fingerprint for state in states})
+    is_long = len(name) >= _SHORTEST
+    if matches := [text for text in fingerprints if is_long and text.startswith(name)]:
         _check_unique(name, matches)
         return [state for state in states if state.model.record.fingerprint == matches[0]]
     models = ", ".join(dict.fromkeys(titles)) or "none"
-    raise CacheError(f"no prefixes of a model {name!r} are kept; models that have: {models}")
+    raise CacheError(f"no prefixes of a model {name!r} are stored; allowed: {models}")
 
 
 def _check_unique(name: str, names: Sequence[str]) -> None:
-    """Raise CacheError if a name is the beginning of several names."""
+    """Raise CacheError if several names begin with `name`."""
     if len(names) > 1:
         shown = ", ".join(text[: max(_DIGITS, len(name) + 4)] for text in names[:_MOST_SHOWN])
-        raise CacheError(f"{name!r} is the beginning of {len(names)} names; type more of: {shown}")
+        raise CacheError(f"{len(names)} names begin with {name!r}; allowed: more digits of {shown}")
 
 
 def _all_of(path: Path, state: ModelState) -> list[StoredPrefix]:
@@ -301,9 +304,10 @@ def _block_names(prefixes: Sequence[StoredPrefix]) -> list[BlockHash]:
 def _select(
     path: Path, states: Sequence[ModelState], names: Sequence[str]
 ) -> list[tuple[ModelState, list[StoredPrefix]]]:
-    """Return each model with the first prefix on each path whose name begins with one of `names`.
+    """Return each model with the prefixes whose name begins with one of `names`.
 
-    Without names, return all prefixes. Raises CacheError if a name matches no prefix or several.
+    Continuations of a selected prefix are left out. Without names, return all prefixes. Raises
+    CacheError if a name matches no prefix or several prefixes.
     """
     names = [as_typed(name) for name in names]
     trees = [(state, _all_of(path, state)) for state in states]
@@ -318,12 +322,12 @@ def _select(
         )
         titles = ", ".join(dict.fromkeys(state.model.record.title for state in states))
         stored = f"{', '.join(names_shown)}{suffix}, of {titles}" if names_shown else "none"
-        problem = f"no prefix {name!r} is kept"
+        problem = f"no prefix {name!r} is stored"
         if not _NAME.fullmatch(name):
             problem = (
-                f"{name!r} is not a hash; allowed: {_SHORTEST} hexadecimal digits of one or more"
+                f"{name!r} is not a hash; allowed: at least {_SHORTEST} hexadecimal digits of one"
             )
-        raise CacheError(f"{problem}; kept: {stored}; headstart cache ls MODEL prints their names")
+        raise CacheError(f"{problem}; stored: {stored}; headstart cache ls MODEL lists the names")
     return [(state, _first_named(roots, names) if names else roots) for state, roots in trees]
 
 
@@ -352,7 +356,7 @@ def _before(path: Path, state: ModelState, prefix: StoredPrefix) -> list[Indexed
 def _show_models(states: Sequence[ModelState]) -> str:
     """Return a line for each model."""
     if not states:
-        return "no prefixes are kept"
+        return "no prefixes are stored"
     rows = [
         (
             state.model.record.title,
@@ -370,7 +374,7 @@ def _show_models(states: Sequence[ModelState]) -> str:
 
 
 def _show_prefixes(prefixes: Sequence[StoredPrefix], model: ModelRecord, most: int) -> str:
-    """Return a line for each segment between two forks, with the beginning of its stored text."""
+    """Return a line for each path between two forks, and a line with the beginning of its text."""
     rows = [("prefix", "tokens", "size", "last used", "loaded", "saved")]
     quotes = [""]
     ordered = list(_in_order(prefixes))
@@ -398,7 +402,7 @@ def _show_prefixes(prefixes: Sequence[StoredPrefix], model: ModelRecord, most: i
 
 
 def _in_order(prefixes: Sequence[StoredPrefix]) -> Iterator[tuple[int, StoredPrefix]]:
-    """Yield each prefix with the number of forks before it, and then its continuations."""
+    """Yield each prefix with the number of forks before it, before its continuations."""
     pending = [(0, prefix) for prefix in reversed(prefixes)]
     while pending:
         depth, prefix = pending.pop()
@@ -407,16 +411,16 @@ def _in_order(prefixes: Sequence[StoredPrefix]) -> Iterator[tuple[int, StoredPre
 
 
 def _show_age(used: float) -> str:
-    """Return the time since `used`, in the largest unit that fits."""
+    """Return the time since `used` in whole days, hours, minutes or seconds."""
     seconds = max(0, int(time.time() - used))
     unit, size = next((age for age in _AGES if seconds >= age[1]), _AGES[-1])
     return f"{seconds // size} {unit}"
 
 
 def _align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Align rows in columns, the first `left` of them to the left.
+    """Return the rows with aligned columns: the first `left` columns to the left, others right.
 
-    If rows are wider than the terminal, put the other columns on a separate, indented line.
+    If the rows are wider than the terminal, put the other columns on separate, indented lines.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     columns = columns_of(sys.stdout)

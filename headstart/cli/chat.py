@@ -1,4 +1,4 @@
-'''`headstart chat`: messages in, replies out, and the commands that begin with a slash.
+'''`headstart chat`: a conversation in the terminal, and its commands, which begin with a slash.
 
 > one line                 > """
                            several lines
@@ -59,11 +59,11 @@ if TYPE_CHECKING:
     from headstart.frontend.llm import LLM
     from headstart.frontend.streams import RequestStream
 
-_ROOM = 256  # tokens that a prompt must leave for the reply
+_RESERVE = 256  # tokens of the context that are reserved for the reply
 _PROMPT = "> "
 _QUOTES = '"""'
-# ECMA-48: a control sequence such as a color, a text for the terminal such as its title, or a
-# sequence of one letter; then the escape character of an incomplete sequence.
+# Escape sequences of ECMA-48: a control sequence such as a color, a text for the terminal such as
+# its title, a sequence of one letter, or the beginning of an incomplete sequence.
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]|\x1b"
 )
@@ -78,9 +78,9 @@ _SLASHES = "type two slashes to send a message that begins with a slash"
 class Chat:
     """A conversation with a model, printed in a terminal.
 
-    plain: show replies as text, not as Markdown. adapter: the name of the adapter that answers;
-    None for the model itself. last: the last turn's output. changed: the command that changed the
-    conversation after it.
+    plain: show replies as text, not as Markdown. adapter: the name of the adapter, if any. last:
+    the output of the last turn. changed: the command that changed the conversation after this turn,
+    if any.
     """
 
     llm: LLM
@@ -98,21 +98,21 @@ class Chat:
         self.resume(self.conversation)
 
     def resume(self, conversation: Conversation) -> None:
-        """Continue a conversation, with the tokens that were generated for its replies."""
+        """Continue a conversation with the generated tokens of its replies."""
         self.conversation, self.last = conversation, None
         if replies := conversation.reply_token_ids():
             with suppress(RequestError):  # the next turn reports the error
                 self.llm.recall_chat(conversation.messages("", 0)[:-1], replies)
 
     def show_resumed(self, name: str) -> None:
-        """Show the length of the conversation, the last question, and its reply."""
+        """Show the length of the conversation, its last question, and its last reply."""
         turns = self.conversation.turns
         size = count(len(turns), "turn")
         if messages := self.conversation.messages("", 0)[:-1]:
             try:
                 stream = self.llm.stream_chat(messages, self.params, add_generation_prompt=False)
                 size += f", {len(stream.prompt_token_ids):,} tokens"
-            except RequestError as error:  # the next turn leaves out turns that do not fit
+            except RequestError as error:  # the next turn drops turns that do not fit
                 size += f", of which not all fit: {error}"
         note(f"{name}: {size}; the line below the next reply shows how many tokens are cached")
         for line in filter(None, turns[-1].lines() if turns else ()):
@@ -121,7 +121,7 @@ class Chat:
             note(text.plain)
 
     def say(self, text: str) -> None:
-        """Answer a message, with its waiting documents and images."""
+        """Answer a message, together with the waiting documents and images."""
         conversation, is_answered = self.conversation, False
         try:
             is_answered = self._answer(conversation.ask(text), tuple(conversation.waiting))
@@ -130,7 +130,7 @@ class Chat:
                 conversation.drop_waiting()
             elif conversation.waiting:
                 names = ", ".join(conversation.waiting)
-                note(f"still waiting for your next message: {names}; /undo removes it")
+                note(f"{names}: still to be sent with your next message, unless you type /undo")
 
     def retry(self) -> None:
         """Answer the last question again. Raises RequestError if there is none."""
@@ -139,7 +139,7 @@ class Chat:
             self.conversation.turns.append(turn)
 
     def count_tokens(self, text: str) -> int:
-        """Count the tokens of a text. Raises RequestError if they do not fit into the context."""
+        """Count the tokens of a text. Raises RequestError if the context cannot hold them."""
         self.llm.check_length("the document", text)
         tokenizer = self.llm.get_tokenizer()
         assert tokenizer is not None
@@ -151,14 +151,17 @@ class Chat:
         return tokens
 
     def count_image_tokens(self, image: dict[str, Any]) -> int:
-        """Count the tokens of a message that has only an image. Raises RequestError."""
+        """Count the tokens of a message with only this image. Raises RequestError."""
         if not self.llm.takes_images:
             raise RequestError(f"{self.model} takes only text")
         single = Conversation(images=[image])
         return len(self._stream(single, single.ask(""), 0).prompt_token_ids)
 
     def _answer(self, question: Content, shown: tuple[str, ...]) -> bool:
-        """Answer a question; return True if there is a reply, which becomes a turn."""
+        """Answer a question, and add the turn; return False if there is no reply.
+
+        shown: the names of the documents and images in the question.
+        """
         try:
             stream = self._fit(question)
             self._num_questions += 1
@@ -176,8 +179,8 @@ class Chat:
             note("[interrupted: the chat continues with this part of the reply, which is cached]")
         elif is_interrupted:
             note(
-                "[interrupted before the reply began: the question is removed; the tokens that "
-                "were read are cached]"
+                "[interrupted before the reply began: the question is removed; the computed tokens "
+                "are cached]"
             )
             return False
         turn = Turn(question, answer.text, tuple(answer.token_ids), shown)
@@ -185,17 +188,18 @@ class Chat:
         return True
 
     def _fit(self, question: Content) -> RequestStream:
-        """Return the request for a question; if the context is full, drop the oldest turns.
+        """Return the request for a question. If the context is full, drop the oldest turns.
 
-        The remaining turns must be computed again, so enough turns are dropped to leave half of the
-        context free. If the question alone does not fit, drop nothing and raise RequestError.
+        Then the remaining turns must be computed again. To do this rarely, drop enough turns to
+        leave half of the context free. If the question alone does not fit, drop nothing and raise
+        RequestError.
         """
         conversation, limit = self.conversation, self.llm.max_model_len
-        room = min(self.params.max_tokens or limit, _ROOM, limit // 4)
+        reserve = min(self.params.max_tokens or limit, _RESERVE, limit // 4)
         start, stop = conversation.start, len(conversation.turns)
         try:
             stream = self._stream(conversation, question, start)
-            if start == stop or len(stream.prompt_token_ids) + room <= limit:
+            if start == stop or len(stream.prompt_token_ids) + reserve <= limit:
                 return stream
         except RequestError:
             if start == stop:
@@ -215,8 +219,8 @@ class Chat:
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         oldest = f"{stop - start} oldest turns are" if stop - start > 1 else "oldest turn is"
         note(
-            f"[the context of {limit:,} tokens is full: the {oldest} left out with all documents "
-            f"there, and {len(stream.prompt_token_ids) - num_same:,} tokens must be read again]"
+            f"[the context of {limit:,} tokens is full: the {oldest} left out, with the documents "
+            f"in them; {len(stream.prompt_token_ids) - num_same:,} tokens must be computed again]"
         )
         return stream
 
@@ -228,8 +232,9 @@ class Chat:
 class Command(NamedTuple):
     """A command of a chat.
 
-    run: takes the chat and the text after the command's name. argument: the name of that text, in
-    brackets if it is optional; empty if the command takes none. help: empty for an alias.
+    run: a function of the chat and the text after the command's name. argument: the name of this
+    text, in brackets if it is optional; empty if the command takes no text. help: empty for an
+    alias.
     """
 
     run: Callable[[Chat, str], None]
@@ -242,7 +247,7 @@ _PATH_COMMANDS = ("/file", "/image", "/save", "/load")
 
 
 def _command(names: str, text: str, argument: str = "") -> Callable[..., Any]:
-    """Register a command under its names; /help shows only the first name."""
+    """Return a decorator that registers a command. /help shows only its first name."""
     first, *names_left = names.split()
 
     def register(run: Callable[[Chat, str], None]) -> Callable[[Chat, str], None]:
@@ -254,7 +259,7 @@ def _command(names: str, text: str, argument: str = "") -> Callable[..., Any]:
 
 
 class QuitChat(Exception):
-    """Raised by the command that ends the chat."""
+    """The user ends the chat."""
 
 
 def talk(chat: Chat) -> None:
@@ -267,7 +272,7 @@ def talk(chat: Chat) -> None:
                 command.run(chat, argument)
             elif message:
                 chat.say(message.removeprefix("/"))
-        except (RequestError, OSError, ValueError, RuntimeError) as error:  # last three: odd paths
+        except (RequestError, OSError, ValueError, RuntimeError) as error:  # 3 for odd paths
             show_error(error)
         except KeyboardInterrupt:  # Ctrl-C before the reply began
             note("[interrupted: the conversation is unchanged]")
@@ -276,7 +281,7 @@ def talk(chat: Chat) -> None:
 
 
 def find_command(message: str) -> tuple[Command, str] | None:
-    """Return a message's command and its argument; None for a message to the model.
+    """Return the command in a message and its argument; None for a message to the model.
 
     A message that begins with two slashes is for the model. Raises RequestError for an unknown
     command.
@@ -294,7 +299,7 @@ def find_command(message: str) -> tuple[Command, str] | None:
     return command, "".join(arguments)
 
 
-@_command("/help /?", "shows this; so does /?")
+@_command("/help /?", "shows the commands; so does /?")
 def _help(chat: Chat, argument: str) -> None:
     rows = [(f"{name} {c.argument}", c.help) for name, c in COMMANDS.items() if c.help]
     width = max(len(usage) for usage, _ in rows) + 1
@@ -303,7 +308,7 @@ def _help(chat: Chat, argument: str) -> None:
     note(f"A command begins with a slash; {_SLASHES}, such as //etc. {_KEYS}")
 
 
-@_command("/file", "puts a document before your next message", "PATH")
+@_command("/file", "sends a document with your next message", "PATH")
 def _file(chat: Chat, argument: str) -> None:
     path = _path(argument)
     text = read_document(path)
@@ -311,7 +316,7 @@ def _file(chat: Chat, argument: str) -> None:
     chat.conversation.documents.append(text)
 
 
-@_command("/image", "shows the model an image", "PATH")
+@_command("/image", "sends an image with your next message", "PATH")
 def _image(chat: Chat, argument: str) -> None:
     path = _path(argument)
     image = read_image(path, chat.llm.config.max_image_pixels)
@@ -333,7 +338,7 @@ def _system(chat: Chat, argument: str) -> None:
     chat.conversation.system = argument
     chat.changed = "/system"
     has_turns = bool(chat.conversation.turns)
-    note("set; all turns must be read again after it" if has_turns else "set")
+    note("set; all turns must be computed again" if has_turns else "set")
 
 
 @_command("/retry", "answers the last question again")
@@ -341,7 +346,7 @@ def _retry(chat: Chat, argument: str) -> None:
     chat.retry()
 
 
-@_command("/undo", "removes documents and images not yet sent; if there are none, the last turn")
+@_command("/undo", "removes documents and images not yet sent, or else the last turn")
 def _undo(chat: Chat, argument: str) -> None:
     if chat.conversation.documents or chat.conversation.images:
         chat.conversation.drop_waiting()
@@ -442,21 +447,21 @@ def _parameters(chat: Chat) -> str:
 
 
 def _path(argument: str) -> Path:
-    """Return a path that was typed, or dragged into the terminal, which may quote it."""
+    """Return the path in a command. A terminal may quote a path that is dragged into it."""
     if not argument:
         raise RequestError("the command needs the path of a file")
     path = Path(argument).expanduser()
     if not path.exists():
-        with suppress(ValueError):  # the path has an apostrophe
+        with suppress(ValueError):  # if the path has an apostrophe
             parts = shlex.split(argument)
             return Path(parts[0]).expanduser() if len(parts) == 1 else path
     return path
 
 
 def explain_turn(output: RequestOutput, changed: str = "") -> str:
-    """Return a sentence about the cached part of the last turn's prompt, and its tiers.
+    """Return a sentence about the cached tokens of the last turn's prompt, and why not more.
 
-    changed: the command that changed the conversation after it.
+    changed: the command that changed the conversation after this turn, if any.
     """
     cached, prompt = f"{output.num_cached_tokens:,} of the", "last prompt's"
     if changed:
@@ -469,7 +474,7 @@ def explain_turn(output: RequestOutput, changed: str = "") -> str:
 
 
 def piped_messages() -> Iterator[str]:
-    """Yield the messages of stdin, each shown as if it were typed."""
+    """Yield the messages of stdin, and print each line as if it was typed."""
     text = ""
     with reading_stdin():
         for line in sys.stdin:
@@ -483,7 +488,7 @@ def piped_messages() -> Iterator[str]:
 
 
 def terminal_messages() -> Iterator[str]:
-    """Yield what the user types until Ctrl-D, or Ctrl-C twice."""
+    """Yield the messages that the user types, until Ctrl-D, or Ctrl-C twice."""
     bindings = _Bindings()
     output = create_output(always_prefer_tty=True)
     if isinstance(output, Vt100_Output):
@@ -509,7 +514,7 @@ def terminal_messages() -> Iterator[str]:
 
 
 class _Bindings(KeyBindings):
-    """Keys of the prompt; `hint` changes after Ctrl-C."""
+    """Key bindings of the prompt. `hint` is shown in the empty line; it changes after Ctrl-C."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -520,7 +525,7 @@ class _Bindings(KeyBindings):
         self.add("c-d", filter=is_empty)(self._leave)
         self.add(Keys.BracketedPaste)(self._paste)
         for key in (Keys.Vt100MouseEvent, Keys.CPRResponse):
-            self.add(key)(lambda event: None)  # pasted escape sequences may contain these keys
+            self.add(key)(lambda event: None)  # pasted text may contain these sequences
         self.add("escape", "enter")(self._new_line)
         self.add("enter", filter=is_open)(self._new_line)
 
@@ -547,7 +552,7 @@ class _Bindings(KeyBindings):
 
 
 class _CommandCompleter(Completer):
-    """Completion of command names at the beginning of a message, and of paths after some."""
+    """Completion of a command's name, and of the path after some commands."""
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
         name, space, path = document.text.partition(" ")
@@ -559,7 +564,7 @@ class _CommandCompleter(Completer):
 
 
 def _history() -> History:
-    """Return the messages of earlier chats, in a file that only this user may read."""
+    """Return the history of messages, in a file that only this user may read."""
     try:
         file = data_folder() / "chat_history"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -571,7 +576,7 @@ def _history() -> History:
 
 
 def _is_open(text: str) -> bool:
-    """Return True if a message of several lines began and did not end."""
+    """Return True if the text is the beginning of a quoted message without its end."""
     return text.lstrip().startswith(_QUOTES) and text.count(_QUOTES) == 1
 
 

@@ -42,8 +42,7 @@ ANSWER_TOKENS = 64
 WARM_UP_TOKENS = 512
 POOL_TOKENS = 5120  # blocks of 16 fill five rows of the picture
 MAX_MODEL_LEN = 4800
-PANEL = 4
-"""Columns of a panel's frame."""
+PANEL = 4  # columns of a panel's frame
 
 
 @click.command(cls=GroupedCommand, short_help="Show what prefix caching saves.")
@@ -56,14 +55,14 @@ PANEL = 4
 @model_option
 @flags(EngineConfig)
 def demo(svg: Path | None, model: str, **options: Any) -> None:
-    """Ask three questions about one table, which is computed once."""
+    """Answer three questions about one table, whose tokens are computed once."""
     if svg is not None and (svg.is_dir() or not os.access(svg.parent, os.W_OK | os.X_OK)):
         reason = (
             "it is a folder" if svg.is_dir() else f"there is no folder {svg.parent} to write to"
         )
         raise ConfigError(f"cannot write {svg}: {reason}")
     for name in ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"):
-        options.pop(name)  # may come from the environment; the demo needs an empty cache
+        options.pop(name)  # it may be set in the environment, but the demo needs an empty cache
     engine = sort_options(options).engine
     pool = {"num_blocks": POOL_TOKENS // max(1, engine.get("block_size", 16))}
     console = demo_console()
@@ -94,7 +93,8 @@ def demo_console() -> Console:
 class DemoRequest(NamedTuple):
     """A request: the title of its panel, the question, and a word of the right answer.
 
-    with_table: True if the question begins a chat with the table, False if it continues the last.
+    with_table: True if the question begins a chat and follows the table; False if it continues the
+    previous chat.
     """
 
     title: str
@@ -120,13 +120,13 @@ REQUESTS = (
 
 
 def people_table() -> str:
-    """Return the 30 rows of the usage example, in Markdown."""
+    """Return the table of the usage example, 30 rows in Markdown."""
     return files("headstart").joinpath("assets/people.md").read_text(encoding="utf-8")
 
 
 def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
     """Yield a panel for each request as soon as it is answered, then the totals."""
-    # Compute an unrelated prompt twice first, since the first requests have one-time costs.
+    # First compute an unrelated prompt twice, since the first requests have one-time costs.
     warm = [index % 200 for index in range(WARM_UP_TOKENS)]
     with console.status("warming up"):
         for end in (1, 2):
@@ -194,7 +194,7 @@ def _ratio(outputs: list[RequestOutput]) -> float:
 
 
 def figures_table(figures: Mapping[str, str]) -> Table:
-    """Return a table of one row, with names as its header."""
+    """Return a table of one row, whose header has the names of the figures."""
     table = Table(box=None, pad_edge=False, padding=(0, 4, 0, 0), header_style="dim")
     for name in figures:
         table.add_column(name, style="bold")

@@ -1,4 +1,4 @@
-"""`headstart doctor`: this machine's hardware and packages, and which of them are used."""
+"""`headstart doctor`, which shows this machine's hardware and packages, and which are used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headstart.machine import (
 )
 from headstart.version import __version__
 
-# Instruction sets that the kernels and torch use, by their usual names.
+# Instruction sets that the kernels and torch use: the flag in /proc/cpuinfo, and the usual name.
 _SETS = {
     "avx2": "AVX2",
     "fma": "FMA",
@@ -53,9 +53,9 @@ EXTRAS = {
 
 @click.command(cls=GroupedCommand, short_help="Show this machine's hardware and what is used.")
 def doctor() -> None:
-    """Show this machine's hardware, which parts of it are used, and what would make it faster.
+    """Show this machine's hardware, which parts of it are used, and how to make headstart faster.
 
-    The list has the CPU, the kernels that run on it, free memory, GPUs and optional packages.
+    The list has the CPU, its kernels, free memory, GPUs and optional packages.
     """
     for name, text in _lines():
         show_field(name, text, 10)
@@ -68,14 +68,14 @@ def _lines() -> Iterator[tuple[str, str]]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield (
         "CPU",
-        f"{cpu_name()}, {cores} cores: {', '.join(sets) or 'no instruction set known here'}",
+        f"{cpu_name()}, {cores} cores: {', '.join(sets) or 'no vector instructions'}",
     )
     yield "kernels", _kernels()
     yield "memory", f"{show_bytes(available_memory())} free"
     torch = load_module("torch")  # takes seconds, so it is imported after the first lines
     gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
     yield "GPUs", ", ".join(gpus) or "none that torch can use"
-    if multiplies_bfloat16() is not False:  # the lines describe a checkpoint in bfloat16
+    if multiplies_bfloat16() is not False:  # for a checkpoint in bfloat16
         yield "dtype", "auto is the checkpoint's"
     elif native.avx2_library() is not None:
         yield "dtype", f"auto is float32; weights stay in bfloat16 ({why_no_bfloat16()})"
@@ -85,9 +85,9 @@ def _lines() -> Iterator[tuple[str, str]]:
     yield from _extras()
     is_fit = platform.machine() in X86 and cpu_flags() >= native.NEEDED_FOR_AVX2
     if is_fit and not native.is_built():
-        yield "faster", "install g++, then headstart again: compiled kernels"
+        yield "faster", "compiled kernels: install g++, then headstart again"
     if is_fit and os.environ.get("HEADSTART_NATIVE") != "0":
-        yield "faster", "--weights int8: a token reads half as many bytes as in bfloat16"
+        yield "faster", "--weights int8: each token reads half as many bytes as in bfloat16"
     if gpus:
         yield "faster", "--device cuda"
 
@@ -109,18 +109,18 @@ def _kernels() -> str:
     else:
         text = "built, but none is for this CPU: torch operations are used"
     cap = os.environ.get("HEADSTART_CPU")
-    return f"{text}; no others, by HEADSTART_CPU={cap}" if cap else text
+    return f"{text}; limited by HEADSTART_CPU={cap}" if cap else text
 
 
 def _extras() -> Iterator[tuple[str, str]]:
     installed, missing = {}, {}
-    for name, (gives, packages) in EXTRAS.items():
+    for name, (purpose, packages) in EXTRAS.items():
         try:
             _ = [version(package) for package in packages]
         except PackageNotFoundError:
-            missing[name] = f"{name} ({gives})"
+            missing[name] = f"{name} ({purpose})"
         else:
-            installed[name] = f"{name} ({gives})"
+            installed[name] = f"{name} ({purpose})"
     yield "extras", ", ".join(installed.values()) or "none"
     if missing:
         yield "missing", f"{', '.join(missing.values())}: {install(','.join(missing))}"

@@ -2,7 +2,7 @@
 
 Each error that headstart raises on purpose is one line on stderr, with exit status 2. A wrong
 command or option has this status too. After Ctrl-C the status is 130. If the reader of a pipe has
-ended, the command ends quietly with status 0. Replies go to stdout, the figures of `run` and `chat`
+ended, the command ends quietly with status 0. Replies go to stdout, the metrics of `run` and `chat`
 to stderr, so that a reply can be piped.
 """
 
@@ -51,17 +51,17 @@ from headstart.imports import load_module
 from headstart.server.options import ServerOptions
 from headstart.version import __version__
 
-_ELSEWHERE = {"pull": "models pull", "list": "models", "ls": "models", "rm": "models rm"}
-"""Commands of similar programs, and our names for them."""
+_OTHER_NAMES = {"pull": "models pull", "list": "models", "ls": "models", "rm": "models rm"}
+"""Names of commands in similar programs, and the names in headstart."""
 
 
 class _Commands(click.Group):
     """A group of commands that shows each of headstart's errors as one line."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; for the name of another program's command, fail with a hint."""
-        if cmd_name in _ELSEWHERE:
-            ctx.fail(f"no such command {cmd_name!r}; it is: headstart {_ELSEWHERE[cmd_name]}")
+        """Return a command. For a name from another program, fail with headstart's name."""
+        if cmd_name in _OTHER_NAMES:
+            ctx.fail(f"no such command {cmd_name!r}; it is: headstart {_OTHER_NAMES[cmd_name]}")
         return super().get_command(ctx, cmd_name)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class _Commands(click.Group):
 
 @contextmanager
 def _ending_with_reader() -> Iterator[None]:
-    """End the program quietly when the reader of its output has ended, such as `head`."""
+    """End the program quietly if the reader of its output, such as `head`, has ended."""
     try:
         yield
     except BrokenPipeError:
@@ -107,14 +107,14 @@ def _ending_with_reader() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Discard buffered output; otherwise Python writes it at exit, and fails again."""
+    """Discard buffered output. Otherwise, Python would write it at exit and fail again."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
-    """Return the error of a wrong call as one line; click would show four."""
+    """Return a usage error as one line; click would show four lines."""
     text = error.format_message().rstrip(".")
     if isinstance(error, click.NoSuchOption) and error.ctx is not None:
         flags = [flag for parameter in error.ctx.command.params for flag in parameter.opts]
@@ -125,8 +125,8 @@ def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
     if error.ctx is not None:
         command = error.ctx.command_path
         names = {parameter.name for parameter in error.ctx.command.params}
-        takes_none = "model" in names and "model_tag" not in names
-        if takes_none and "unexpected extra argument" in text:
+        needs_flag = "model" in names and "model_tag" not in names
+        if needs_flag and "unexpected extra argument" in text:
             text += "; a model is named by --model"
     text = text if text.endswith("?") else f"{text}."
     return f"{text[:1].lower()}{text[1:]} See {command} --help"
@@ -137,7 +137,7 @@ _path: dict[str, Any] = {"metavar": "PATH", "type": click.Path()}
 _adapter_option = _option(
     "--adapter", **_path, help="Answer with the LoRA adapter in this folder, in PEFT's format."
 )
-_plain_option = _option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
+_plain_option = _option("--plain", is_flag=True, help="Show replies as text, not as Markdown.")
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -153,11 +153,11 @@ def main() -> None:
     "files",
     multiple=True,
     **_path,
-    help="Text before every prompt; may be given several times.",
+    help="A file whose text precedes every prompt; may be given several times.",
 )
 @_option("--image", "images", multiple=True, **_path, help="An image to ask about.")
 @_option("--system", metavar="TEXT", help="The system message.")
-@_option("--raw", is_flag=True, help="Complete the prompts as they are, without a chat template.")
+@_option("--raw", is_flag=True, help="Complete the prompts without a chat template.")
 @_option("--json", **_path, help="Answer in JSON that follows the JSON schema in this file.")
 @_plain_option
 @model_option
@@ -167,9 +167,9 @@ def main() -> None:
 def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> None:
     """Answer prompts, or questions about files.
 
-    Each of PROMPTS is answered separately, after the text of --file. Without PROMPTS the files are
-    the prompt, and without files standard input, which - also selects as a prompt or a file. The
-    likeliest tokens are generated, unless --temperature is given.
+    Each of PROMPTS is answered separately, after the text of --file. Without PROMPTS, the files are
+    the prompt. Without files too, standard input is the prompt. As a prompt or a file, - stands for
+    standard input. Without --temperature, the likeliest tokens are generated.
     """
     if prompts and names_model(prompts[0]):
         note(f"{as_typed(prompts[0])} is used as a prompt; --model selects a model")
@@ -200,8 +200,8 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
 def chat(system: str | None, resume: str | None, plain: bool, model: str, **options: Any) -> None:
     """Talk with a model; each turn computes only its new tokens.
 
-    /help shows the commands. Sampling follows the model's generation_config.json if it has one,
-    otherwise the defaults below.
+    /help shows the commands. The defaults of sampling are those of the model's
+    generation_config.json. Without such a file, they are as below.
     """
     conversation = Conversation() if resume is None else Conversation.load(Path(as_typed(resume)))
     if system is not None:

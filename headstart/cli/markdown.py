@@ -1,7 +1,7 @@
-"""A growing reply, rendered as Markdown.
+"""Rendering of a growing reply as Markdown.
 
-Finished blocks (paragraphs, lists, code) are printed once. Only the last block is drawn again while
-it grows, so that a reply longer than the screen scrolls like any text.
+Finished blocks (paragraphs, lists, code) are printed once. Only the last block, which grows, is
+drawn again. So a reply longer than the screen scrolls like any text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.theme import Theme
 
 from headstart.cli.reply import RawWriter, printable
 
-_PARSER = MarkdownIt().disable("inline")  # only the blocks of a text are needed
+_PARSER = MarkdownIt().disable("inline")  # `split_finished` needs only blocks
 _SPARE_ROWS = 2
 # Terminals do not report their background, so these are readable on black and on white.
 _BOLD, _BLUE, _GREEN, _PURPLE = "bold", "color(31)", "color(65)", "color(133)"
@@ -44,7 +44,7 @@ _CODE_THEME = ANSISyntaxTheme({kind: Style.parse(style) for kind, style in _CODE
 
 
 class MarkdownWriter(RawWriter):
-    """A text shown as Markdown in a terminal."""
+    """A writer that shows a text as Markdown in a terminal."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class MarkdownWriter(RawWriter):
         self._text = text
         finished, tail = split_finished(text[self._printed :])
         if finished:
-            self._live.update(_Tail(""))  # otherwise the tail is shown twice for a moment
+            self._live.update(_Tail(""))  # otherwise, the tail would be shown twice for a moment
             self._print(finished)
             self._printed += len(finished)
         self._live.update(_Tail(tail))
@@ -109,6 +109,6 @@ def split_finished(text: str) -> tuple[str, str]:
 
 def _markdown(text: str) -> Markdown:
     markdown = Markdown(printable(text), hyperlinks=False)
-    # Passed on to rich's Syntax, which takes a theme as well as a theme's name.
+    # rich passes this to its Syntax, which accepts a theme or the name of a theme.
     markdown.code_theme = cast("str", _CODE_THEME)
     return markdown

@@ -1,4 +1,6 @@
-"""The messages of a user: documents and images from files, the turns of a chat, prompts of `run`.
+"""Messages of `headstart chat` and prompts of `headstart run`, with documents and images.
+
+A conversation:
 
 system message
 turn       documents and images, a question  ->  reply
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from headstart.frontend.streams import RequestStream
 
 Content = str | list[dict[str, Any]]
-"""A text, or OpenAI's parts if a message has images."""
+"""The content of a message: a text, or a list of OpenAI's parts if the message has images."""
 
 _STDIN = "-"
 _MODEL_NAME = re.compile(
@@ -47,7 +49,10 @@ _MODEL_NAME = re.compile(
 
 
 def join_content(documents: Sequence[str], images: Sequence[dict[str, Any]], text: str) -> Content:
-    """Return a message: images first, then documents, then the text, separated by empty lines."""
+    """Return a message with the images first, then the documents and the text.
+
+    The texts are separated by empty lines.
+    """
     texts = [*(document.rstrip("\n") for document in documents), text]
     joined = "\n\n".join(filter(None, texts))
     return [*images, {"type": "text", "text": joined}] if images else joined
@@ -91,9 +96,10 @@ def read_image(path: Path, max_pixels: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Turn:
-    """A question with its documents and images, and the reply with its tokens, if available.
+    """A question with its documents and images, and the reply.
 
-    shown: the names of the documents and images, which are not saved.
+    token_ids: the tokens of the reply; empty if unknown. shown: the names of the documents and
+    images, which are not saved.
     """
 
     question: Content
@@ -102,7 +108,7 @@ class Turn:
     shown: tuple[str, ...] = ()
 
     def lines(self) -> tuple[str, str]:
-        """Return the question's last paragraph (the typed text) and the reply, each on one line."""
+        """Return two lines: the question's last paragraph, which was typed, and the reply."""
         question = self.question
         if not isinstance(question, str):
             parts = [part.get("text") for part in question if isinstance(part, dict)]
@@ -113,9 +119,9 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """A chat. `documents` and `images` wait for the next question; `waiting` has their names.
+    """A chat. `documents` and `images` wait for the next question. `waiting` has their names.
 
-    Turns before `start` do not fit the context any more: they are saved, but not sent to the model.
+    Turns before `start` do not fit into the context. They are saved, but not sent to the model.
     """
 
     system: str | None = None
@@ -151,7 +157,7 @@ class Conversation:
         return [*messages, {"role": "user", "content": question}]
 
     def reply_token_ids(self) -> dict[int, list[int]]:
-        """Return the available token ids of replies, by the index of the message."""
+        """Return the known token ids of replies, by the index of the message."""
         first = 2 if self.system else 1
         return {first + 2 * i: list(t.token_ids) for i, t in enumerate(self.turns) if t.token_ids}
 
@@ -228,16 +234,16 @@ class Conversation:
 
 
 def names_model(prompt: str) -> bool:
-    """Return True if a prompt looks like a model's name, which some programs expect there."""
+    """Return True if a prompt looks like the name of a model."""
     return _MODEL_NAME.fullmatch(prompt) is not None
 
 
 @dataclass(frozen=True)
 class Questions:
-    """Texts of `headstart run` to answer, all about the same documents and images.
+    """Prompts of `headstart run`, all about the same documents and images.
 
-    raw: complete the texts without the model's chat template. form: the format of the answers; None
-    for any text.
+    raw: complete the texts without the model's chat template. form: the format of the answers, if
+    it is prescribed.
     """
 
     texts: tuple[str, ...]
@@ -268,8 +274,7 @@ class Questions:
     def check_model(self, folder: Path, config: EngineConfig) -> None:
         """Raise RequestError for images or texts that the model in `folder` does not support.
 
-        Called before the model is loaded. If only the chat template makes a prompt too long, the
-        engine reports that later.
+        It is called before the model is loaded, and counts tokens without the chat template.
         """
         settings = folder / "config.json"
         content = read_json(settings) if settings.is_file() else None
@@ -286,7 +291,7 @@ class Questions:
         if limit is None or len(longest.encode()) < limit:
             return  # a token has at least one byte
         with waiting("counting the tokens of the prompt"):
-            # The import takes a second, but the model needs it anyway.
+            # This import takes a second. The model needs it anyway.
             codec = load_module("headstart.frontend.text")
             codec.check_text_fits(folder, longest, limit)
 
@@ -294,18 +299,17 @@ class Questions:
         """Raise RequestError for an answer that was cut off before its JSON was complete."""
         for number, answer in enumerate(answers if self.form is not None else (), start=1):
             try:
-                # Python's int() refuses more than 4,300 digits.
+                # As text, because Python's int() refuses more than 4,300 digits.
                 json.loads(answer.outputs[0].text, parse_int=str)
             except ValueError as error:
                 raise RequestError(
-                    f"answer {number} was cut off and is not complete JSON; allowed: a higher "
-                    "--max-tokens "
-                    f"than {len(answer.outputs[0].token_ids)}, no --stop"
+                    f"answer {number} was cut off and is not complete JSON; allowed: --max-tokens "
+                    f"above {len(answer.outputs[0].token_ids)}, no --stop"
                 ) from error
 
 
 def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions:
-    """Remove the options about questions from `options`, and read the files that they name.
+    """Remove the options of questions from `options`, and read the files that they name.
 
     Raises RequestError.
     """
@@ -314,9 +318,7 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
     if raw and (images or system is not None):
         raise RequestError("--raw uses no chat template; --system and --image need one")
     if [*prompts, *files].count(_STDIN) > 1:
-        raise RequestError(
-            f"{_STDIN} is used more than once; allowed: once, as standard input can be read once"
-        )
+        raise RequestError(f"{_STDIN} is used more than once; standard input can be read only once")
     documents = tuple(
         _read_stdin() if file == _STDIN else read_document(Path(as_typed(file))) for file in files
     )
@@ -324,7 +326,7 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
     if not texts and not documents:
         if sys.stdin.isatty():
             raise RequestError(
-                "there is no prompt; pass one or more, or --file, or text on standard input"
+                "there is no prompt; allowed: prompts, --file, or a text on standard input"
             )
         texts = (_read_stdin(),)
     if not all(text.strip() for text in texts):
@@ -341,15 +343,15 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
 
 
 def _read_schema(path: Path) -> StructuredOutputsParams:
-    """Return the answer format for a file's JSON schema. Raises RequestError.
+    """Return the answer format for a JSON schema in a file. Raises RequestError.
 
-    White space between JSON's tokens is excluded: small models would write it endlessly.
+    It excludes white space between JSON's tokens, which small models would generate endlessly.
     """
     text = read_text(path)
     try:
         form = StructuredOutputsParams(json=text, disable_any_whitespace=True)
         with waiting(f"compiling the schema in {path}"):
-            # The compiler imports torch, which the model needs anyway.
+            # This import loads torch. The model needs it anyway.
             load_module("headstart.frontend.grammar").check_constraint(form.constraint)
     except RequestError as error:
         text = str(error).replace("structured_outputs.json", str(path))

@@ -1,4 +1,4 @@
-"""`headstart models`: the models in the Hugging Face hub's cache, and quantizing a model."""
+"""`headstart models`, which manages the models in the hub's cache and quantizes models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import click
-import huggingface_hub as hub  # imports its names when they are used, which takes 0.3 s
+import huggingface_hub as hub  # a lazy module: its names are imported when they are used
 from rich.cells import cell_len
 
 from headstart.cli.opening import NOTES, exiting_on_interrupt, folder_of
@@ -41,7 +41,7 @@ from headstart.models.files import (
 
 
 class _Row(NamedTuple):
-    """A model in the list, and its repository in the hub's cache. files: only for GGUF."""
+    """A model in the list, and its repository in the hub's cache. files: of a GGUF model."""
 
     name: str
     size: int
@@ -55,7 +55,7 @@ class _Row(NamedTuple):
 )
 @click.pass_context
 def models(context: click.Context) -> None:
-    """List the models that are on this machine; pull, remove and quantize them."""
+    """List, recommend, pull, remove and quantize models."""
     if context.invoked_subcommand is None:
         context.invoke(list_models)
 
@@ -74,8 +74,8 @@ def list_models() -> None:
 def pull(name: str) -> None:
     """Download a model from the Hugging Face hub; complete files are not downloaded again.
 
-    NAME is OWNER/NAME, or OWNER/NAME:Q4_K_M for a GGUF file in this quantization. The default for a
-    repository of GGUF files is Q4_K_M, or its only file.
+    NAME is OWNER/NAME. For a GGUF file, a quantization may follow: OWNER/NAME:Q4_K_M. The default
+    quantization is Q4_K_M, or that of the only GGUF file.
     """
     name = as_typed(name)
     if name in NOTES:
@@ -90,7 +90,7 @@ def pull(name: str) -> None:
     note(f"{name}: {show_bytes(size)} in {folder}")
 
 
-# Small models that chat: the size in MB on the hub, and the license.
+# Small models that chat: name, size in MB on the hub, and license.
 _RECOMMENDED = (
     ("Qwen/Qwen3-0.6B-GGUF:Q8_0", 640, "Apache 2.0"),
     ("bartowski/google_gemma-3-1b-it-GGUF:Q4_0", 722, "Gemma"),
@@ -100,14 +100,14 @@ _RECOMMENDED = (
     ("bartowski/Qwen_Qwen3-1.7B-GGUF:Q8_0", 2170, "Apache 2.0"),
     ("bartowski/Qwen_Qwen3-4B-GGUF:Q4_K_M", 2500, "Apache 2.0"),
 )
-_MORE_RAM = 1000  # MB in addition to the weights: torch, the tokenizer, buffers of a step
+_MORE_RAM = 1000  # MB for torch, the tokenizer, and buffers of a step
 
 
 @models.command(short_help="List small models that chat.")
 def recommend() -> None:
-    """List small models that chat, with the command that downloads and runs each.
+    """List small models that chat, each with the command that downloads and runs it.
 
-    RAM is an estimate, without cached prompts.
+    The RAM is an estimate that does not include cached prompts.
     """
     click.echo(f"{'download':>8}  {'RAM':>7}  {'license':<10}  command")
     for name, size, license in _RECOMMENDED:
@@ -124,11 +124,11 @@ def rm(name: str) -> None:
     matches = [row for row in rows if name in (row.name, row.repo.repo_id)]
     if not matches:
         names = ", ".join(row.name for row in rows)
-        allowed = f"allowed: {names}" if names else "no model was"
+        allowed = f"allowed: {names}" if names else "no model is downloaded"
         raise ModelNotFoundError(f"{name!r} is not downloaded; {allowed}")
     repo = matches[0].repo
     if len(matches) == sum(row.repo == repo for row in rows):
-        # Search only this repository: a copy under another name has the same commits.
+        # Search only this repository, since a copy under another name has the same commits.
         cached = replace(hub.scan_cache_dir(hub.constants.HF_HUB_CACHE), repos=frozenset([repo]))
         cached.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
     else:
@@ -139,7 +139,7 @@ def rm(name: str) -> None:
 
 
 def _rows() -> Iterator[_Row]:
-    """Yield the package's model, then the downloaded models; each GGUF file is a row."""
+    """Yield a row for the package's model, and for each downloaded model and GGUF file."""
     yield _Row(BUILT_IN, _weigh(find_folder(BUILT_IN)), "comes with the package")
     try:
         repos = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE).repos
@@ -189,8 +189,8 @@ def _weigh(folder: Path) -> int:
 def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
     """Write MODEL's weights in 4 bits into a new FOLDER, with little loss of quality.
 
-    A calibration text decides how each weight is rounded (GPTQ, AWQ). The folder is a checkpoint in
-    the compressed-tensors format, which vLLM and transformers read. This takes minutes, once.
+    A calibration text decides how each weight is rounded (GPTQ, AWQ). This takes minutes. The
+    result is a checkpoint in the compressed-tensors format, which vLLM and transformers read.
     """
     target = Path(as_typed(str(folder)))
     file = None if text is None else Path(as_typed(str(text))).expanduser()
@@ -198,7 +198,7 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
         gptq = load_module("headstart.models.gptq")
     gptq.check_target(target)  # before anything is downloaded
     source = as_typed(model)
-    if Path(source).suffix != ".gguf":  # GGUF is refused below; conversion would take minutes
+    if Path(source).suffix != ".gguf":  # `folder_of` would convert a GGUF file, which takes minutes
         source = str(folder_of(source))
     with waiting("reading the model's tokenizer and the text"):
         plan = gptq.plan_quantization(source, target, file)
@@ -214,9 +214,9 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
 
 @contextmanager
 def _showing(layers: int) -> Iterator[Callable[[int], None]]:
-    """Yield a callback for the number of finished layers.
+    """Show progress on stderr; yield a function to call with the number of finished layers.
 
-    The progress is one line that changes; if stderr is not a terminal, a line for each tenth.
+    In a terminal, the progress is one line that changes. Otherwise, a line for each tenth.
     """
     done, last, start, is_log = 0, 0.0, time.perf_counter(), columns_of(sys.stderr) is None
 
@@ -234,7 +234,7 @@ def _showing(layers: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _raising_on_signals() -> Iterator[None]:
-    """Raise an exception on SIGTERM and on a closed terminal, so that the folder is removed.
+    """Raise SystemExit on SIGTERM and SIGHUP, so that the new folder is removed.
 
     A signal that is already ignored, as under `nohup`, remains ignored.
     """

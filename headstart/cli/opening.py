@@ -1,4 +1,4 @@
-"""Loading of the model that `--model` names, with a progress line."""
+"""Checking and loading of the model and adapters that a command names."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ NOTES: Mapping[str, str] = {
         "are real."
     ),
 }
-# Some weights of headstart-tiny were set by formulas and need more bits than these kinds have.
+# Some weights of headstart-tiny were set by formulas. With these options they have too few bits.
 _TOO_FEW_BITS = {"kv_cache_dtype": ("int8",), "weights": ("int5", "int4")}
 
 
 def note_on(model: str, engine: Mapping[str, Any]) -> str:
     """Return a note on the quality of a model's answers; empty for most models.
 
-    engine: the given options of the engine.
+    engine: the engine's options that the user has set.
     """
     text = NOTES.get(model, "")
     narrow_kinds = [
@@ -62,17 +62,14 @@ def note_on(model: str, engine: Mapping[str, Any]) -> str:
 
 
 def resolve_model(model: str) -> str:
-    """Return the folder or hub name to load for `--model`."""
+    """Return the folder or hub name of the model that `--model` names."""
     if model != RANDOM_MODEL:
         return model
     return str(load_module("headstart.models.demo").demo_model_path())
 
 
 def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
-    """Show the note on a model, and load it.
-
-    Raises ModelError, ConfigError or OutOfMemoryError.
-    """
+    """Show the note on a model, and load it. Raises ModelError, ConfigError, OutOfMemoryError."""
     with waiting(announce(model, options)):
         return headstart.LLM(resolve_model(model), **options)
 
@@ -90,7 +87,7 @@ def announce(model: str, engine: Mapping[str, Any]) -> Callable[[float], str]:
 
 
 def folder_of(model: str) -> Path:
-    """Return the folder of a model's files, after downloading or making them if necessary.
+    """Return the folder of a model, after downloading or converting it if necessary.
 
     Raises ModelError.
     """
@@ -124,20 +121,20 @@ def read_adapters(options: dict[str, Any]) -> dict[str, Path]:
 
 def _adapter_folder(name: str, options: Mapping[str, Any]) -> Path:
     folder = Path(as_typed(name)).expanduser().absolute()
-    # Imported here, because it imports torch, which `headstart --help` must not load.
+    # Imported here because it loads torch, which `headstart --help` must not do.
     lora = load_module("headstart.models.lora_files")
     lora.read_settings(folder, options["max_lora_rank"] or EngineConfig.max_lora_rank)
     return folder
 
 
 def folder_for_text(model: str, adapter: Path | None) -> Path:
-    """Return the folder of a model, after checking that it has a tokenizer and fits `adapter`.
+    """Return the folder of a model that has a tokenizer and fits the adapter.
 
     Raises RequestError for a model without a tokenizer, ModelError or UnsupportedAdapterError.
     """
     folder = folder_of(model)
-    is_checked = not (folder / "config.json").is_file() or has_vocabulary(folder)
-    if not is_checked and load_tokenizer(folder) is None:
+    is_model = (folder / "config.json").is_file()
+    if is_model and not has_vocabulary(folder) and load_tokenizer(folder) is None:
         raise RequestError(
             f"{folder} has no tokenizer (tokenizer.json, or an older format); add the model's "
             "tokenizer, or use token ids in Python or with a server"
@@ -148,9 +145,9 @@ def folder_for_text(model: str, adapter: Path | None) -> Path:
 
 
 def check_adapter(adapter: Path, model: Path) -> None:
-    """Raise UnsupportedAdapterError if a layer's number of inputs differs from the model's.
+    """Raise UnsupportedAdapterError if the adapter's layers have other sizes than the model's.
 
-    Reads only the headers of files, before the model is loaded. Loading checks the rest.
+    Reads only the headers of files, before the model is loaded. Loading checks everything else.
     """
     try:
         packed = "quantization_config" in read_json(model / "config.json")
@@ -170,10 +167,10 @@ def check_adapter(adapter: Path, model: Path) -> None:
 
 @contextmanager
 def exiting_on_interrupt() -> Iterator[None]:
-    """Let Ctrl-C end the process during a download.
+    """Let Ctrl-C end the process at once during a download.
 
     An exception would wait for the hub's threads, which may still download gigabytes. The partial
-    files are removed, because the hub's library cannot resume them in another process.
+    files are removed, because another process cannot resume them.
     """
 
     def end(number: int, frame: object) -> None:

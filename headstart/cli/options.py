@@ -1,13 +1,13 @@
 """Flags of commands, generated from dataclasses of options, and their `--help`.
 
-A field `max_num_seqs: int = 64` becomes `--max-num-seqs INTEGER`, a bool field a pair of flags
-`--deterministic / --no-deterministic`. Only given flags are passed on, so that each default is
-defined once. `--help` shows the flags in groups, the most common first.
+A field `max_num_seqs: int = 64` becomes `--max-num-seqs INTEGER`. A bool field becomes a pair of
+flags, `--deterministic / --no-deterministic`. Flags have no defaults, so that each default is
+defined only in its dataclass. `--help` shows the flags in groups, the most common first.
 
-`headstart serve` also accepts the flags of `vllm serve`. Their values are read as in vLLM (`4k`,
-JSON, `--no-…`, dots, underscores). click reads our flags and the environment. Flags on the command
-line take precedence over the flags of a file, and the file over the environment, whichever of its
-names an option is given by.
+`headstart serve` also accepts the flags of `vllm serve` and reads their values as vLLM does (`4k`,
+JSON, `--no-…`, dots, underscores). click reads headstart's flags and the environment. An option on
+the command line takes precedence over the file of `--config`, and the file over the environment,
+even if they use different names of the option.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from headstart.server.options import ServerOptions
 from headstart.utils.argparse_utils import FlexibleArgumentParser
 from headstart.validation import Either, OneOf, describe, shorten
 
-# The command line's replies are longer and reproducible; the library has vLLM's defaults.
+# Defaults of `run`, for longer and reproducible replies. The library has vLLM's defaults.
 RUN_SAMPLING: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.0}
-# The values for a chat, unless the model's generation_config.json has its own.
+# Defaults of a chat, unless the model's generation_config.json has others.
 CHAT_SAMPLING: Mapping[str, Any] = {"max_tokens": 1024, "temperature": 0.7, "top_p": 0.95}
-# Sampling fields of generation_config.json. A file with one of them replaces all our defaults.
+# Sampling fields of generation_config.json. A file with any of them replaces CHAT_SAMPLING.
 _MODEL_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SAMPLING_FLAGS = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
@@ -90,8 +90,8 @@ _GROUPS: Mapping[str, Sequence[str]] = {
     OTHER: (),
 }
 _PREFIX = "HEADSTART_"  # prefix of environment variables
-# Variables that are not flags of a GroupedCommand.
-_OF_NO_FLAG = {
+# Environment variables of headstart that set no flag of a GroupedCommand.
+_OTHER_VARIABLES = {
     "HEADSTART_COMPILED_CACHE",
     "HEADSTART_CPU",
     "HEADSTART_DEMO_DIR",
@@ -99,15 +99,15 @@ _OF_NO_FLAG = {
     "HEADSTART_KEYS_FOLDER",
     "HEADSTART_NATIVE",
 }
-# Names of types in errors.
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+# Names of types in error messages.
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 OptionsOfKind = TypeVar("OptionsOfKind", ServerOptions, ReplicaConfig, SpeedModel)
 
 
 class GroupedOption(click.Option):
-    """An option that `--help` shows in a group; --max-tokens is also HEADSTART_MAX_TOKENS."""
+    """An option that `--help` shows in a group, and that an environment variable may set."""
 
     def __init__(self, *args: Any, group: str = MAIN, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -116,7 +116,7 @@ class GroupedOption(click.Option):
         self.envvar = _PREFIX + self.flag.removeprefix("--").replace("-", "_").upper()
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Return the name of an option in errors: the flag and its environment variable."""
+        """Return the option's name for error messages: its flag and environment variable."""
         return f"'{self.flag}' ({self.envvar})"
 
 
@@ -132,11 +132,11 @@ class GroupedCommand(click.Command):
                 self.epilog = f"Every flag may be set in the environment instead: {usage}"
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Warn about environment variables that look like misspelled flags; run the command."""
+        """Run the command, after a warning about misspelled environment variables."""
         root = ctx.find_root().command
         commands = root.commands.values() if isinstance(root, click.Group) else [self]
         options = [option for command in commands for option in command.params]
-        names = {str(o.envvar) for o in options if isinstance(o, GroupedOption)} | _OF_NO_FLAG
+        names = {str(o.envvar) for o in options if isinstance(o, GroupedOption)} | _OTHER_VARIABLES
         for name in sorted(os.environ.keys() - names):
             matches = get_close_matches(name, names, n=1, cutoff=0.87)
             if matches and name.startswith(_PREFIX):
@@ -157,9 +157,10 @@ class GroupedCommand(click.Command):
 
 
 class Options(NamedTuple):
-    """Options of the engine, and options of sampling.
+    """Options of the engine, and sampling parameters.
 
-    given: sampling values from the command line. sampling: the same, completed with defaults.
+    given: the sampling options that the user has set. sampling: these options, completed with
+    defaults.
     """
 
     engine: dict[str, Any]
@@ -182,8 +183,8 @@ def model_option(command: Command) -> Command:
 def flags(owner: type, defaults: Mapping[str, Any] | None = None) -> Callable[[Command], Command]:
     """Return a decorator that gives a command a flag for each field of a class of options.
 
-    Of SamplingParams, only fields that make sense for one reply in a terminal become flags. A field
-    of another class with the same name, such as EngineConfig's `seed`, is left out.
+    Only the fields in SAMPLING_FLAGS become flags of SamplingParams. Fields of another class with
+    one of these names, such as EngineConfig's `seed`, are left out.
     """
 
     def decorate(command: Command) -> Command:
@@ -216,7 +217,7 @@ def sort_options(options: Mapping[str, Any], defaults: Mapping[str, Any] = RUN_S
 
 
 def check_engine(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's options that were given. Raises ConfigError."""
+    """Return the engine's options that the user has set. Raises ConfigError."""
     engine = {name: value for name, value in options.items() if value not in (None, ())}
     cores, threads = count_cores(), make_config(read_config(engine)).num_threads or 0
     if threads > cores:
@@ -228,10 +229,10 @@ def check_engine(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chat_sampling(values: Mapping[str, Any], folder: Path) -> SamplingParams:
-    """Return sampling parameters for a chat: given values, then the model's, then our defaults.
+    """Return sampling parameters for a chat. Raises RequestError.
 
-    The model's values come from its generation_config.json, which is already checked.
-    Raises RequestError.
+    `values` take precedence over the model's generation_config.json, and this file over
+    CHAT_SAMPLING. The loader of the model has checked the file.
     """
     file = folder / "generation_config.json"
     content = read_json(file) if file.is_file() else {}
@@ -246,7 +247,7 @@ def chat_sampling(values: Mapping[str, Any], folder: Path) -> SamplingParams:
 
 
 def parse_sampling(name: str, text: str) -> dict[str, Any]:
-    """Parse a sampling value of the command /set. Raises RequestError.
+    """Parse the name and the value of a /set command. Raises RequestError.
 
     >>> parse_sampling("top-p", "0.9")
     {'top_p': 0.9}
@@ -264,12 +265,12 @@ def parse_sampling(name: str, text: str) -> dict[str, Any]:
     except click.BadParameter as error:
         allowed = SamplingParams.__dataclass_fields__[name].metadata["allowed"]
         raise RequestError(
-            f"{name} is {describe(text)}; allowed: {allowed or _WORDS[kind]}"
+            f"{name} is {describe(text)}; allowed: {allowed or _TYPE_NAMES[kind]}"
         ) from error
 
 
 def check_sampling_name(name: str) -> str:
-    """Return the field of SamplingParams of this name. Raises RequestError."""
+    """Return the field of SamplingParams with this name. Raises RequestError."""
     field = name.replace("-", "_").lower()
     if field not in SAMPLING_FLAGS:
         matches = get_close_matches(field, SAMPLING_FLAGS, n=1, cutoff=0.7)
@@ -299,12 +300,12 @@ def _flag(field: Field[Any], hint: object, default: Any) -> Callable[[Command], 
     is_list = field.name == "stop" or get_origin(hint) is tuple
     if isinstance(allowed, Either):
         settings["metavar"] = f"[{'|'.join(allowed.words.values)}|INTEGER]"
-        kind = _Value()
+        kind = read_value  # the option's dataclass checks the value
     kind = _Count() if kind is int else kind
     return click.option(f"--{name}", default=None, type=kind, multiple=is_list, **settings)
 
 
-class _Count(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no such arguments
+class _Count(click.ParamType):  # type: ignore[type-arg]  # not generic in click 8.1
     """A whole number, which may be written as 4k (4,000) or 4K (4,096)."""
 
     name = "integer"
@@ -316,17 +317,8 @@ class _Count(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no suc
         return number
 
 
-class _Value(click.ParamType):  # type: ignore[type-arg]
-    """A whole number or a word; the option's dataclass checks it."""
-
-    name = "value"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return read_value(value) if isinstance(value, str) else value
-
-
 def _click_type(hint: object) -> Any:
-    """Return click's type for a field's annotation; of a union, the first type except None."""
+    """Return click's type for a field's annotation. For a union, use its first type but None."""
     if get_origin(hint) is Literal:
         return click.Choice([str(choice) for choice in get_args(hint)])
     if get_origin(hint) in (Union, types.UnionType):
@@ -334,6 +326,8 @@ def _click_type(hint: object) -> Any:
     return hint if hint in (bool, int, float, str) else str
 
 
+# vLLM's names of options, and headstart's names. The values have the same meaning, except for
+# `disable_uvicorn_access_log` and `allowed_origins`, which `_as_ours` converts.
 _OUR_NAMES = {
     "ssl_keyfile": "tls_key",
     "ssl_certfile": "tls_cert",
@@ -343,7 +337,7 @@ _OUR_NAMES = {
     "disable_uvicorn_access_log": "log_format",
     "allowed_origins": "cors_origin",
 }
-# Our options by other names with the same meaning.
+# All names of options that headstart has under another name.
 _SAME = _OUR_NAMES | {
     "limit_mm_per_prompt": "max_images",
     "lora_modules": "adapters",
@@ -355,15 +349,15 @@ _FLAG = re.compile(r"(\w[\w-]*)(\.[\w.-]+)?")
 
 
 class ServeCommand(GroupedCommand):
-    """A command that accepts vLLM's flags in addition to the flags that `--help` shows."""
+    """A command that also accepts vLLM's flags, which `--help` does not show."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.epilog = f"{self.epilog} {_HINT}"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse both kinds of flags. Raises ConfigError for an unknown or unsupported flag."""
-        if ctx.resilient_parsing:  # a shell completes an incomplete command
+        """Parse headstart's and vLLM's flags. Raises ConfigError."""
+        if ctx.resilient_parsing:  # for shell completion
             return super().parse_args(ctx, args)
         typed, others = _read(args)
         filed, file_arguments = self._read_file(ctx, typed, others)
@@ -400,7 +394,10 @@ class ServeCommand(GroupedCommand):
     def _read_file(
         self, ctx: click.Context, typed: Mapping[str, Any], arguments_left: list[str]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the result of `_read` for the file of --config, without typed options."""
+        """Return the result of `_read` for the file of --config.
+
+        Options of the file that are also set on the command line are left out.
+        """
         if not typed.get("config"):
             return {}, []
         switches = {f for f, a in _parser()._option_string_actions.items() if a.nargs == 0}
@@ -428,7 +425,7 @@ def _spell(name: str) -> str:
 
 
 class _Parser(FlexibleArgumentParser):
-    """A parser of vLLM's flags only; it reports errors as click does."""
+    """A parser of vLLM's flags that reports errors as click does."""
 
     def error(self, message: str) -> NoReturn:
         raise click.UsageError(message, click.get_current_context(silent=True))
@@ -449,15 +446,15 @@ def _parser() -> argparse.ArgumentParser:
 def _read_config(
     path: str, switches: Collection[str], lists: Collection[str]
 ) -> list[tuple[str, list[str]]]:
-    """Return the fields of a YAML file of flags, each with its arguments. Raises ConfigError.
+    """Return each option of a YAML file with its command-line arguments. Raises ConfigError.
 
-    switches: fields without a value. lists: fields that may be given several times. Errors do not
-    quote the file, which may contain a key.
+    switches: options without a value. lists: options that may be given several times. Error
+    messages do not quote the file, which may contain an API key.
     """
     yaml, prefix = load_module("yaml"), f"--config is {describe(path)};"
     try:
         text = Path(path).expanduser().read_text("utf-8")
-        # Pass scalars on as they are written: YAML would read 0123 as 83.
+        # `written` has scalars as texts, since YAML would read 0123 as 83.
         content, written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{prefix} {error}") from None
@@ -495,7 +492,7 @@ def _read_config(
 
 
 def _is_given(name: str, values: Mapping[str, Any]) -> bool:
-    """Return True if the value of vLLM's flag sets one of our options."""
+    """Return True if the value of vLLM's flag sets an option of headstart."""
     value = values.get(name)
     if name == "limit_mm_per_prompt":
         return isinstance(value, Mapping) and value.get("image") is not None
@@ -503,7 +500,7 @@ def _is_given(name: str, values: Mapping[str, Any]) -> bool:
 
 
 def _as_ours(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by headstart's names if it has them; other options keep vLLM's names."""
+    """Return options by headstart's names, or by vLLM's names if headstart has no name."""
     options = {name: value for name, value in values.items() if name not in ("config", *_OUR_NAMES)}
     vllm_options = {name: values[name] for name in _OUR_NAMES if _is_given(name, values)}
     if vllm_options.pop("disable_uvicorn_access_log", False):
@@ -521,7 +518,7 @@ def _as_ours(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_module(text: str) -> str:
-    """Return an adapter, given as NAME=PATH or in JSON, as NAME=PATH. Raises ConfigError."""
+    """Convert an adapter in vLLM's JSON form to NAME=PATH. Raises ConfigError."""
     if not text.lstrip().startswith("{"):
         return text
     try:

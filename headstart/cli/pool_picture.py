@@ -29,9 +29,9 @@ MAX_CELLS = 512
 
 
 class PoolPicture:
-    """The state of each block of a pool, and the request that computed it (its owner).
+    """The state of each block of a pool, and its owner: the request that computed it.
 
-    A block that was evicted and filled again has another identity, and thus another owner.
+    When a block is filled with other content, the new request becomes its owner.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
@@ -42,9 +42,9 @@ class PoolPicture:
         self._states = [EMPTY] * count
 
     def watch(self, replies: Iterator[RequestOutput], owner: int) -> Iterator[RequestOutput]:
-        """Yield a request's outputs, and assign new blocks of the pool to `owner`.
+        """Yield the outputs of a request, and make `owner` the owner of its new blocks.
 
-        The picture shows the pool as it was before the request released its blocks.
+        The picture shows the state of the pool before the request released its blocks.
         """
         for count, output in enumerate(replies):
             states = self._scan(owner)
@@ -53,7 +53,7 @@ class PoolPicture:
             yield output
 
     def look(self, owner: int) -> None:
-        """Update the picture; blocks with new content belong to `owner`."""
+        """Update the picture; `owner` becomes the owner of blocks with new content."""
         self._states = self._scan(owner)
 
     def _scan(self, owner: int) -> list[str]:
@@ -71,12 +71,12 @@ class PoolPicture:
         return states
 
     def draw(self, columns: int = 80) -> Text:
-        """Draw rows of cells with the first block's id, then a legend.
+        """Draw rows of cells, each with the id of its first block, and a legend.
 
-        Rows with only empty blocks are left out, except the first row of an empty pool.
+        Rows with only empty blocks are left out. For an empty pool, the first row is drawn.
         """
         per_cell = max(1, -(-len(self._states) // MAX_CELLS))
-        cells = []  # for each cell, the state and owner of its first block in use
+        cells = []  # the state and owner of the first block in use, for each cell
         for start in range(0, len(self._states), per_cell):
             states = self._states[start : start + per_cell]
             state = min(states, key=(HELD, CACHED, EMPTY).index)
@@ -102,7 +102,7 @@ class PoolPicture:
         for state, name in ((HELD, "held"), (CACHED, "cached"), (EMPTY, "empty")):
             legend.append(f"{state} {name} {counts[state]:,}   ")
         if per_cell > 1:
-            scale = f"({per_cell:,} blocks to a sign)"
+            scale = f"({per_cell:,} blocks per sign)"
             gap = "" if legend.cell_len + len(scale) <= columns else f"\n{indent}"
             legend.append(f"{gap}{scale}", style="dim")
         legend.append(f"\n{indent}computed by request")

@@ -1,4 +1,4 @@
-"""`headstart replay`: the effect of prefix caching and routing on a trace of requests."""
+"""`headstart replay`, which simulates prefix caching and routing on a trace of requests."""
 
 from __future__ import annotations
 
@@ -64,18 +64,23 @@ _option = partial(click.option, cls=GroupedOption)
 @_option("--kv-tokens", default=2_000_000, show_default=True, help="KV memory per replica, tokens.")
 @_option("--block-size", type=int, help="Tokens in a block; default: as in the trace, at least 16.")
 @_option("--requests", type=int, help="Number of requests to replay.")
-@_option("--copies", default=1, show_default=True, help="Multiply the users.")
+@_option("--copies", default=1, show_default=True, help="Multiply the number of users.")
 @_option("--speed", default=1.0, show_default=True, help="Multiply the rate of sessions.")
 @_option("--seed", default=0, show_default=True, help="Seed of a synthetic workload.")
-@_option("--eviction", default="adaptive-lru", show_default=True, help="As in the engine.")
+@_option(
+    "--eviction",
+    default="adaptive-lru",
+    show_default=True,
+    help="Eviction policy, as in the engine.",
+)
 @_option("--json", "as_json", is_flag=True, help="Print JSON, one line.")
-@_option("--plot", type=click.Path(path_type=Path), help="Draw the table into this SVG.")
+@_option("--plot", type=click.Path(path_type=Path), help="Draw the results into this SVG file.")
 @flags(SpeedModel)
 def replay(trace: str, **options: Any) -> None:
     """Replay TRACE through real cache managers and the real router, in simulated time.
 
-    TRACE is a file (Mooncake's JSON lines, headstart's, or an npz of sessions) or the name of a
-    synthetic workload: shared-prompt, documents, chats, agents. No model runs.
+    TRACE is a file (JSON lines of Mooncake or headstart, or an npz file of sessions) or the name of
+    a synthetic workload: shared-prompt, documents, chats, agents. No model runs.
     """
     plot: Path | None = options["plot"]
     if plot is not None:  # checked before the replay, which may take minutes
@@ -163,7 +168,7 @@ def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Opt
 
 
 def _seconds(value: float) -> str:
-    """Format seconds with three digits.
+    """Format seconds with at least three digits.
 
     >>> _seconds(0.1234), _seconds(12.345), _seconds(1234.5)
     ('0.123', '12.3', '1,234')

@@ -1,4 +1,4 @@
-"""Printing of growing replies: as Markdown or wrapped text in a terminal, unchanged in a pipe."""
+"""Printing of growing replies: Markdown or wrapped text in a terminal, raw text in a pipe."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.frontend.streams import RequestStream
 
-# Control characters, with which a model could move a terminal's cursor or change its state.
+# Control characters. With them a model could move a terminal's cursor or change its state.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def print_reply(
     stream: RequestStream, *, plain: bool = False, is_text: bool = True
 ) -> RequestOutput:
-    """Print a reply as it grows, then its figures on stderr; return its last output.
+    """Print a reply while it grows, then its metrics on stderr; return its last output.
 
-    In a terminal a reply is shown as Markdown. plain: show it as wrapped text. is_text: False for
-    output such as JSON, whose lines must not be broken.
+    In a terminal, a reply is shown as Markdown. plain: show it as wrapped text instead. is_text:
+    False for output such as JSON, whose lines must not be broken.
     """
     with hiding_typed():
         with waiting(describe_reading(stream)):
@@ -59,7 +59,7 @@ def print_reply(
 
 
 def printable(text: str) -> str:
-    r"""Replace each control character except tabs and line ends by a mark.
+    r"""Replace each control character, except tabs and line ends, by U+FFFD.
 
     >>> printable("a\tb\x1b[2Jc\r\n")
     'a\tb\ufffd[2Jc\n'
@@ -68,7 +68,7 @@ def printable(text: str) -> str:
 
 
 class RawWriter:
-    """A text in unbroken lines. clean: replace control characters, for a terminal."""
+    """A writer that does not break lines. clean: replace control characters, for a terminal."""
 
     def __init__(self, *, clean: bool = False) -> None:
         self._clean = clean
@@ -81,14 +81,14 @@ class RawWriter:
         click.echo()
 
     def write(self, text: str) -> None:
-        """Show the text so far, which begins with the text of the last call."""
+        """Show the text so far. It must begin with the text of the previous call."""
         new = text[self._printed :]
         click.echo(printable(new) if self._clean else new, nl=False)
         self._printed = len(text)
 
 
 class WrappingWriter(RawWriter):
-    """A text with lines broken between words. A word is shown when it is complete."""
+    """A writer that breaks lines between words. It shows a word when it is complete."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

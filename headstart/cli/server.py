@@ -1,4 +1,4 @@
-"""The commands `headstart serve` and `headstart keys`."""
+"""Commands `headstart serve` and `headstart keys`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 FIRST_QUESTION = "Anna Smith is 31. Ben Jones is 45. How old is Ben Jones?"
-"""A question that headstart-tiny answers correctly in every dtype."""
+"""A question that headstart-tiny answers correctly with every dtype."""
 _PATHS = ("tokenizer", "chat_template", "generation_config")
 
 
@@ -45,8 +45,8 @@ def run_server(
 ) -> None:
     """Load a model, or start replicas of it, and serve it until a signal arrives.
 
-    adapters: folders by name. Raises AdapterError, ConfigError, ModelError, OutOfMemoryError or
-    EngineError.
+    adapters: folders of adapters by name. Raises AdapterError, ConfigError, ModelError,
+    OutOfMemoryError or EngineError.
     """
     extra = "cluster" if replicas.is_wanted else "serve"  # cluster includes serve
     with waiting("importing the server"):
@@ -63,7 +63,7 @@ def run_server(
         if _speaks(model):
             address.speaks, address.shows_pool = True, False
             _check_speech(options, replicas, adapters, engine)
-            config = read_config(engine)  # dtype and device; its stages have the others
+            config = read_config(engine)  # dtype and device are of the model, others of its stages
             of_model = {name: config.pop(name) for name in ("dtype", "device") if name in config}
             with waiting(announce(model, engine)):
                 make = load_module("headstart.omni.omni").AsyncOmni
@@ -96,7 +96,7 @@ def run_server(
 
 
 def _speaks(model: str) -> bool:
-    """Return True for a model of several stages. Loading reports any problem of the model."""
+    """Return True for a model of several stages, and False for a model that cannot be read."""
     if model in (RANDOM_MODEL, BUILT_IN):
         return False
     with waiting(announce(model, {})), suppress(ModelError):
@@ -110,7 +110,7 @@ def _check_speech(
     adapters: Mapping[str, Path],
     engine: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError for options that a model that speaks does not support."""
+    """Raise ConfigError for options that only models with text output support."""
     refused = {
         "replicas": replicas.is_wanted,
         "adapter": bool(adapters),
@@ -137,7 +137,7 @@ def _open_replicas(
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path of an existing file, since replicas run in another folder."""
+    """Make the path of an existing file absolute, since replicas run in another folder."""
     return os.path.abspath(path) if os.path.exists(path) else path
 
 
@@ -151,7 +151,7 @@ def _import_optional(module: str, extra: str) -> Any:
 
 @dataclass
 class Address:
-    """The address of a server, and a first request for it."""
+    """The address of a server, and an example of a request."""
 
     socket: socket.socket
     options: ServerOptions
@@ -162,7 +162,7 @@ class Address:
     bounds: str = ""
 
     def show(self) -> None:
-        """Print the address and examples."""
+        """Print the address and the example."""
         host, port = self.socket.getsockname()[:2]
         scheme = "http" if self.options.tls_cert is None else "https"
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -185,7 +185,7 @@ class Address:
             *([f"Memory limits: {self.bounds}"] if self.bounds else []),
             "Ctrl-C stops the server.\n",
         ]
-        click.secho("\n".join(lines), dim=True, err=True)  # unbroken lines, to be copied
+        click.secho("\n".join(lines), dim=True, err=True)  # without breaking lines, for copying
 
 
 _folder = partial(
@@ -205,15 +205,15 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("name")
-@click.option("--group", help="Keys of one group are one tenant and share cached blocks.")
+@click.option("--group", help="Keys of a group are one tenant and share cached blocks.")
 @click.option("--weight", type=float, default=1.0, show_default=True, help="Share of a full cache.")
 @click.option("--admin", is_flag=True, help="The key may also manage the server.")
 @_folder()
 def add(name: str, group: str | None, weight: float, admin: bool, folder: str | None) -> None:
-    """Make a key. It is shown once: only its hash is stored."""
+    """Create a key and show it once. Only its hash is stored."""
     keys = KeyFolder(folder)
     key = keys.add(name, group=group, weight=weight, admin=admin)
-    note(f"the key of {name} is shown once; {keys.file} has only its hash:")
+    note(f"the key of {name}, which is shown only now; {keys.file} has its hash:")
     click.echo(key)
 
 
@@ -223,7 +223,7 @@ def list_keys(folder: str | None) -> None:
     """List the keys."""
     rows = KeyFolder(folder).read()
     if not rows:
-        note("there are no keys; headstart keys add NAME makes one")
+        note("there are no keys; headstart keys add NAME creates a key")
         return
     width = max(len(key.name) for key in rows)
     groups = max(len(key.group or "-") for key in rows)
@@ -237,13 +237,13 @@ def list_keys(folder: str | None) -> None:
 @click.argument("name")
 @_folder()
 def rm(name: str, folder: str | None) -> None:
-    """Remove a key: a running server refuses it from now on."""
+    """Remove a key. A running server refuses it at once."""
     KeyFolder(folder).remove(name)
     note(f"{name} is removed")
 
 
 def _describe_memory(llm: AsyncLLM) -> str:
-    """Describe the memory that the caches of an engine may take."""
+    """Describe the greatest memory of an engine's caches."""
     facts, tiers = llm.frontend.facts, llm.tiers
     parts = []
     if llm.kv_cache_bytes:  # without K/V, all layers are recurrent
@@ -258,5 +258,5 @@ def _describe_memory(llm: AsyncLLM) -> str:
         parts.append(f"{facts.num_states:,} states of recurrent layers {size}")
     if tiers is not None:
         size = show_bytes(tiers.queue_bytes)
-        parts.append(f"blocks and images to save and blocks to load {size} each")
+        parts.append(f"blocks and images to save, and blocks to load, {size} each")
     return ", ".join(parts)

@@ -1,7 +1,7 @@
-"""The terminal: notes, errors, waits and figures, in any locale and at any width.
+"""Input and output in a terminal of any locale and width: notes, errors, progress, metrics.
 
 Under the C locale, or with PYTHONIOENCODING=latin-1, Python cannot write most characters, and reads
-undecodable bytes as lone surrogates. This module prevents tracebacks in both cases.
+undecodable bytes as lone surrogates. This module prevents the tracebacks that would result.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
 if sys.platform != "win32":
     import termios
 
-# Spaces that are not after a comma or a middle dot, and a replacement that is not broken.
+# Spaces that do not follow a comma or a middle dot.
 _BETWEEN_WORDS = re.compile(r"(?<![,\N{MIDDLE DOT}]) ")
 _GLUE = "\N{NO-BREAK SPACE}"
 MAX_WIDTH = 80  # columns of a picture
-_PATIENCE = 0.3  # seconds before a line appears
-_FEW = 0.02  # share of the files (such as headers) that is too small to estimate a speed
-_SAMPLES = 256  # pages to check of each file
+_PATIENCE = 0.3  # seconds before a progress line appears
+_FEW = 0.02  # a share of the files, such as their headers, too small to estimate a speed
+_SAMPLES = 256  # pages of each file in the sample
 
 
 class OutputConsole(Console):
-    """A console that raises BrokenPipeError; rich's ends the program with status 1 instead."""
+    """A console that raises BrokenPipeError. rich's own ends the program with status 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr show ? for characters that they cannot encode; make stdin strict.
+    """Make stdout and stderr replace characters that they cannot encode by ?; make stdin strict.
 
-    An ASCII stdin is read as UTF-8. Closed streams are replaced by empty streams.
+    A stdin in ASCII is read as UTF-8. Closed streams are replaced by empty streams.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -100,9 +100,10 @@ def as_typed(argument: str) -> str:
 
 
 def note(text: str, indent: str = "", *, in_parts: bool = False) -> None:
-    """Write a dim line to stderr; in a terminal it is broken between words.
+    """Write a dim text to stderr, and break lines between words if stderr is a terminal.
 
-    indent: prefix of further lines. in_parts: break only after commas and middle dots.
+    indent: prefix of all lines but the first. in_parts: break lines only after commas and middle
+    dots.
     """
     if in_parts:
         text = _BETWEEN_WORDS.sub(_GLUE, text)
@@ -110,17 +111,17 @@ def note(text: str, indent: str = "", *, in_parts: bool = False) -> None:
 
 
 def show_error(text: object) -> None:
-    """Write an error to stderr; in a terminal it is broken between words."""
+    """Write an error to stderr, and break lines between words if stderr is a terminal."""
     click.echo(_fit(f"headstart: {text}", sys.stderr), err=True)
 
 
 def show_field(name: str, text: str, indent: int) -> None:
-    """Write a name and its text to stdout; further lines are indented, too."""
+    """Write a name and its text to stdout. All lines of the text are indented."""
     click.echo(_fit(f"{name:{indent}}{text}", sys.stdout, " " * indent))
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Return the columns of a stream's terminal; None if it is not a terminal."""
+    """Return the number of columns of a stream's terminal; None if it is not a terminal."""
     if not stream.isatty():
         return None
     with suppress(OSError):
@@ -130,7 +131,7 @@ def columns_of(stream: TextIO) -> int | None:
 
 
 def _fit(text: str, stream: TextIO, indent: str = "") -> str:
-    """Break lines at the terminal's width, never within names and flags: users copy them."""
+    """Break lines at the terminal's width, but not within names and flags, which users copy."""
     columns = columns_of(stream)
     if columns is None:
         return text
@@ -145,7 +146,7 @@ def _fit(text: str, stream: TextIO, indent: str = "") -> str:
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object], *signals: int) -> Iterator[None]:
-    """Handle signals within a context; does nothing outside of the main thread."""
+    """Handle signals within a context. Outside of the main thread, do nothing."""
     is_main = threading.current_thread() is threading.main_thread()
     old_handlers = {number: signal.signal(number, handler) for number in signals if is_main}
     try:
@@ -156,18 +157,18 @@ def handling(handler: Callable[[int, FrameType | None], object], *signals: int) 
 
 
 def hiding_typed() -> AbstractContextManager[None]:
-    """Switch the terminal's echo off, as it would disturb redrawn lines. Input is not lost."""
+    """Switch off the terminal's echo, which would disturb redrawn lines. Input is not lost."""
     return _changed_terminal(lambda flags: flags & ~termios.ECHO)
 
 
 def keeping_typed() -> AbstractContextManager[None]:
-    """Retain input that was typed before Ctrl-C; the terminal would discard it."""
+    """Retain input that was typed before Ctrl-C, which the terminal would discard."""
     return _changed_terminal(lambda flags: flags | termios.NOFLSH)
 
 
 @contextmanager
 def _changed_terminal(change: Callable[[int], int]) -> Iterator[None]:
-    """Change the local flags of the keyboard's terminal, if any, within a context."""
+    """Change the local flags of the terminal of stdin within a context."""
     if not _has_keyboard():
         yield
         return
@@ -193,12 +194,12 @@ def _has_keyboard() -> bool:
         return False
     try:
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    except OSError:  # the terminal belongs to another session
+    except OSError:  # another session has the terminal
         return False
 
 
 def duration(seconds: float | None) -> str:
-    """Return about three digits and a unit; a dash for None.
+    """Format seconds with about three digits and a unit; None as a dash.
 
     >>> duration(2.314), duration(0.3141), duration(0.03141), duration(None), duration(1593.84)
     ('2.31 s', '314 ms', '31.4 ms', '–', '26.6 min')
@@ -213,7 +214,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _roughly(seconds: float) -> str:
-    """Return an estimated time.
+    """Format seconds as an estimate.
 
     >>> _roughly(0.2), _roughly(59.8), _roughly(100)
     ('1 s', '60 s', '2 min')
@@ -222,7 +223,7 @@ def _roughly(seconds: float) -> str:
 
 
 def show_bytes(size: float) -> str:
-    """Return a size in the unit that leaves one to three digits before the point.
+    """Format a number of bytes in the unit that leaves one to three digits before the point.
 
     >>> show_bytes(999), show_bytes(3_087_467_144)
     ('999 B', '3.1 GB')
@@ -234,7 +235,7 @@ def show_bytes(size: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number and a noun, with an s for the plural.
+    """Format a number and a noun, with an s for the plural.
 
     >>> count(1, "turn"), count(1200, "turn")
     ('1 turn', '1,200 turns')
@@ -243,13 +244,13 @@ def count(number: int, noun: str) -> str:
 
 
 def cached_share(output: RequestOutput) -> str:
-    """Return the cached prompt tokens and their share of the prompt, rounded down."""
+    """Format the number of cached prompt tokens and their share of the prompt, rounded down."""
     percent = 100 * output.num_cached_tokens // len(output.prompt_token_ids)
     return f"{output.num_cached_tokens:,} ({percent}%)"
 
 
 def figures(output: RequestOutput) -> str:
-    """Return the line below a reply: its tokens, cached tokens, and times."""
+    """Return the line below a reply: numbers of tokens and cached tokens, and times."""
     metrics, end = output.metrics, output.outputs[0].finish_reason
     end = "interrupted" if end == "abort" else end
     if not output.outputs[0].text.strip():
@@ -268,24 +269,24 @@ def figures(output: RequestOutput) -> str:
 
 
 def draw_svg(parts: Iterable[RenderableType], title: str) -> str:
-    """Return an output as an SVG that loads no fonts."""
+    """Draw the parts of an output as an SVG that loads no fonts."""
     recorder = Console(record=True, width=MAX_WIDTH, file=io.StringIO(), highlight=False)
     for part in parts:
         recorder.print(part)
     svg = recorder.export_svg(title=title)
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
     svg = svg.replace("Fira Code", "ui-monospace, Menlo, DejaVu Sans Mono")
-    # Viewers other than browsers drop spaces at the ends of a text and ignore textLength, so the
-    # font size must give letters of the same width as rich's font.
+    # Some viewers drop spaces at the ends of a text and ignore textLength. So spaces are preserved,
+    # and the font size gives letters of the same width as rich's font.
     svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
     return svg.replace("font-size: 20px", "font-size: 20.27px")
 
 
 @contextmanager
 def waiting(message: str | Callable[[float], str]) -> Iterator[None]:
-    """Show a line on stderr until the block ends, if stderr is a terminal.
+    """Show a progress line on stderr within a context, if stderr is a terminal.
 
-    message: a text, which is followed by the time; or a function of the seconds since the start.
+    message: a text, which is followed by the time, or a function of the seconds since the start.
     """
     console = OutputConsole(stderr=True, highlight=False)
     if not console.is_terminal:
@@ -305,7 +306,10 @@ def waiting(message: str | Callable[[float], str]) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr if that is a terminal; yield a function to call with done and total."""
+    """Show a progress bar, if stderr is a terminal; yield a function to update it.
+
+    The function takes the number of finished items and the number of all items.
+    """
     console = OutputConsole(stderr=True, highlight=False)
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     disable = not console.is_terminal
@@ -315,10 +319,10 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class CachedShare:
-    """An estimate of the share of files in the system's page cache, from a sample of pages."""
+    """An estimate of the share of files that is in the system's page cache."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Map the files. Raises OSError if the system has no `mincore`."""
+        """Map the files. Raises OSError on a system without `mincore`."""
         try:
             self._mincore = ctypes.CDLL(None, use_errno=True).mincore
         except (AttributeError, TypeError) as error:  # Windows
@@ -327,7 +331,7 @@ class CachedShare:
         self._maps = [numpy.memmap(file, numpy.uint8, mode="r") for file in files]
 
     def read(self) -> float:
-        """Return a number from 0 to 1. Raises OSError."""
+        """Return the share, from 0 to 1, by a sample of pages. Raises OSError."""
         state, cached = (ctypes.c_ubyte * 1)(), 0.0
         for content in self._maps:
             pages = range(0, content.size, mmap.PAGESIZE)
@@ -343,7 +347,7 @@ class CachedShare:
 def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]:
     """Return a function for `waiting` while a model is loaded from its files of weights.
 
-    While the files are read from disk, it shows the progress and the estimated time left.
+    While the files are read from disk, it returns the progress and the estimated time left.
     """
     size = sum(file.stat().st_size for file in files)
     try:
@@ -351,18 +355,18 @@ def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]
         first = cached.read() if cached else 1.0
     except (OSError, ValueError):  # the system has no mincore, or the file is empty
         cached, first = None, 1.0
-    began, share_then = 0.0, first  # when reading began, and the share that was cached then
+    began, share_before = 0.0, first  # the start of reading, and the share that was cached before
 
     def describe(elapsed: float) -> str:
-        nonlocal began, share_then
+        nonlocal began, share_before
         share = 1.0
         if cached and first < 1:
             with suppress(OSError):
                 share = cached.read()
-        if share <= first + _FEW:  # reading has not begun: modules are still imported
-            began, share_then = elapsed, share
-        if share_then < share < 1:
-            left = _roughly((elapsed - began) * (1 - share) / (share - share_then))
+        if share <= first + _FEW:  # modules are still imported
+            began, share_before = elapsed, share
+        if share_before < share < 1:
+            left = _roughly((elapsed - began) * (1 - share) / (share - share_before))
             read = f"read {show_bytes(share * size)} of {show_bytes(size)} of weights"
             return f"loading {name}: {read}; about {left} to go"
         weights = f", {show_bytes(size)} of weights" if size else ""
@@ -372,12 +376,12 @@ def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]
 
 
 def describe_reading(stream: RequestStream) -> Callable[[float], str]:
-    """Return a function for `waiting` while the prompt of a request is read.
+    """Return a function for `waiting` while the prompt of a request is computed.
 
-    It shows the progress and the estimated time left. Before the first chunk and after the last, it
-    shows the time since the beginning instead.
+    It returns the progress and the estimated time left. Before the first chunk and after the last,
+    it returns the time since the start instead.
     """
-    num_read, last = 0, 0.0  # tokens read so far, and the time of the last progress
+    num_read, last = 0, 0.0  # the number of tokens so far, and the time of the last change
 
     def describe(elapsed: float) -> str:
         nonlocal num_read, last
@@ -398,7 +402,7 @@ def describe_reading(stream: RequestStream) -> Callable[[float], str]:
 def quantizing_line(done: int, layers: int, elapsed: float, last: float) -> str:
     """Return a line with the number of quantized layers and the estimated time left.
 
-    last: the seconds that the finished layers took.
+    elapsed: the seconds since the start. last: the seconds from the start to the last layer's end.
 
     >>> quantizing_line(0, 30, 1.0, 0.0), quantizing_line(10, 30, 21.0, 20.0)
     ('quantizing 30 layers', 'quantized 10 of 30 layers; about 39 s to go')

@@ -68,8 +68,8 @@ class _Node(PrefixNode):
 
     __slots__ = ("nbytes", "needed", "rows")
 
-    def place(self, parent: PrefixNode | None, key: BlockKey) -> None:
-        super().place(parent, key)
+    def set_fields(self, parent: PrefixNode | None, key: BlockKey) -> None:
+        super().set_fields(parent, key)
         self.rows: dict[str, Tensor] = {}
         self.needed: frozenset[str] = frozenset()
         self.nbytes = NODE_BYTES + len(key)

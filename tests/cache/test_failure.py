@@ -175,10 +175,10 @@ def test_misuse_is_a_cache_error_and_changes_nothing() -> None:
     found = manager.get_computed_blocks(stranger)
     before = snapshot(manager, stranger, impostor)
     for misuse, complaint in (
-        (lambda: manager.append_slots(running, 1), "from 1 to 0 tokens are left"),
+        (lambda: manager.append_slots(running, 1), "which has 0 tokens left"),
         (
             lambda: manager.append_slots(stepping, 4),
-            "4 slots requested for 'stepping'; from 1 to 3",
+            "4 slots requested for 'stepping', which has 3 tokens left",
         ),
         (lambda: manager.append_slots(stepping, 0), "0 slots requested for 'stepping'"),
         (lambda: manager.append_slots(stepping, -3), "-3 slots requested for 'stepping'"),
@@ -205,7 +205,7 @@ def test_what_was_hit_is_not_left_to_compute() -> None:
     finish(manager, "first", PROMPT[:8])
     sequence = TokenSequence("second", PROMPT)
     found = manager.get_computed_blocks(sequence)
-    with pytest.raises(CacheError, match="3 slots requested for 'second'; from 1 to 2 tokens"):
+    with pytest.raises(CacheError, match="3 slots requested for 'second', which has 2 tokens left"):
         manager.allocate_slots(sequence, 3, found)
     assert manager.allocate_slots(sequence, 2, found) is not None
 
@@ -219,7 +219,7 @@ def test_a_new_sequence_has_nothing() -> None:
 def test_a_lookup_of_another_sequence_is_refused() -> None:
     manager = make_manager()
     found = manager.get_computed_blocks(TokenSequence("one", PROMPT))
-    with pytest.raises(CacheError, match="the lookup given for 'other' is another sequence's"):
+    with pytest.raises(CacheError, match="the lookup passed for 'other' is of another sequence"):
         manager.allocate_slots(TokenSequence("other", PROMPT), 10, found)
 
 
@@ -243,7 +243,7 @@ def test_a_lookup_older_than_a_loss_is_refused(what: str) -> None:
     else:
         assert manager.reset_prefix_cache()
     before = snapshot(manager, sequence)
-    with pytest.raises(CacheError, match="lookup of 'late' is older than an eviction: look again"):
+    with pytest.raises(CacheError, match="lookup of 'late' is older than an eviction; repeat it"):
         manager.allocate_slots(sequence, 1, found)
     assert snapshot(manager, sequence) == before
     assert manager.allocate_slots(sequence, 9, manager.get_computed_blocks(sequence)) is not None
@@ -344,9 +344,9 @@ def test_a_lookup_of_another_manager_moves_nothing_in_either(partial_hits: bool)
         found = theirs.get_computed_blocks(sequence)
         for lookup in (found, found.cut(0, theirs.block_size)):
             before = snapshot(theirs, sequence), snapshot(ours)
-            with pytest.raises(CacheError, match="lookup of 'second' is another manager's"):
+            with pytest.raises(CacheError, match="lookup of 'second' is of another manager"):
                 ours.allocate_slots(sequence, 1, lookup)
-            with pytest.raises(CacheError, match="lookup of 'second' is another manager's"):
+            with pytest.raises(CacheError, match="lookup of 'second' is of another manager"):
                 ours.can_admit(lookup)
             assert (snapshot(theirs, sequence), snapshot(ours)) == before
     assert hits(cached, PROMPT) == (9 if partial_hits else 8)

@@ -247,7 +247,7 @@ BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (reuse_too_much, "running reuses blocks that are not indexed"),
     (switch_too_far, "running switched too far"),
     (announce_something_else, "half announces another block"),
-    (announce_and_be_gone, "gone announces, and is gone"),
+    (announce_and_be_gone, "gone announces a block after its end"),
 ]
 
 

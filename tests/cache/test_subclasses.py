@@ -83,8 +83,8 @@ def test_a_policy_that_derives_from_ours_and_one_that_derives_from_nothing() -> 
 class Weighed(PrefixNode):
     """A node that knows more."""
 
-    def place(self, parent: PrefixNode | None, key: BlockKey) -> None:
-        super().place(parent, key)
+    def set_fields(self, parent: PrefixNode | None, key: BlockKey) -> None:
+        super().set_fields(parent, key)
         self.weight = len(key)
 
 

@@ -67,7 +67,7 @@ class Engine:
         manager.commit_step()
         self.unsaved.commit()
         some = self.unsaved.pending(drawn.randrange(1, 5))
-        self.unsaved.handed_on(self.save(some, has_room=drawn.random() < 0.5))
+        self.unsaved.remove(self.save(some, has_room=drawn.random() < 0.5))
         for sequence in list(self.running):
             if drawn.random() < 0.4:
                 self.end(sequence)
@@ -105,7 +105,7 @@ def test_what_is_handed_on_lies_there_and_nothing_is_left_out(seed: int, dedupli
         engine.step(number)
         engine.manager.check()
     while some := engine.unsaved.pending(3):
-        engine.unsaved.handed_on(engine.save(some, has_room=True))
+        engine.unsaved.remove(engine.save(some, has_room=True))
     assert len(engine.saved) > 100
     cached = {name for name in engine.written if name in engine.rows.values()}
     assert len(engine.unsaved) == 0
@@ -142,6 +142,6 @@ def test_a_few_blocks_are_handed_on_without_a_look_at_all_others() -> None:
     for at in (1, 2):
         few = unsaved.pending(3)
         assert [block.depth for block in few] == list(range(3 * at - 3, 3 * at))
-        unsaved.handed_on(3)
+        unsaved.remove(3)
     assert len(unsaved) == 500 - 10 - 6
     assert walked.count < 30

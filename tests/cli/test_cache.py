@@ -115,16 +115,18 @@ def test_a_name_that_nothing_has_is_an_error_before_any_work(cache: Cache) -> No
     )
     for names in (["0" * 8], [shared, "0" * 8], ["0" * 64]):
         said = cache("drop", *names, status=2).stderr
-        assert f"no prefix {names[-1]!r} is kept; kept: " in said
+        assert f"no prefix {names[-1]!r} is stored; stored: " in said
         assert all(name in said for name in (shared, one, other, "of tiny-model (float32);"))
     for name in ("zzz", "zzzz", "abc", "tiny-model", "0" * 65, ""):
         said = cache("drop", shared, name, status=2).stderr
-        assert f"{name!r} is not a hash; allowed: 4 hexadecimal digits of one or more; kept" in said
+        assert (
+            f"{name!r} is not a hash; allowed: at least 4 hexadecimal digits of one; stored" in said
+        )
         assert all(name in said for name in (shared, one, other, "headstart cache ls MODEL"))
     assert shared in cache("export", "zzzz", "nowhere", status=2).stderr
     assert "112 tokens in 7 blocks" in cache("stat").output
     assert cache("drop", shared.upper(), one).output == "7 blocks dropped\n"
-    assert "kept: none;" in cache("drop", shared, status=2).stderr
+    assert "stored: none;" in cache("drop", shared, status=2).stderr
 
 
 def keep(folder: Path, model: ModelRecord, *names: str) -> None:
@@ -147,7 +149,7 @@ def test_models_of_one_name_are_listed_and_dropped_together(cache: Cache, folder
     names = [line.split()[0] for line in cache("ls", "bbbb").output.splitlines()]
     assert names == ["prefix", "000000010100", "000000010200"]
     for nothing in ("", "t", "aaa", "tiny"):
-        assert "models that have: " in cache("drop", "--model", nothing, status=2).stderr
+        assert "are stored; allowed: " in cache("drop", "--model", nothing, status=2).stderr
     assert cache("drop", "--model", "aaaa").output == "2 blocks dropped\n"
     assert cache("drop", "--model", "twin").output == "4 blocks dropped\n"
     assert "112 tokens in 7 blocks" in cache("stat").output
@@ -178,7 +180,7 @@ def test_a_name_that_several_prefixes_have_is_an_error(cache: Cache, folder: Pat
     keep(folder, ModelRecord("a" * 64, "twin", 16, 1000), "12340001", "12340002")
     for arguments in (["drop", "1234"], ["export", "1234", "nowhere"]):
         said = cache(*arguments, status=2).stderr
-        assert "'1234' is the beginning of 2 names" in said
+        assert "2 names begin with '1234'" in said
         assert "123400010000" in said and "123400020000" in said
     assert cache("drop", "12340001").output == "1 block dropped\n"
     assert cache("drop", "1234").output == "1 block dropped\n"
@@ -191,9 +193,9 @@ def test_a_prefix_goes_to_another_folder(
     moved = str(tmp_path / "moved")
     cache("export", name, moved)
     assert "exists" in cache("export", name, moved, status=2).stderr
-    assert cache("import", moved).output == "0 tokens of tiny-model (float32) are new here\n"
+    assert cache("import", moved).output == "0 new tokens of tiny-model (float32) are stored\n"
     cache("drop", "--model", "tiny-model")
-    assert cache("import", moved).output == "112 tokens of tiny-model (float32) are new here\n"
+    assert cache("import", moved).output == "112 new tokens of tiny-model (float32) are stored\n"
     assert hits(model, folder) == [96, 16]
 
 
@@ -272,7 +274,7 @@ def test_damage_is_told_and_repaired(cache: Cache, folder: Path) -> None:
     assert "1 damaged" in cache("verify", "--repair", status=1).output
     assert "6 whole" in cache("verify").output
     cache("drop", "--all")
-    assert cache("verify").output == "no blocks are kept\n"
+    assert cache("verify").output == "no blocks are stored\n"
 
 
 def test_a_file_that_goes_while_sizes_are_added_up_counts_nothing(folder: Path) -> None:

@@ -93,7 +93,7 @@ def test_what_is_dropped_leaves_no_words(model: Path, tmp_path: Path) -> None:
     with closing(DiskStore(folder, state.model.record, 1 << 30)) as store:
         store.clear()
     assert b"there were answers" not in (folder / INDEX).read_bytes()
-    assert listed(folder) == "no prefixes are kept\n"
+    assert listed(folder) == "no prefixes are stored\n"
 
 
 def test_a_tokenizer_that_raises_costs_the_words_alone(

@@ -216,7 +216,7 @@ def test_a_document_waits_on_after_an_interrupted_read(tmp_path: Path) -> None:
     terminal.wait(r"read [\d,]+ of")
     terminal.send("\x03")
     terminal.wait("interrupted before the reply began")
-    terminal.wait(rf"still waiting for your next message: people.md \({tokens} tokens\);")
+    terminal.wait(rf"people.md \({tokens} tokens\): still to be sent with your next message")
     terminal.wait(READY)
     terminal.send("/undo\r")
     terminal.wait("are removed")

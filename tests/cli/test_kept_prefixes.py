@@ -23,15 +23,15 @@ def test_a_file_is_read_once(demo_model: Path, tmp_path: Path) -> None:
         return call("run", *SMALL, *arguments, env=usual(tmp_path)).stderr
 
     first = ask("What is it?")
-    assert f"prefixes are kept in {kept}: 0 B of 10.7 GB; --cache-dir off keeps none" in first
+    assert f"prefixes are stored in {kept}: 0 B of 10.7 GB; --cache-dir off stores none" in first
     assert cached_tokens(first) == [0] and " from disk" not in first
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
     second = ask("Who is it for?")
     [loaded] = re.findall(r"cached (\d+) \(\d+%\), (\d+) from disk", second)
     assert loaded[0] == loaded[1] and int(loaded[0]) > 350
-    assert f"prefixes are kept in {kept}: 0 B" not in second
+    assert f"prefixes are stored in {kept}: 0 B" not in second
     third = ask("Who is it for?", "--cache-dir", "off")
-    assert cached_tokens(third) == [0] and "prefixes are kept" not in third
+    assert cached_tokens(third) == [0] and "prefixes are stored" not in third
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])
@@ -44,4 +44,4 @@ def test_where_prefixes_are_kept_is_told_of_a_start_that_succeeds(
         flags = ["--max-model-len", length]
         done = call(command, *SMALL, *flags, *prompt, stdin="/quit\n", env=usual(tmp_path))
         assert ("max_model_len is 999999" in done.stderr) != succeeds
-        assert ("prefixes are kept in" in done.stderr) == succeeds
+        assert ("prefixes are stored in" in done.stderr) == succeeds

@@ -151,7 +151,7 @@ def test_chat_takes_what_other_programs_call_commands(demo_model: Path) -> None:
     result = call("chat", *SMALL, "--system", "Be brief.", stdin=lines)
     hello, slashed = (int(n) for n in re.findall(r"prompt (\d+) tokens", result.stderr))
     assert slashed == hello + 1  # "/Hello"
-    assert "shows this; so does /?" in result.stderr
+    assert "shows the commands; so does /?" in result.stderr
     assert "a new conversation begins" in result.stderr
     assert "1 turn so far" in result.stderr
     assert "\nBe brief.\nBe brief.\nheadstart: /show has 'license'" in result.stderr
@@ -354,9 +354,9 @@ class TestPoolPicture:
         self.admit(manager, "a", list(range(4)))
         picture.look(1)
         assert self.rows(picture) == [HELD + EMPTY * 63]  # not the rows of empty blocks behind it
-        assert "(20 blocks to a sign)" in picture.draw().plain
+        assert "(20 blocks per sign)" in picture.draw().plain
         narrow = picture.draw(60).plain.splitlines()
-        assert "        (20 blocks to a sign)" in narrow and max(map(len, narrow)) <= 60
+        assert "        (20 blocks per sign)" in narrow and max(map(len, narrow)) <= 60
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])

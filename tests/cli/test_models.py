@@ -73,7 +73,7 @@ def test_a_model_is_removed(cache: Path) -> None:
     assert "someone/else" in said
     assert call("rm", "someone/else")[0] == 0
     said = call("rm", NAME)[2]
-    assert said == "headstart: 'someone/small' is not downloaded; no model was\n"
+    assert said == "headstart: 'someone/small' is not downloaded; no model is downloaded\n"
 
 
 class Line:

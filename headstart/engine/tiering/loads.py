@@ -198,7 +198,7 @@ class Offers:
         while blocks := self._unsaved.pending(_BATCH):
             if not self._offer(blocks):
                 return
-            self._unsaved.handed_on(len(blocks))
+            self._unsaved.remove(len(blocks))
 
     def _offer(self, blocks: Sequence[UnsavedBlock]) -> bool:
         """Copy blocks and offer them; return False if the saver has no space."""

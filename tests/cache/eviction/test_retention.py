@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, Mark, TokenSequence
+from headstart.cache import (
+    CacheConfig,
+    KVCacheBlock,
+    KVCacheManager,
+    Mark,
+    Shares,
+    TokenSequence,
+)
 from headstart.cache.block import RootNode, make_node
-from headstart.cache.eviction import make_policy
+from headstart.cache.eviction import POLICIES
 from headstart.cache.free_queue import Marks
 from headstart.cache.identity import BlockKey, Namespace
 from headstart.cache.stats import AGE_BOUNDS
@@ -211,7 +218,7 @@ OPERATIONS = st.lists(
 def test_the_order_is_that_of_the_model(operations: list[tuple[str, int, int]], name: str) -> None:
     now = [0.0]
     blocks = [KVCacheBlock(at) for at in range(10)]
-    policy = make_policy(name, blocks, marks=Marks(lambda: now[0]))
+    policy = POLICIES[name](blocks, Shares(), Marks(lambda: now[0]))
     model, held = Model(10), policy.take(10)
     for block in blocks:
         block.node = make_node(RootNode(Namespace(None, None)), BlockKey(b"x"))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.cache import ExtraKey, MultiModalItem, TokenSequence, extra_keys
+from headstart.cache import MultiModalItem, TokenSequence
 from headstart.cache.identity import (
     MAX_TOKEN_ID,
     BlockKey,
@@ -75,14 +75,6 @@ def test_an_item_is_framed_where_its_placeholders_begin() -> None:
 
 
 def test_the_reference_prompt_has_the_image_in_all_its_blocks() -> None:
-    frames = [extra_keys(at, 16, [IMAGE]) for at in range(5)]
-    assert frames == [
-        (ExtraKey(b"image hash", -8),),
-        (ExtraKey(b"image hash", 8),),
-        (ExtraKey(b"image hash", 24),),
-        (ExtraKey(b"image hash", 40),),
-        (),
-    ]
     keys = TokenSequence("image", PROMPT, items=[IMAGE]).cut(16)
     assert [b"image hash" in key for key in keys] == [True, True, True]
     tail = TokenSequence("image", PROMPT, items=[IMAGE]).cut_partial(50, 16)
@@ -91,7 +83,6 @@ def test_the_reference_prompt_has_the_image_in_all_its_blocks() -> None:
 
 def test_an_item_touches_only_the_blocks_it_lies_in() -> None:
     item = MultiModalItem(b"x", offset=4, length=4)
-    assert [len(extra_keys(at, 4, [item])) for at in range(3)] == [0, 1, 0]
     sequence = TokenSequence("one", list(range(12)), items=[item])
     assert [len(key) for key in sequence.cut(4)] == [16, 16 + 16 + 1, 16]
 

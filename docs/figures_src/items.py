@@ -3,7 +3,7 @@
 from pool import MARGIN, WIDTH, heading
 from svg import CACHED, EMPTY, HOLDERS, LINE, Canvas, Color
 
-from headstart.cache import BlockHasher, MultiModalItem, TokenSequence, extra_keys
+from headstart.cache import BlockHasher, MultiModalItem, TokenSequence
 
 BLOCK_SIZE = 16
 TEXT, PLACEHOLDERS = [1, 3, 7493, 1681, 1294, 1593, 3937, 9551], 41
@@ -38,13 +38,13 @@ def draw_items() -> Canvas:
         if block:
             canvas.line((MARGIN + 56, y - 18), (MARGIN + 56, y - 2), CACHED.line, style="arrow")
         _draw_tokens(canvas, y, token_ids[start:end], start)
-        [extra] = extra_keys(block, BLOCK_SIZE, sequence.items)
+        offset = start - item.offset
         where = (
-            f"begins {-extra.offset} tokens into the block"
-            if extra.offset < 0
-            else f"the block begins at placeholder {extra.offset}"
+            f"begins {-offset} tokens into the block"
+            if offset < 0
+            else f"the block begins at placeholder {offset}"
         )
-        words = f"extra key: image {extra.digest.hex()[:8]}…, {where}"
+        words = f"extra key: image {DIGEST.hex()[:8]}…, {where}"
         canvas.text(LEFT, y + 52, words, size=12.5, style=HOLDERS[1].line)
     canvas.text(
         MARGIN,

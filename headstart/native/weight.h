@@ -32,11 +32,17 @@ struct Weight {
     }
 };
 
-// Products of float32 rows, for CPUs with AVX2: out [rows, outputs], without the bias. The three
-// products of integers return the same bits; the last two need VNNI instructions.
-using FloatProduct = void(const Weight& weight, const float* x, int64_t rows, float* out,
-                          int threads);
-FloatProduct multiply_half, multiply_integers, multiply_integers_vnni, multiply_integers_avx512;
+// A weight, and the memory [rows, outputs] for its product.
+struct Product {
+    const Weight* weight;
+    float* out;
+};
+
+// Products of the same float32 rows with `count` weights, without the biases, for CPUs with AVX2.
+// The three functions for integers return the same bits; the last two need VNNI instructions.
+using FloatProducts = void(const Product* products, int count, const float* x, int64_t rows,
+                           int threads);
+FloatProducts multiply_half, multiply_integers, multiply_integers_vnni, multiply_integers_avx512;
 
 // Converts `pairs` pairs (whole groups) of a panel of 4 or 5 bits to bf16, multiplied by columns;
 // for CPUs with AVX-512.

@@ -99,13 +99,14 @@ void multiply(const bf16* weight, int64_t inputs, const float* rows, float (*sum
 
 }  // namespace
 
-void headstart::multiply_half(const Weight& weight, const float* x, int64_t rows, float* out,
+void headstart::multiply_half(const Product* products, int count, const float* x, int64_t rows,
                               int threads) {
-    const int64_t outputs = weight.outputs, inputs = weight.inputs;
-    const auto* numbers = static_cast<const bf16*>(weight.panels);
+    const int64_t inputs = products->weight->inputs;
     const float* splits = split(x, rows, inputs);
-    const auto multiply_some = [&](int64_t row, auto height, int64_t from, int64_t to,
-                                   int64_t ahead) {
+    const auto multiply_some = [&](const Product& product, int64_t row, auto height, int64_t from,
+                                   int64_t to, int64_t ahead) {
+        const int64_t outputs = product.weight->outputs;
+        const auto* numbers = static_cast<const bf16*>(product.weight->panels);
         constexpr int ROWS = height.value, OUTPUTS = OUTPUTS_OF[ROWS - 1];
         for (int64_t output = from; output < to;) {
             const int some = to - output < OUTPUTS ? 1 : OUTPUTS;
@@ -115,23 +116,29 @@ void headstart::multiply_half(const Weight& weight, const float* x, int64_t rows
                                                   splits + row * steps_of(inputs) * STEP, sums,
                                                   ahead * inputs);
             for (int r = 0; r < ROWS; r++)
-                std::memcpy(out + (row + r) * outputs + output, sums[r], some * sizeof(float));
+                std::memcpy(product.out + (row + r) * outputs + output, sums[r],
+                            some * sizeof(float));
             output += some;
         }
     };
     const int64_t width = inputs * sizeof(bf16);
     const int64_t tall = inputs * sizeof(float) > LONG_ROW ? TOGETHER / 2 : TOGETHER;
     const int64_t tile = std::max<int64_t>(WHOLE, TILE / width / WHOLE * WHOLE);
-    parallel(threads, [&](int thread, int all) {
-        const int64_t begin = outputs * thread / all, end = outputs * (thread + 1) / all;
+    const auto multiply_part = [&](const Product& product, int64_t begin, int64_t end) {
         for (int64_t block = 0; block < rows; block += MOST_ROWS)
             for (int64_t from = begin; from < end; from += tile) {
                 const int64_t last = std::min(rows, block + MOST_ROWS);
                 for (int64_t row = block; row < last; row += tall)
                     with_count<TOGETHER>(std::min(tall, last - row), [&](auto height) {
-                        multiply_some(row, height, from, std::min(end, from + tile),
+                        multiply_some(product, row, height, from, std::min(end, from + tile),
                                       row == block ? TOGETHER : tile);
                     });
             }
+    };
+    parallel(threads, [&](int thread, int all) {
+        for (const Product* p = products; p < products + count; p++) {
+            const int64_t outputs = p->weight->outputs;
+            multiply_part(*p, outputs * thread / all, outputs * (thread + 1) / all);
+        }
     });
 }

@@ -15,15 +15,18 @@ constexpr float TOP = 127;  // a 16-bit lane can add 16 products with 15, 8 with
 
 // Rounds group `g` of the row x.
 void round_group(const float* x, const Weight& weight, int64_t g, Group& out) {
-    alignas(32) float scaled[GROUP] = {};
-    const int64_t from = g * GROUP;
-    const int64_t count = std::min(GROUP, weight.inputs - from);
-    std::memcpy(scaled, x + from, count * sizeof(float));
-    for (int64_t k = 0; weight.columns != nullptr && k < count; k++)
-        scaled[k] *= weight.columns[from + k];
+    float copy[GROUP];
+    const float* scaled = x + g * GROUP;
+    const int64_t count = std::min(GROUP, weight.inputs - g * GROUP);
+    if (count < GROUP || weight.columns != nullptr) {
+        for (int64_t k = 0; k < GROUP; k++) copy[k] = k < count ? scaled[k] : 0.0f;
+        for (int64_t k = 0; weight.columns != nullptr && k < count; k++)
+            copy[k] *= weight.columns[g * GROUP + k];
+        scaled = copy;
+    }
     __m256i most = _mm256_setzero_si256(), added = most, parts[4];
     for (int k = 0; k < 4; k++)
-        most = _mm256_max_epi32(most, magnitude(_mm256_load_ps(scaled + 8 * k)));
+        most = _mm256_max_epi32(most, magnitude(_mm256_loadu_ps(scaled + 8 * k)));
     const Grid grid(largest(most), TOP);
     for (int k = 0; k < 4; k++) {
         parts[k] = round(scaled + 8 * k, grid.inverse);
@@ -68,20 +71,21 @@ struct Avx2 : Avx2Vectors {
 
 }  // namespace
 
-Rows integers::round_rows(const float* x, int64_t rows, const Weight& weight, int threads) {
+Group* integers::take_groups(int64_t count) {
     static thread_local Scratch memory;
-    const int64_t groups = (weight.inputs + GROUP - 1) / GROUP;
-    const Rows out{groups, memory.take<Group>(rows * groups)};
-    parallel_each(rows < MOST_ROWS ? 1 : threads, rows, [&](int64_t r) {
-        for (int64_t g = 0; g < groups; g++)
-            round_group(x + r * weight.inputs, weight, g, out.first[r * groups + g]);
-    });
-    return out;
+    return memory.take<Group>(count);
 }
 
-void headstart::multiply_integers(const Weight& weight, const float* x, int64_t rows, float* out,
+void integers::round_groups(const float* x, const Weight& weight, int64_t first, int64_t last,
+                            Group* out) {
+    const int64_t groups = groups_of(weight);
+    for (int64_t i = first; i < last; i++)
+        round_group(x + i / groups * weight.inputs, weight, i % groups, out[i]);
+}
+
+void headstart::multiply_integers(const Product* products, int count, const float* x, int64_t rows,
                                   int threads) {
-    multiply<Avx2>(weight, x, rows, out, threads);
+    integers::multiply<Avx2>(products, count, x, rows, threads);
 }
 
 // Packs 8-bit values [outputs, inputs] into panels, padded with zeros to whole groups.

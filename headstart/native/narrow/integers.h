@@ -43,6 +43,8 @@ struct Form {
     static constexpr float START_UNIT = -(1 << (BITS - 1));
 };
 
+inline int64_t groups_of(const Weight& weight) { return (weight.inputs + GROUP - 1) / GROUP; }
+
 // A group of a row as integers. sum: step times their sum. middle: -128 times their sum.
 struct Group {
     int8_t numbers[GROUP];
@@ -50,13 +52,16 @@ struct Group {
     int32_t middle;
 };
 
-// Rows [rows, groups].
+// Rounded rows [rows, groups].
 struct Rows {
     int64_t groups;
     Group* first;
 };
 
-// Rounds the rows of x. The result is in memory of the calling thread, valid until the next call.
-Rows round_rows(const float* x, int64_t rows, const Weight& weight, int threads);
+// Memory of the calling thread for rounded rows [rows, groups], valid until the next call.
+Group* take_groups(int64_t count);
+
+// Rounds groups from `first` to before `last` of all rows of x, counted row by row.
+void round_groups(const float* x, const Weight& weight, int64_t first, int64_t last, Group* out);
 
 }  // namespace headstart::integers

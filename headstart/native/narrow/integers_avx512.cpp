@@ -108,7 +108,7 @@ void headstart::widen(int64_t form, const void* from, const float* columns, int6
     });
 }
 
-void headstart::multiply_integers_avx512(const Weight& weight, const float* x, int64_t rows,
-                                         float* out, int threads) {
-    integers::multiply<Avx512>(weight, x, rows, out, threads);
+void headstart::multiply_integers_avx512(const Product* products, int count, const float* x,
+                                         int64_t rows, int threads) {
+    integers::multiply<Avx512>(products, count, x, rows, threads);
 }

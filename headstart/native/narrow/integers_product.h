@@ -122,13 +122,13 @@ template <class Kind, class Form, int ROWS, int VECTORS>
     std::memcpy(sums, sum, sizeof sum);
 }
 
+// The part of a product for panels from `begin` to before `end`.
 template <class Kind, class Form>
-void multiply_form(const Weight& weight, const float* x, int64_t rows, float* out, int threads) {
+void multiply_panels(const Weight& weight, const Rows& rounded, int64_t rows, float* out,
+                     int64_t begin, int64_t end) {
     constexpr int64_t AHEAD = 4096;  // bytes
     constexpr int ALONE = PANEL / Kind::LANES;
     const auto* blocks = static_cast<const uint8_t*>(weight.panels);
-    const int64_t panels = (weight.outputs + PANEL - 1) / PANEL;
-    const Rows rounded = round_rows(x, rows, weight, threads);
     const int64_t bytes = rounded.groups * Form::BYTES_OF_BLOCK;
     const auto run = [&](int64_t panel, int64_t row, int64_t ahead, auto count, auto vectors) {
         constexpr int64_t WIDTH = vectors.value * Kind::LANES;
@@ -142,24 +142,21 @@ void multiply_form(const Weight& weight, const float* x, int64_t rows, float* ou
             for (int64_t o = 0; o < some; o++) to[o] = sums[r][o] * scales[o];
         }
     };
-    parallel(threads, [&](int thread, int all) {
-        const int64_t begin = panels * thread / all, end = panels * (thread + 1) / all;
-        for (int64_t block = 0; block < rows; block += MOST_ROWS) {
-            const int64_t last = std::min(rows, block + MOST_ROWS);
-            // One or two rows are limited by memory, which is fastest to read sequentially.
-            const int64_t together = ALONE == 1 && last - block > 2 ? 2 : 1;
-            for (int64_t panel = begin; panel < end; panel += together)
-                for (int64_t row = block; row < last; row += Kind::MOST)
-                    with_count<Kind::MOST>(last - row, [&](auto count) {
-                        const int64_t ahead = row == block ? std::min(bytes, AHEAD) : 0;
-                        if (together == 2 && panel + 1 < end)
-                            run(panel, row, row == block ? 2 * bytes : 0, count,
-                                std::integral_constant<int, 2>());
-                        else
-                            run(panel, row, ahead, count, std::integral_constant<int, ALONE>());
-                    });
-        }
-    });
+    for (int64_t block = 0; block < rows; block += MOST_ROWS) {
+        const int64_t last = std::min(rows, block + MOST_ROWS);
+        // One or two rows are limited by memory, which is fastest to read sequentially.
+        const int64_t together = ALONE == 1 && last - block > 2 ? 2 : 1;
+        for (int64_t panel = begin; panel < end; panel += together)
+            for (int64_t row = block; row < last; row += Kind::MOST)
+                with_count<Kind::MOST>(last - row, [&](auto count) {
+                    const int64_t ahead = row == block ? std::min(bytes, AHEAD) : 0;
+                    if (together == 2 && panel + 1 < end)
+                        run(panel, row, row == block ? 2 * bytes : 0, count,
+                            std::integral_constant<int, 2>());
+                    else
+                        run(panel, row, ahead, count, std::integral_constant<int, ALONE>());
+                });
+    }
 }
 
 // Calls a function with a value of type Form<number>; number is below FORMS.
@@ -168,10 +165,29 @@ void with_form(int64_t number, const Function& function) {
     with_count<FORMS>(number + 1, [&](auto next) { function(Form<next.value - 1>()); });
 }
 
+// Threads share the rounding of rows and then the panels of each product. Products whose weights
+// have the same columns, or none, use the same rounded rows.
 template <class Kind>
-void multiply(const Weight& weight, const float* x, int64_t rows, float* out, int threads) {
-    with_form<BF16>(weight.kind, [&](auto of) {
-        multiply_form<Kind, decltype(of)>(weight, x, rows, out, threads);
+void multiply(const Product* products, int count, const float* x, int64_t rows, int threads) {
+    const int64_t groups = groups_of(*products->weight), all_groups = rows * groups;
+    const Rows rounded{groups, take_groups(all_groups)};
+    Stages stages;
+    parallel(threads, [&](int thread, int all) {
+        for (const Product* p = products; p < products + count; p++) {
+            const Weight& weight = *p->weight;
+            if (p == products || weight.columns != p[-1].weight->columns) {
+                if (p != products) stages.finish(all);  // no thread needs the old rows
+                round_groups(x, weight, all_groups * thread / all, all_groups * (thread + 1) / all,
+                             rounded.first);
+                stages.finish(all);
+            }
+            const int64_t panels = (weight.outputs + PANEL - 1) / PANEL;
+            with_form<BF16>(weight.kind, [&](auto of) {
+                multiply_panels<Kind, decltype(of)>(weight, rounded, rows, p->out,
+                                                    panels * thread / all,
+                                                    panels * (thread + 1) / all);
+            });
+        }
     });
 }
 

@@ -30,7 +30,7 @@ struct AvxVnni : integers::Avx2Vectors {
 
 }  // namespace
 
-void headstart::multiply_integers_vnni(const Weight& weight, const float* x, int64_t rows,
-                                       float* out, int threads) {
-    integers::multiply<AvxVnni>(weight, x, rows, out, threads);
+void headstart::multiply_integers_vnni(const Product* products, int count, const float* x,
+                                       int64_t rows, int threads) {
+    integers::multiply<AvxVnni>(products, count, x, rows, threads);
 }

@@ -17,17 +17,22 @@ extern "C" void headstart_attend(const AttentionStep*, const AttentionCall*);
 extern "C" void headstart_attend_float32(const AttentionStep*, const Call<float>*);
 extern "C" void headstart_attend_int8(const AttentionStep*, const Int8Call*);
 
-// out float [rows, outputs] = x float [rows, inputs] times the weight, plus its bias
-extern "C" void headstart_float_linear(const Weight* weight, const float* x, int64_t rows,
-                                       float* out, int threads) {
-    static constexpr FloatProduct* PRODUCTS[] = {multiply_integers, multiply_integers_vnni,
-                                                 multiply_integers_avx512};
-    const auto multiply = weight->kind == BF16 ? multiply_half : PRODUCTS[vnni];
-    multiply(*weight, x, rows, out, threads);
-    add_bias(*weight, rows, out);
-}
-
 namespace {
+
+// Products of the same rows x [rows, inputs], plus the weights' biases. Products with integers
+// share the rounding of x.
+void multiply(std::initializer_list<Product> products, const float* x, int64_t rows, int threads) {
+    static constexpr FloatProducts* INTEGERS[] = {multiply_integers, multiply_integers_vnni,
+                                                  multiply_integers_avx512};
+    const auto is_half = [](const Product& product) { return product.weight->kind == BF16; };
+    for (const Product *first = products.begin(), *last; first < products.end(); first = last) {
+        const bool half = is_half(*first);
+        last = std::find_if(first, products.end(), [&](auto& p) { return is_half(p) != half; });
+        const auto run = half ? multiply_half : INTEGERS[vnni];
+        run(first, static_cast<int>(last - first), x, rows, threads);
+    }
+    for (const Product& product : products) add_bias(*product.weight, rows, product.out);
+}
 
 inline uint32_t bits_of(float x) {
     uint32_t bits;
@@ -103,6 +108,7 @@ inline void widen(const bf16* from, int64_t count, float* to) {
 
 constexpr int64_t CHUNK = 256;     // rows in bf16 that are computed together, except for attention
 constexpr int64_t MANY_ROWS = 64;  // for which operations between products use all threads
+constexpr int64_t MANY_GATES = 512;  // vectors of gates, which take longer than other operations
 
 // Rows of q, k, v and attention's result, each [rows, elements], for all rows in this order.
 template <class Number>
@@ -127,15 +133,14 @@ void run_layers(const LayerRun* runs, int64_t count, float* hidden, int64_t rows
     bf16* halves = HALF ? half_memory.take<bf16>(2 * rows * (queries + keys)) : nullptr;
     const Projected<bf16> all(halves, rows, queries, keys);
     const int among = rows < MANY_ROWS ? 1 : threads;
-    const auto multiply = [&](const Weight& weight, const float* x, int64_t some, float* out) {
-        headstart_float_linear(&weight, x, some, out, threads);
-    };
-    const auto project = [&](const Weight& weight, const float* x, int64_t some, float* out) {
-        multiply(weight, x, some, out);
-        parallel_each(HALF ? among : 1, HALF ? some : 0, [&](int64_t r) {
-            float* row = out + r * weight.outputs;
-            for (int64_t i = 0; i < weight.outputs; i++) row[i] = stored<HALF>(row[i]);
-        });
+    const auto project = [&](std::initializer_list<Product> products, const float* x,
+                             int64_t some) {
+        multiply(products, x, some, threads);
+        for (const auto& [weight, out] : products)
+            parallel_each(HALF ? among : 1, HALF ? some : 0, [&](int64_t r) {
+                float* row = out + r * weight->outputs;
+                for (int64_t i = 0; i < weight->outputs; i++) row[i] = stored<HALF>(row[i]);
+            });
     };
     // Adds `update` to rows, normalised if there is a norm for it.
     const auto add = [&](float* to, int64_t some, const Norm& norm) {
@@ -157,9 +162,7 @@ void run_layers(const LayerRun* runs, int64_t count, float* hidden, int64_t rows
         const auto *cos = static_cast<const float*>(run.cos) + row * dim,
                    *sin = static_cast<const float*>(run.sin) + row * dim;
         begin(hidden + row * width, some, layer.before);
-        project(layer.q, update, some, part.q);
-        project(layer.k, update, some, part.k);
-        project(layer.v, update, some, part.v);
+        project({{&layer.q, part.q}, {&layer.k, part.k}, {&layer.v, part.v}}, update, some);
         parallel_each(among, some, [&](int64_t r) {
             float *q = part.q + r * queries, *k = part.k + r * keys, *v = part.v + r * keys;
             turn<HALF>(q, queries, dim, layer.q_heads, cos + r * dim, sin + r * dim);
@@ -172,15 +175,15 @@ void run_layers(const LayerRun* runs, int64_t count, float* hidden, int64_t rows
     };
     const auto after = [&](const Layer& layer, int64_t row, int64_t some) {
         if (HALF) widen(all.attended + row * queries, some * queries, part.attended);
-        project(layer.o, part.attended, some, update);
+        project({{&layer.o, update}}, part.attended, some);
         add(hidden + row * width, some, layer.attention_update);
         begin(hidden + row * width, some, layer.after);
-        multiply(layer.gate, update, some, gate);
-        multiply(layer.up, update, some, up);
-        parallel_each(among, (some * layer.gate.outputs + LANES - 1) / LANES, [&](int64_t i) {
+        multiply({{&layer.gate, gate}, {&layer.up, up}}, update, some, threads);
+        const int64_t vectors = (some * layer.gate.outputs + LANES - 1) / LANES;
+        parallel_each(vectors < MANY_GATES ? 1 : threads, vectors, [&](int64_t i) {
             multiply_gates(layer.activation, gate + i * LANES, up + i * LANES, LANES);
         });
-        project(layer.down, gate, some, update);
+        project({{&layer.down, update}}, gate, some);
         add(hidden + row * width, some, layer.mlp_update);
     };
     for (const LayerRun* run = runs; run < runs + count; run++) {
@@ -205,6 +208,12 @@ void run_layers(const LayerRun* runs, int64_t count, float* hidden, int64_t rows
 }
 
 }  // namespace
+
+// out float [rows, outputs] = x float [rows, inputs] times the weight, plus its bias
+extern "C" void headstart_float_linear(const Weight* weight, const float* x, int64_t rows,
+                                       float* out, int threads) {
+    multiply({{weight, out}}, x, rows, threads);
+}
 
 extern "C" void headstart_float_layers(const LayerRun* runs, int64_t count, float* hidden,
                                        int64_t rows, int threads) {

@@ -24,7 +24,7 @@ from headstart.frontend.chat.messages import TemplateOptions
 from headstart.frontend.facade import Facade, Started, check_call
 from headstart.frontend.streams import AsyncRequestStream
 
-# These modules import torch, which `start_engine` delays until the model's name is checked.
+# These modules import torch. `start_engine` imports them once it has checked the model's name.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 

@@ -27,7 +27,7 @@ from headstart.imports import load_module
 from headstart.models.prefetch import read_ahead
 from headstart.validation import check_absent, check_flag
 
-# These modules import torch, which `start_engine` delays until the model's name is checked.
+# These modules import torch. `start_engine` imports them once it has checked the model's name.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -112,7 +112,7 @@ class Facade:
     block_size: int = _part("config.block_size")
     """Tokens in a KV block."""
     num_blocks: int = _part("frontend.facts.num_blocks")
-    """KV blocks of all replicas."""
+    """Number of KV blocks, of all replicas together."""
     kv_cache_bytes: int = _part("frontend.facts.kv_cache_bytes")
     """Bytes of the KV blocks."""
 
@@ -250,7 +250,7 @@ class Facade:
         return self.engine.num_preemptions
 
     def check_length(self, name: str, text: str) -> None:
-        """Raise RequestError, with this name, for a text that exceeds `max_model_len` tokens."""
+        """Raise RequestError, which names the text, if it is longer than `max_model_len` tokens."""
         self.frontend.text_limit.check(name, text)
 
     def set_share(self, owner: str, weight: float) -> None:

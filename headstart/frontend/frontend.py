@@ -1,6 +1,7 @@
-"""The frontend of an engine: checks prompts and makes requests, without allocating K/V memory.
+"""The frontend of an engine, which checks prompts and makes requests of them.
 
-The frontend needs only facts of the model, so the engine may be in this process or in replicas.
+The frontend needs only facts of the model and allocates no K/V memory, so the engine may be in this
+process or in replicas.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class InputProcessor:
     ) -> PreparedPrompt:
         """Check a prompt, and tokenize a text. Raises RequestError.
 
-        similar: similar earlier images of the tenant with this salt may replace images.
+        similar: earlier images of the tenant with this salt may replace images that are copies.
         """
         if isinstance(prompt, PreparedPrompt):
             ready = replace(prompt, token_ids=self._read_ids(prompt.token_ids))

@@ -45,7 +45,7 @@ MAX_ITEMS_IN_ROW = 4_100
 """Grammar rules that may apply at one position; an optional property of an object has 4."""
 _MAY_HAVE_SPECIAL = ("grammar", "structural_tag")
 """Kinds of constraints that may contain special tokens."""
-_MAX_DIGITS = 12  # of a `multipleOf`, and its greatest exponent of ten
+_MAX_DIGITS = 12  # digits of a `multipleOf` to convert to an integer
 _MAX_PASSES = 64  # passes over the references of a schema
 _CACHED = 64  # compiled constraints
 _TRIAL_TOKENS = 32  # tokens of a trial answer, which must succeed before a constraint is accepted
@@ -102,7 +102,7 @@ def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
         assert isinstance(exponent, int)
         count = MAX_REMAINDERS + 1
         if exponent <= _MAX_DIGITS and len(digits) <= _MAX_DIGITS:
-            count = int("".join(map(str, digits)) + "0" * exponent)  # without the decimal point
+            count = int("".join(map(str, digits)) + "0" * exponent)
         most = lcm(most, count) if together else count
         if most > MAX_REMAINDERS:
             raise ValueError(

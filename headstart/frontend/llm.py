@@ -23,7 +23,7 @@ from headstart.frontend.facade import Facade, Started, check_call
 from headstart.frontend.streams import RequestStream, run_all
 from headstart.imports import load_module
 
-# These modules import torch, which `start_engine` delays until the model's name is checked.
+# These modules import torch. `start_engine` imports them once it has checked the model's name.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -63,7 +63,7 @@ class SyncFacade(Facade):
         """Empty the cache. While a request runs, do nothing and return False.
 
         reset_running_requests: preempt and recompute running requests instead. reset_connector:
-        also forget the model's blocks on disk or another machine.
+        also remove the model's blocks from disk or the other machine.
         """
         return self._reset_cache(reset_running_requests, reset_connector)
 
@@ -383,7 +383,7 @@ class LLMEngine(SyncFacade):
         if not self._pending:
             self.driver.call(self._advance)
         results = list(self._pending[0].values())
-        del self._pending[0]  # a statement, as a signal after a call could lose the results
+        del self._pending[0]  # not `popleft`: Ctrl-C after this call would lose the results
         for result in results:
             if isinstance(result, EngineError):
                 raise result

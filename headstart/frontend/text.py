@@ -34,9 +34,7 @@ REPLACEMENT = "\ufffd"  # decoders return it for invalid bytes and incomplete ch
 # Tokens of a prompt as context. If these have no text or begin within a character, the next number.
 _CONTEXT_SIZES = (5, 20, 80)
 _LONG = 1 << 16  # characters
-_MIN_LONGEST = (
-    16  # bytes of the longest token at least, so short texts need no look at the vocabulary
-)
+_MIN_LONGEST = 16  # bytes; a text within this limit for each token needs no look at the vocabulary
 _SHRINK = 4
 
 # Runs of white space, a digit in a circle, a decomposed letter, a ligature, an emoji.

@@ -146,7 +146,7 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"scheduling_policy is {describe(policy)}; allowed: fcfs, priority")
     config = {name: value for name, value in options.items() if name in _CONFIG}
     dtype = config.get("dtype")
-    if type(dtype).__name__ in ("str", "dtype"):  # a name, or a torch.dtype: torch is not loaded
+    if type(dtype).__name__ in ("str", "dtype"):  # a torch.dtype, but without importing torch
         name = str(dtype).removeprefix("torch.")
         config["dtype"] = {"half": "float16", "float": "float32"}.get(name, name)
     for name, values in (("device", ["auto"]), ("max_model_len", [-1, "auto"])):

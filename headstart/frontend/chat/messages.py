@@ -4,12 +4,12 @@ Some templates refuse a second system message, two turns of one role in a row, o
 the assistant; others silently drop these messages. Small test conversations show the orders that a
 template supports. Other orders are changed:
 
-    a system message behind others                text of a user's turn, within <system> tags
+    a system message after other messages         text of a user's turn, within <system> tags
     several system messages at the beginning      one message
     a system message, if none is supported        text of the user's first turn
     turns of one role in a row                    one turn
-    a user's turn behind a tool's result          text behind the result
-    a user's turn behind a call without a result  an empty turn of the assistant between them
+    a user's turn after a tool's result           text after the result
+    a user's turn after a call without a result   an empty turn of the assistant between them
     an assistant or a tool that speaks first      an empty turn of the user before it
     a system message alone                        an empty turn of the user after it
 
@@ -263,7 +263,7 @@ def describe_content(content: object) -> str:
 
 
 def kind_of_part(part: object) -> str:
-    """Return the type of a content part; the Python type of another value."""
+    """Return the type that a content part declares; without one, its Python type."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return kind if isinstance(kind, str) else type(part).__name__
 
@@ -350,8 +350,8 @@ class TemplateOrder:
     def _try(self, roles: str, baseline: str = "UAU") -> bool:
         """Return True if the template shows all turns of these roles in order.
 
-        Return True too if it does not show the roles of `baseline`: then it fails for another
-        reason.
+        Return True also if it does not show the turns of `baseline`: then the order is not the
+        cause.
         """
         return self._shows(roles) or not self._shows(baseline)
 

@@ -173,7 +173,7 @@ class ChatRequests:
         group.chat = chat
         if before and text.startswith(before):
             tokenizer = self._frontend.tokenizer
-            assert tokenizer is not None  # the conversation is already rendered
+            assert tokenizer is not None  # rendering needs a tokenizer
             count = len(tokenizer.encode(text[len(before) :], add_special_tokens=False))
             for request in group.requests:
                 request.sequence.forks = [len(chat.token_ids) - count]
@@ -213,7 +213,7 @@ class ChatRequests:
         return self._memory.apply_template(read, template), sources, uuids
 
     def _try_parts(self, chat_template: str | None, placeholder: str) -> bool:
-        """Return True if the template supports parts and shows images."""
+        """Return True if the template supports lists of parts and shows images."""
         parts = [{"type": "image"}, {"type": "text", "text": "text"}]
         example = TemplateOptions(chat_template=chat_template)
         try:

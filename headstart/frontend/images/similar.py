@@ -209,9 +209,10 @@ def _sizes_agree(first: tuple[int, int], second: tuple[int, int]) -> bool:
 
 
 class _Scaling(NamedTuple):
-    """The scaling of a picture to a copy's size by one filter; None if the sizes are equal.
+    """The scaling of a picture to a copy's size.
 
-    window: a part of the scaled picture. target: the same part of the copy.
+    filter: None if the sizes are equal. window: a part of the scaled picture. target: the same part
+    of the copy.
     """
 
     original: Picture
@@ -279,7 +280,7 @@ def _scaled_window(image: Picture, size: tuple[int, int], box: Box, name: str) -
     """Return the part `box` of the picture scaled to `size`."""
     if name == "NEAREST":  # scaling only the window would give other pixels
         return _resize(image, size, name).crop(box)
-    # The filter reads pixels around the part.
+    # Scale a larger part, because the filter reads the pixels around each pixel.
     left, top = max(0, box[0] - BORDER), max(0, box[1] - BORDER)
     right, bottom = min(size[0], box[2] + BORDER), min(size[1], box[3] + BORDER)
     x, y = image.width / size[0], image.height / size[1]
@@ -302,11 +303,11 @@ def _save(image: Picture, codec: Codec | None) -> Picture:
 
 
 def _loses_detail(source: Picture, copy: Picture, codec: Codec) -> bool:
-    """Return True if the source has a detail that leaves no trace in the copy, but no grain."""
+    """Return True if a detail of the source leaves no trace in the copy; False for grain."""
     pixels = np.asarray(source)
     padded = np.pad(pixels, ((4, 4), (4, 4), (0, 0)), mode="edge")
     bands = range(0, len(pixels), BAND)
-    painted = np.concatenate([_painted(padded[top : top + BAND + 8]) for top in bands])
+    painted = np.concatenate([_paint_over_details(padded[top : top + BAND + 8]) for top in bands])
     copied = np.asarray(copy)
     details, shown = _differences(pixels, painted), _differences(copied, painted)
     repainted = np.asarray(_save(Image.fromarray(painted), codec))
@@ -320,8 +321,11 @@ def _differences(first: Pixels, second: Pixels) -> Any:
     return (np.maximum(first, second) - np.minimum(first, second)).max(2)
 
 
-def _painted(padded: Pixels) -> Pixels:
-    """Return a padded picture without its details and without the 4 pixels of padding."""
+def _paint_over_details(padded: Pixels) -> Pixels:
+    """Return a padded picture without its details and without the 4 pixels of padding.
+
+    A morphological opening removes bright details, and a closing removes dark details.
+    """
     painted = pixels = padded[4:-4, 4:-4]
     for first, last in ((np.minimum, np.maximum), (np.maximum, np.minimum)):
         level = _extreme(_extreme(padded, first), last)
@@ -331,7 +335,7 @@ def _painted(padded: Pixels) -> Pixels:
 
 
 def _extreme(levels: Any, pick: np.ufunc) -> Any:
-    """Return the least or greatest level of every window of 5 x 5 pixels, as `pick` selects."""
+    """Return the minimum or maximum (`pick`) of every window of 5 x 5 pixels."""
     for _ in range(2):
         two = pick(levels[:-1], levels[1:])
         levels = pick(pick(two[:-3], two[2:-1]), levels[4:]).swapaxes(0, 1)

@@ -1,7 +1,7 @@
 """The LoRA adapters of an engine, which have three states.
 
     named      `load` has read and checked the adapter; requests may use it
-    resident   the matrices are in memory; the least recently used of `max_loras` is evicted first
+    resident   the matrices are in memory; at most `max_loras` adapters, evicted in LRU order
     running    a running request uses the adapter, which is not evicted, even without a name
 
 A name is resolved when a request is prepared, so later changes of the name do not affect the
@@ -46,7 +46,7 @@ class AdapterStore(AdapterNames):
         self._config = config
         self._layers = LoraLayers(model)
         self._resident: OrderedDict[str, ResidentAdapter] = OrderedDict()
-        self._failed: Mapping[str, AdapterError] = {}  # errors of the last reading, by digest
+        self._failed: Mapping[str, AdapterError] = {}  # the error of the last reading, by digest
         self._refused: dict[str, AdapterError] = {}  # errors by request id
         self._reader = TenantQueue("headstart-adapters", 1)
         self._reading: tuple[Adapter, Future[ResidentAdapter]] | None = None

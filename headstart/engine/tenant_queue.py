@@ -77,8 +77,9 @@ class TenantQueue(ThreadPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more jobs, and wait for the accepted jobs or cancel them."""
-        for job in self._close(RuntimeError("the queue is closed"), drop=cancel_futures):
-            job.future.cancel()
+        self._close(RuntimeError("the queue is closed"), drop=cancel_futures)
+        for future in list(self._futures) if cancel_futures else ():
+            future.cancel()  # has no effect on a job that runs
         for worker in self._workers if wait else ():
             worker.join()
 
@@ -89,15 +90,13 @@ class TenantQueue(ThreadPoolExecutor):
             with suppress(InvalidStateError):  # the job has just ended
                 future.set_exception(error)
 
-    def _close(self, error: Exception, *, drop: bool) -> list[_Job]:
-        """Accept no more jobs. With `drop`, remove the waiting jobs and return them."""
+    def _close(self, error: Exception, *, drop: bool) -> None:
+        """Accept no more jobs; with `drop`, also remove the waiting jobs."""
         with self._changed:
             self._closed = self._closed or error
-            dropped = [job for jobs in self._waiting.values() for job in jobs] if drop else []
             if drop:
                 self._waiting.clear()
             self._changed.notify_all()
-        return dropped
 
     def _work(self) -> None:
         """Run jobs in a thread of the queue until it is closed and no job waits."""

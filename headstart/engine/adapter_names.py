@@ -32,24 +32,19 @@ class LoRARequest:
         if self.lora_int_id not in _IDS:
             raise RequestError(f"lora_int_id is {describe(self.lora_int_id)}; allowed: {_IDS}")
         if not isinstance(self.lora_path, (str, Path)) or not str(self.lora_path):
-            raise RequestError(
-                f"lora_path is {describe(self.lora_path)}; allowed: the path of a folder"
-            )
+            raise RequestError(f"lora_path is {describe(self.lora_path)}; allowed: a folder's path")
         check_absent({"is_3d_lora_weight": self.is_3d_lora_weight})
 
     @property
     def name(self) -> str:
-        """`lora_name`."""
         return self.lora_name
 
     @property
     def adapter_id(self) -> int:
-        """`lora_int_id`."""
         return self.lora_int_id
 
     @property
     def path(self) -> str | Path:
-        """`lora_path`."""
         return self.lora_path
 
 
@@ -141,7 +136,6 @@ def adapter_folder(path: object) -> Path:
         folder = Path(path).expanduser().absolute()  # type: ignore[arg-type]
         str(folder).encode()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise AdapterNotFoundError(
-            f"an adapter's path is {describe(path)}; allowed: the path of a folder"
-        ) from error
+        text = f"an adapter's path is {describe(path)}; allowed: a folder's path"
+        raise AdapterNotFoundError(text) from error
     return folder

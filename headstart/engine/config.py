@@ -26,71 +26,49 @@ _KV_DTYPES = OneOf(("auto", "int8"))
 class EngineConfig(CacheOptions):
     """The options of an engine. Raises ConfigError for a value outside its range."""
 
-    dtype: str = option(
-        "auto",
-        "auto (the checkpoint's, or float32 if the CPU is slow in it), float32, bfloat16, float16",
-        _DTYPES,
-    )
-    weights: str = option(
-        "auto",
-        "bits of the linear layers' weights: auto (the checkpoint's), int8, int5, int4",
-        _WEIGHTS,
-    )
+    dtype: str = option("auto", "auto: the checkpoint's, or float32 if that is faster", _DTYPES)
+    weights: str = option("auto", "bits of linear layers; auto: the checkpoint's", _WEIGHTS)
     device: str = option("cpu", "device of the model: cpu, cuda, cuda:1, ...")
     # The attention kernels support these sizes, the cache any.
     block_size: int = option(16, "tokens in a KV block", OneOf(BLOCK_SIZES))
     num_blocks: int | None = option(
-        None, "KV blocks in the pool; default: as many as the memory holds", _COUNTS
+        None, "KV blocks; default: as many as the memory holds", _COUNTS
     )
     kv_cache_memory: int | None = option(
         None, "bytes for K/V; default: a share of the free memory", _COUNTS
     )
-    kv_cache_dtype: str = option("auto", "bits of K/V: auto (the model's dtype), int8", _KV_DTYPES)
+    kv_cache_dtype: str = option("auto", "bits of K/V; auto: the model's dtype", _KV_DTYPES)
     kv_cache_fraction: float = option(0.4, "share of free memory that K/V may take", _SHARES)
     num_states: int | None = option(
-        None,
-        "slots for states of recurrent layers, in use or cached; default: a share of the memory",
-        _COUNTS,
+        None, "slots for states of recurrent layers; default: a share of the K/V memory", _COUNTS
     )
     num_window_blocks: int | None = option(
-        None,
-        "KV blocks of layers with a sliding window, if only some layers have one; default: a tenth "
-        "of num_blocks, or enough for the longest step",
-        _COUNTS,
+        None, "KV blocks of sliding-window layers; default: a tenth of num_blocks or more", _COUNTS
     )
-    max_model_len: int | None = option(
-        None, "longest prompt and answer together, in tokens", _COUNTS
-    )
+    max_model_len: int | None = option(None, "most tokens of prompt and answer together", _COUNTS)
     max_num_batched_tokens: int = option(2048, "most tokens computed in a step", _COUNTS)
     max_num_seqs: int = option(256, "most requests that run at the same time", _COUNTS)
     max_bypassed: int = option(
-        8, "most times that better hits may bypass a waiting request", Number(int, 0)
+        8, "most times that better hits may bypass a request", Number(int, 0)
     )
     speculation: int | str = option(
         "auto",
-        "drafted tokens: auto (as many as save time), off, or the most of a request in a step",
+        "most drafted tokens of a request in a step; auto: as many as save time",
         Either(OneOf(("auto", "off")), Number(int, 0, MAX_DRAFT)),
     )
     share_attention: bool = option(True, "attend once to prefixes that running requests share")
     deterministic: bool = option(False, "bitwise equal logits for any cache hits and any batch")
-    encoder_cache_rows: int = option(
-        8192, "image embeddings cached for reuse, one per placeholder", _COUNTS
-    )
+    encoder_cache_rows: int = option(8192, "cached image embeddings, one per placeholder", _COUNTS)
     max_images: int = option(16, "most images in a prompt", _COUNTS)
     max_image_pixels: int = option(2**25, "largest width times height of an image", _COUNTS)
     num_threads: int | None = option(None, "torch threads; default: this process's cores", _THREADS)
     enable_lora: bool = option(True, "allow LoRA adapters")
     max_loras: int = option(8, "most LoRA adapters in memory, and so in a step", _COUNTS)
     max_lora_rank: int = option(64, "the highest rank of a LoRA adapter", _COUNTS)
-    cache_dir: str | None = option(
-        None, "folder for K/V that outlive the process; off: no such folder"
-    )
-    cache_dir_bytes: int = option(
-        10 * 2**30, "bytes that the folder may take, of all models together", _COUNTS
-    )
+    cache_dir: str | None = option(None, "folder for K/V that outlive the process; off: no folder")
+    cache_dir_bytes: int = option(10 * 2**30, "bytes of the folder, for all models", _COUNTS)
     cache_words: bool = option(
-        False,
-        "also store the texts of blocks, for headstart cache ls; never texts of tenants",
+        False, "store texts of blocks too, for headstart cache ls; never a tenant's texts"
     )
     remote_cache: str | None = option(
         None, "Valkey or Redis server for K/V that machines share, redis://host:port/db"

@@ -101,9 +101,8 @@ class FairShare:
 
     def queue(self, request: Request) -> Request:
         """Give a request its turn, before the scheduler gets the request; return the request."""
-        if self._shares.owner(request.sequence.namespace.salt) is None:
+        if not (name := self._name(request)):
             return request
-        name = self._name(request)
         owner = self._owners.setdefault(name, _Owner())
         owner.last_served = self._computed
         owner.last_arrival = self._last_arrival = request.group.arrival_time

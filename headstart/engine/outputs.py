@@ -55,12 +55,10 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds in the queue, also `queue`."""
         return self.queue
 
     @property
     def first_token_latency(self) -> float | None:
-        """Seconds until the first token, also `time_to_first_token`."""
         return self.time_to_first_token
 
     # Times on the clock of `queued_ts`, then times on the clock of `time.time`.

@@ -31,6 +31,9 @@ SEEDS = Number(int, -(2**63), 2**63 - 1)
 
 
 _TOKEN_IDS = Number(int, 0)
+_SHARES = Number(float, 0, 1, above_low=True)
+_FACTORS = Number(float, 0, above_low=True)
+_PENALTIES = Number(float, -2, 2)
 _BIASES = Number(float, -MAX_BIAS, MAX_BIAS)
 _STOPS = Accepting(lambda s: isinstance(s, str) and s != "", "texts of at least one character")
 _WORDS = Accepting(
@@ -78,10 +81,8 @@ def _read_bias(bias: object) -> object:
 def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raise RequestError for a token id beyond the model's vocabulary."""
     if token_ids and max(token_ids) >= vocab_size:
-        raise RequestError(
-            f"{name} has the token id {describe(max(token_ids))}; allowed: from 0 to "
-            f"{vocab_size - 1}"
-        )
+        most = describe(max(token_ids))
+        raise RequestError(f"{name} has the token id {most}; allowed: from 0 to {vocab_size - 1}")
 
 
 class RequestOutputKind(Enum):
@@ -132,12 +133,10 @@ class SamplingParams:
     max_tokens: int | None = option(16, "most tokens of an answer", Number(int, 1))
     min_tokens: int = option(0, "tokens before the answer may end", Number(int, 0))
     temperature: float = option(
-        1.0, "0 takes the likeliest token; higher is more random", Number(float, 0)
+        1.0, "0: the likeliest token; higher: more random", Number(float, 0)
     )
     top_p: float = option(
-        1.0,
-        "choose among the likeliest tokens that together have this probability",
-        Number(float, 0, 1, above_low=True),
+        1.0, "choose among the likeliest tokens of this total probability", _SHARES
     )
     top_k: int = option(0, "choose among this many likeliest tokens; 0 is all", Number(int, -1))
     min_p: float = option(
@@ -147,15 +146,9 @@ class SamplingParams:
     stop: str | Sequence[str] | None = option(None, "end the answer before this text")
     stop_token_ids: Sequence[int] | None = option(None, "end the answer after one of these")
     ignore_eos: bool = option(False, "continue after the end of the text")
-    repetition_penalty: float = option(
-        1.0, "above 1 avoids tokens of prompt and answer", Number(float, 0, above_low=True)
-    )
-    presence_penalty: float = option(
-        0.0, "above 0 avoids tokens that the answer has", Number(float, -2, 2)
-    )
-    frequency_penalty: float = option(
-        0.0, "the same, for each time the answer has them", Number(float, -2, 2)
-    )
+    repetition_penalty: float = option(1.0, "above 1 avoids tokens of prompt and answer", _FACTORS)
+    presence_penalty: float = option(0.0, "above 0 avoids tokens of the answer", _PENALTIES)
+    frequency_penalty: float = option(0.0, "the same, for each time that they occur", _PENALTIES)
     logprobs: int | None = option(None, allowed=Number(int, -1, MAX_LOGPROBS))
     prompt_logprobs: int | None = option(None, allowed=Number(int, -1, MAX_LOGPROBS))
     detokenize: bool = True
@@ -313,8 +306,4 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """True if a penalty for earlier tokens is set."""
-        return (
-            self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-        )
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)

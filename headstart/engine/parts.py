@@ -55,12 +55,7 @@ def identify(
 
     rows: the rows that are stored with K/V.
     """
-    parts = [
-        _LAYOUT,
-        _weights(decoder, folder),
-        str(decoder.dtype),
-        repr(decoder.layouts),
-    ]
+    parts = [_LAYOUT, _weights(decoder, folder), str(decoder.dtype), repr(decoder.layouts)]
     if decoder.state_layouts:
         parts.append(repr(decoder.state_layouts))
     parts += _quantized_layers(decoder)
@@ -321,8 +316,7 @@ def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) ->
         return min(model_limit, capacity)
     if config.max_model_len > model_limit:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}; allowed: up to {model_limit}, the number of "
-            "positions that the model supports"
+            f"max_model_len is {config.max_model_len}; allowed: up to {model_limit}, the model's"
         )
     if config.max_model_len > capacity:
         raise OutOfMemoryError(

@@ -9,7 +9,7 @@ K/V.
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -226,7 +226,6 @@ class Request:
         )
 
     def metrics(self) -> RequestMetrics:
-        """Return the times since arrival, in seconds."""
         arrival, started = self.group.arrival_time, self.group.start_time
         first, last = self.first_token_time, self.last_token_time
         tokens = len(self.sampling.output_token_ids)
@@ -240,6 +239,8 @@ class Request:
             total=None if last is None else last - arrival,
             queued_ts=arrival,
             num_generation_tokens=tokens,
+            num_drafted_tokens=sum(request.num_drafted for request in self.group.requests),
+            num_accepted_tokens=sum(request.num_accepted for request in self.group.requests),
         )
 
 
@@ -326,11 +327,7 @@ class RequestGroup:
             num_cached_tokens=first.num_cached_tokens,
             loaded_tokens=self.loaded_tokens,
             why_missed=first.missed,
-            metrics=replace(
-                first.metrics(),
-                num_drafted_tokens=sum(request.num_drafted for request in self.requests),
-                num_accepted_tokens=sum(request.num_accepted for request in self.requests),
-            ),
+            metrics=first.metrics(),
             finished=self.finished,
             images=self.images,
             lora_request=self.lora_request,

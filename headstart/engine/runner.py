@@ -22,7 +22,13 @@ from headstart.engine.adapter_store import AdapterStore
 from headstart.engine.logits import TokenMask, allowed_tokens
 from headstart.engine.parts import EngineParts
 from headstart.engine.request import PromptExtras
-from headstart.engine.sampling import SampledToken, Sampler, SamplingState, token_logprobs
+from headstart.engine.sampling import (
+    NOT_FINITE,
+    SampledToken,
+    Sampler,
+    SamplingState,
+    token_logprobs,
+)
 from headstart.engine.step import Batch
 from headstart.errors import EngineError
 from headstart.models.decoder import EmbeddingOverlay
@@ -380,10 +386,7 @@ def choose_tokens(sampler: Sampler, batch: Batch, logits: StepLogits) -> list[Ch
         tokens = iter(sampler.sample(values if len(rows) == len(values) else values[rows], states))
     chosen: list[Choice] = [next(tokens) if part.samples else None for part in batch.scheduled]
     for index in logits.nonfinite:
-        errors[index] = EngineError(
-            "K or V of the request's tokens are not finite: the model's weights are damaged, or "
-            "overflow in this dtype"
-        )
+        errors[index] = EngineError(f"K or V of the request's tokens {NOT_FINITE}")
     for index, error in errors.items():
         chosen[index] = error
     return chosen

@@ -16,6 +16,7 @@ from headstart.errors import EngineError, NoTokenError, engine_error
 from headstart.weights.greedy_head import greedy_tokens
 
 LIKELIEST = 1024  # tokens that top-p examines before it sorts all
+NOT_FINITE = "are not finite: the model's weights are damaged, or overflow in this dtype"
 _REMOVED = float("-inf")
 
 
@@ -190,10 +191,7 @@ class Sampler:
     def accept(self, token_id: int) -> SampledToken | EngineError:
         """Return a greedy token as a result, or an error for -1: the logits are not finite."""
         if token_id < 0:
-            return EngineError(
-                "the request's logits are not finite: the model's weights are damaged, or "
-                "overflow in this dtype"
-            )
+            return EngineError(f"the request's logits {NOT_FINITE}")
         return SampledToken(token_id, None, ())
 
     def _choose(

@@ -243,11 +243,8 @@ def write_tags(text: str, whitespace: str, special: Mapping[str, int]) -> str:
     if whitespace:
         spacing["whitespace_pattern"] = whitespace
     tags = [_Tag(*tag) for tag in json_text.loads(text)]
-    rules = [
-        f"start: ({' | '.join(f'tag_{index}' for index in range(len(tags)))})* rest",
-        "rest: TEXT",
-        r"TEXT: /(.|\n)*/",
-    ]
+    choices = " | ".join(f"tag_{index}" for index in range(len(tags)))
+    rules = [f"start: ({choices})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/"]
     for index, tag in enumerate(tags):
         schema = json_text.dumps({**tag.schema, "x-guidance": spacing}, ensure_ascii=False)
         token = next((name for name in special if tag.trigger.startswith(name)), None)

@@ -20,8 +20,6 @@ TENANT: ContextVar[str] = ContextVar("tenant", default="")
 
 
 class _Job(NamedTuple):
-    """A queued call, and the future of its result."""
-
     future: Future[Any]
     call: Callable[[], Any]
 

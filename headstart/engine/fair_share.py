@@ -6,10 +6,10 @@ turn is a point in virtual time; turns determine the order of requests of one pr
     turn  = max(now - credit, service of its owner / weight of its owner)
     now   = the latest turn that any owner's first unfinished prompt has reached
 
-So an owner that floods the queue delays only itself. The credit is the tokens of `CREDIT_STEPS`
-steps. With it, an owner with few requests goes before an earlier flood of another owner. The
-service of an owner is the number of tokens computed for it: prompts without their cached part, and
-answers. Until an answer ends, its length is estimated from the owner's earlier answers.
+So an owner that floods the queue delays only itself. The credit, the tokens of `CREDIT_STEPS`
+steps, lets an owner with few requests go before an earlier flood of another owner. The service of
+an owner is the number of tokens computed for it: prompts without their cached part, and answers.
+Until an answer ends, its length is estimated from the owner's earlier answers.
 
 The order of the queue does not suffice, since prompts are computed in chunks over many steps and
 better hits are admitted first. So `FairShare` is also a limit: a prompt waits while another owner
@@ -188,8 +188,8 @@ class FairShare:
         for other in self._owners.values():
             if other is owner:
                 continue
-            # A prompt of another owner goes first if it has a lower rank and can be computed now,
-            # which excludes prompts that wait for a block: this request may be computing it.
+            # A prompt of another owner goes first if it has a lower rank and can be computed now.
+            # A prompt that waits for a block cannot: this request may be computing the block.
             first = self._first(other)
             if first is None or self._rank(first) >= rank or first.awaits_writer:
                 continue

@@ -228,7 +228,8 @@ class Scheduler:
 
     def _admit(self, scheduled: list[ScheduledTokens], copies: list[RowCopy], budget: int) -> None:
         waiting = 0
-        while self._can_admit_more(budget) and len(self.waiting) != waiting:  # until none is left
+        # Repeat until no request was admitted.
+        while self._can_admit_more(budget) and len(self.waiting) != waiting:
             waiting = len(self.waiting)
             for request in self._admission_order():
                 if not self._can_admit_more(budget):
@@ -296,12 +297,12 @@ class Scheduler:
     def _admission_order(self) -> list[Request]:
         """Return the first waiting requests, the best hit first unless a bypass is forbidden."""
         ranked = []
-        era = 0
+        num_due = 0  # requests so far that must not be bypassed
         for index, request in enumerate(islice(self.waiting, LOOKAHEAD)):
-            due = request.times_bypassed >= self._max_bypassed
-            era += due
-            hit = 0 if due else self._look_up(request).num_tokens
-            ranked.append((request.group.priority, era, not due, -hit, index, request))
+            is_due = request.times_bypassed >= self._max_bypassed
+            num_due += is_due
+            hit = 0 if is_due else self._look_up(request).num_tokens
+            ranked.append((request.group.priority, num_due, not is_due, -hit, index, request))
         return [entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:-1])]
 
     def _look_up(self, request: Request) -> ComputedBlocks:

@@ -67,9 +67,9 @@ class Tiers:
     """The tiers of one engine, which calls these methods in its thread.
 
     kv, objects: the stores of K/V and of objects such as image embeddings, one for each tier,
-    nearest first. text: returns the text stored with K/V; None to store no text. vocab_size: of
-    the model. states: the stores of recurrent states; None for a model without. queue_bytes: limit
-    of each queue: blocks, objects and states to save, blocks to take in. saver: saves the blocks.
+    nearest first. text: returns the text stored with K/V; None to store no text. states: the stores
+    of recurrent states; None for a model without recurrent layers. queue_bytes: limit of each queue
+    of blocks, objects or states. saver: saves blocks of K/V.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Tiers:
         if states is not None:
             self._state_offers = StateOffers(manager, states, self._savers[2], self._token_seconds)
         self.loads = Loads(manager, payload, self._loader, self._choose, self._take_slots, states)
-        self._began = 0.0  # start of the current step
-        self._requested_at = 0.0  # arrival of its oldest request, in seconds since 1970
+        self._step_start = 0.0
+        self._requested_at = 0.0  # arrival of the step's oldest request, in seconds since 1970
         self._times_declined = 0
-        self._until: float | None = None  # deadline of `close`, on the clock of `time.monotonic`
+        self._deadline: float | None = None  # of `close`, on the clock of `time.monotonic`
 
     @staticmethod
     def bound_queue(pool_bytes: int) -> int:
@@ -259,7 +259,7 @@ class Tiers:
 
     def scheduled(self, batch: Batch) -> None:
         """Note that a step is scheduled. Call before it writes."""
-        self._began = time.perf_counter()
+        self._step_start = time.perf_counter()
         self._rest(self._payload.on_cpu)
         oldest = min(part.request.group.arrival_time for part in batch.scheduled)
         self._requested_at = _wall_time(oldest)
@@ -267,7 +267,7 @@ class Tiers:
 
     def committed(self, batch: Batch, *, is_last: bool) -> None:
         """Note that a step is committed. is_last: no request is left."""
-        self._rate.add(batch.num_tokens, time.perf_counter() - self._began)
+        self._rate.add(batch.num_tokens, time.perf_counter() - self._step_start)
         for part in batch.scheduled:
             if part.request.finish_reason is not None:
                 num_tokens = len(part.request.sampling.output_token_ids)
@@ -323,15 +323,15 @@ class Tiers:
 
     def close(self) -> None:
         """Save the unsaved blocks, and close the stores. Repeated calls share one deadline."""
-        if self._until is None:
-            self._until = time.monotonic() + _LAST_SAVES
+        if self._deadline is None:
+            self._deadline = time.monotonic() + _LAST_SAVES
         self.loads.end_all()
         self._offers.flush()
         self._offer_states()
         closes = [saver.close for saver in self._savers]
         closes += [self._loader.close, self.image_loads.close, self._calls.close]
         for close in closes + [store.close for store in self._stores]:
-            close(max(0.0, self._until - time.monotonic()))
+            close(max(0.0, self._deadline - time.monotonic()))
 
 
 def is_worth_loading(tokens: int, nbytes: int, compute: float | None, load: float | None) -> bool:

@@ -229,7 +229,6 @@ class _Message(AnswerEvents):
         self._open: str | None = None  # kind of the parts of the open content block
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the message at once."""
         self._usage.add(output)
         [answer] = output.outputs
         parts = join(self._parser.feed(answer.text, is_last=True), whole_calls=True)
@@ -244,7 +243,6 @@ class _Message(AnswerEvents):
         return self._head | {"content": blocks, **self._stop(answer), "usage": self._count()}
 
     def _block(self, part: Part) -> dict[str, Any]:
-        """Return an empty content block for a part."""
         if part.kind != "call":
             return dict(_BLOCKS[part.kind])
         name = self._prepared.dialect.calls.new_id("toolu_")
@@ -268,7 +266,6 @@ class _Message(AnswerEvents):
         }
 
     def _stop(self, answer: CompletionOutput) -> dict[str, Any]:
-        """Return the reason of the answer's end."""
         text = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         if answer.finish_reason == "length":
             is_full = self._usage.completion < self._max_tokens

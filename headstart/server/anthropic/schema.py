@@ -190,7 +190,6 @@ class ToolResultBlock(Marked):
     is_error: Flag | None = None
 
     def as_message(self) -> dict[str, Any]:
-        """Return the result as a message of a chat."""
         content = self.content or ""
         if not isinstance(content, str):
             content = chat_content(all_parts(content))
@@ -299,7 +298,6 @@ class ToolDefinition(Marked, ClientTool):
     input_examples: Many[dict[str, Any]] | None = None
 
     def as_tool(self) -> Tool:
-        """Return the tool in the form that all APIs share."""
         return Tool(self.name, self.description, self.input_schema)
 
 
@@ -392,7 +390,6 @@ class CountTokensRequest(ChatFields):
         return [*messages, *(message for turn in self.messages for message in turn.as_messages())]
 
     def read_tools(self) -> ToolUse:
-        """Return the tools of a message. Raises RequestError or ApiError."""
         definitions = (tool for tool in self.tools or () if isinstance(tool, ToolDefinition))
         tools = tuple(tool.as_tool() for tool in definitions)
         choice = self.tool_choice

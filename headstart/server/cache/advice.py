@@ -12,13 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.cache import MissExplanation, MissReason, Namespace
-from headstart.server.cache.traffic import (
-    Closest,
-    PastPrompt,
-    Tokens,
-    Traffic,
-    count_repeated,
-)
+from headstart.server.cache.traffic import Closest, PastPrompt, Tokens, Traffic, count_repeated
 
 _BEFORE, _AFTER = 64, 512  # tokens to decode before and after a difference
 _MOST_FORKS = 10
@@ -229,8 +223,7 @@ _TIMES = re.compile(
     re.IGNORECASE,
 )
 _IDS = re.compile(
-    r"[0-9a-f]{8}-[0-9a-f]{4}-|\b[0-9a-f]{12,}\b|\b(?=\w*\d)(?=\w*[a-z])[\w-]{10,}\b",
-    re.IGNORECASE,
+    r"[0-9a-f]{8}-[0-9a-f]{4}-|\b[0-9a-f]{12,}\b|\b(?=\w*\d)(?=\w*[a-z])[\w-]{10,}\b", re.IGNORECASE
 )
 _KEYS = re.compile(r'"([^"\\]{1,80})"\s*:')
 _TOOL_WORDS = re.compile(r'"(parameters|input_schema|function)"')

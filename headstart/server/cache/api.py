@@ -126,8 +126,7 @@ async def reset_cache(request: Request, body: CacheResetRequest | None = None) -
             await asyncio.to_thread(service.watch.clear)
     if not is_empty:
         raise ApiError(
-            409,
-            "requests are running; wait, or set reset_running_requests to compute them again",
+            409, "requests are running; wait, or set reset_running_requests to compute them again"
         )
     return JsonResponse({"reset": True})
 

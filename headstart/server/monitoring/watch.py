@@ -199,11 +199,9 @@ class SpeechMetrics(_Registry):
         )
 
     def end(self, reason: str) -> None:
-        """Count a request that ended."""
         self.count(self._ends, reason)
 
     def add(self, output: OmniOutput) -> None:
-        """Count a finished answer."""
         for stage, metrics in output.metrics.items():
             for field, counter in self._stages.items():
                 self.count(counter, stage, getattr(metrics, field))
@@ -317,7 +315,6 @@ class Watch:
     def explain(
         self, namespace: Namespace, token_ids: Sequence[int], missed: MissExplanation
     ) -> dict[str, Any]:
-        """Return `Adviser.explain` for a prompt."""
         self.settle()
         with self._lock:
             traffic = self._traffic.of(namespace.salt)

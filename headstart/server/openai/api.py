@@ -183,7 +183,6 @@ class _ChatAnswers(Chunks):
             self._first = {"prompt_token_ids": list(prepared.request.prompt_token_ids)}
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """Return all answers at once."""
         self.usage.add(output)
         choices = []
         for answer in output.outputs:
@@ -377,7 +376,6 @@ class _TextAnswers(Chunks):
         self._offsets: dict[int, int] = {}  # position of the next token in the text, by choice
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return all answers at once."""
         choices = []
         for output in outputs:
             self._count(output)

@@ -247,7 +247,6 @@ class SamplingFields(CacheFields):
 
     @property
     def names(self) -> dict[str, str]:
-        """Return this API's names of fields of `SamplingParams`, if they differ."""
         return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
 
@@ -288,7 +287,6 @@ class Function(Body):
     strict: Flag | None = None
 
     def as_tool(self) -> Tool:
-        """Return the function as a tool in the form that all APIs share."""
         return Tool(self.name, self.description, self.parameters)
 
 
@@ -335,7 +333,6 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        """Return the text of all parts."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
@@ -359,7 +356,6 @@ class TemplateFields(Body):
     documents: Many[dict[str, Any]] | None = None
 
     def as_tools(self) -> tuple[Tool, ...]:
-        """Return the tools. Raises RequestError."""
         return tuple(tool.function.as_tool() for tool in self.tools or ())
 
     def read_template(self) -> dict[str, Any]:
@@ -438,7 +434,6 @@ class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
         return params
 
     def read_tools(self) -> ToolUse:
-        """Return the tools, or the functions. Raises RequestError."""
         choice: Literal["none", "auto", "required"] | ToolChoice | FunctionName | None
         tools, choice = self.as_tools(), self.tool_choice
         parallel = self.parallel_tool_calls is not False

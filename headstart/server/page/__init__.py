@@ -33,10 +33,7 @@ Schema = Mapping[str, Any]
 _FOLDER = Path(__file__).parent
 _STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _EVENTS: dict[str, Any] = {"text/event-stream": {}}
-_SUCCESS = {
-    "/metrics": {"text/plain": {"schema": {"type": "string"}}},
-    "/cache/live": _EVENTS,
-}
+_SUCCESS = {"/metrics": {"text/plain": {"schema": {"type": "string"}}}, "/cache/live": _EVENTS}
 """Content types of successful answers in other formats than JSON, by path."""
 _ALWAYS = (400, 403, 413, 500, 503)
 _CALLS = (404, 415, 429, 504)

@@ -199,7 +199,6 @@ class ResponseAnswer(AnswerEvents):
                 yield from self._close(self._status)
 
     def _add(self, part: Part) -> Iterator[Event]:
-        """Yield the events of a part."""
         if part.name or self._open != part.kind:
             yield from self._begin(part)
         if not part.text:
@@ -314,17 +313,13 @@ class ResponseAnswer(AnswerEvents):
         )
         return {
             "input_tokens": usage.prompt,
-            "input_tokens_details": {
-                "cached_tokens": usage.cached,
-                "cache_write_tokens": written,
-            },
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": written},
             "output_tokens": usage.completion,
             "output_tokens_details": {"reasoning_tokens": min(reasoning, usage.completion)},
             "total_tokens": usage.prompt + usage.completion,
         }
 
     def _frame_response(self, step: str) -> bytes:
-        """Return an event with the whole response."""
         kind = f"response.{step}"
         begin = f'event: {kind}\ndata: {{"type":"{kind}","response":'.encode()
         end = f',"sequence_number":{self._number}}}\n\n'.encode()

@@ -357,7 +357,6 @@ class ShellTool(Body):
     type: Literal["local_shell"]
 
     def read(self) -> tuple[CallKind, Tool]:
-        """Return the kind of the tool's calls, and the tool in the form that all APIs share."""
         tool = Tool("local_shell", "Run a command in the user's shell.", _COMMAND)
         return CallKind("local_shell_call", "local_shell"), tool
 

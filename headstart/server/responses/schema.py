@@ -12,25 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from headstart.engine.structured_outputs import StructuredOutputsParams
-from headstart.server.bodies import (
-    Body,
-    Flag,
-    Label,
-    Many,
-    Real,
-    Whole,
-    at_most,
-    refusals,
-)
+from headstart.server.bodies import Body, Flag, Label, Many, Real, Whole, at_most, refusals
 from headstart.server.chats import ChatFields
 from headstart.server.errors import ApiError
-from headstart.server.responses.items import (
-    AnyTool,
-    CallKind,
-    Item,
-    NamespaceTool,
-    spell_name,
-)
+from headstart.server.responses.items import AnyTool, CallKind, Item, NamespaceTool, spell_name
 from headstart.server.tools import HostedTool, Tool, ToolUse
 
 
@@ -83,7 +68,6 @@ class JsonFormat(Body):
     strict: Flag | None = None
 
     def read(self) -> StructuredOutputsParams:
-        """Return the constraints on the answer. Raises RequestError."""
         return StructuredOutputsParams(json=self.schema_, disable_any_whitespace=True)
 
 
@@ -111,10 +95,7 @@ class ResponseStreamOptions(Body):
 
 
 Metadata = Annotated[
-    dict[
-        Annotated[str, Field(max_length=64)],
-        Annotated[str, Field(max_length=512)],
-    ],
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     at_most("metadata", 16),
 ]
 """Metadata of the client, which the response repeats; OpenAI's limits apply."""
@@ -180,7 +161,6 @@ class InputTokensRequest(ChatFields):
         return extend(earlier, self.input)
 
     def read_tools(self) -> ToolUse:
-        """Return the client's tools, without hosted tools. Raises RequestError."""
         tools = tuple(tool for _, tool in self._read_tools())
         parallel = self.parallel_tool_calls is not False
         choice = self.tool_choice
@@ -204,7 +184,6 @@ class InputTokensRequest(ChatFields):
                 yield tool.read()
 
     def read_template(self) -> dict[str, Any]:
-        """Return the template options."""
         if self.reasoning is None or self.reasoning.effort is None:
             return {}
         return {"chat_template_kwargs": {"reasoning_effort": self.reasoning.effort}}
@@ -237,7 +216,6 @@ class ResponsesRequest(InputTokensRequest):
 
     @property
     def retention(self) -> float:
-        """Return the seconds for which the whole prompt is retained, or 0."""
         options = self.prompt_cache_options
         has_ttl = options is not None and options.ttl is not None
         return max(super().retention, 1800.0 if has_ttl else 0.0)

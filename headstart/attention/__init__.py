@@ -1,6 +1,6 @@
 """Attention over paged K/V: the memory, the backends, and the hook into transformers.
 
-This package knows no request, scheduler or model. A step is a `StepPlan`, and each layer calls
+This package does not depend on requests or models. A step is a `StepPlan`, and each layer calls
 `AttentionBackend.attend` with its queries, keys and values.
 """
 

@@ -43,7 +43,7 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The states of one sequence in one recurrent layer: the shape of each, in float32."""
+    """The shapes of the states of one sequence in one recurrent layer, in float32."""
 
     shapes: tuple[tuple[int, ...], ...]
 
@@ -142,10 +142,10 @@ class AttentionBackend(Protocol):
     ) -> tuple[int, int] | None:
         """Return structs for compiled code that replaces `attend`; None if not supported.
 
-        `rows` are the number of rows and of their query heads. The rows are dense, in `dtype`. The
+        `rows` are the numbers of rows and of query heads. The rows are contiguous, in `dtype`. The
         result has the addresses of the layer's `AttentionStep` and `AttentionCall`
-        (`native/attention/attention.h`), valid until the step ends. Their query, key, value and out
-        are not set.
+        (`native/attention/attention.h`), valid until the step ends. The call's query, key, value
+        and out are not set.
         """
 
     def end_step(self) -> None:
@@ -154,6 +154,6 @@ class AttentionBackend(Protocol):
     def nonfinite_rows(self) -> list[int]:
         """Return the rows whose K or V were not finite when written, in any layer, ascending.
 
-        It includes rows of padding and of the scratch slot. The result is valid from a layer's
+        Padding and rows of the scratch slot are included. The result is valid from a layer's
         `attend` until the next `begin_step`; `end_step` does not clear it.
         """

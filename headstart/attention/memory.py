@@ -206,7 +206,7 @@ class PagedKVMemory:
         self.values[layer_idx].index_copy_(0, slots, value)
 
     def gather(self, layer_idx: int, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return K and V of `rows` int64, `slot * kv_heads + head`, as new `[rows, width]`."""
+        """Return K and V, each a new `[rows, width]`. rows: int64, `slot * kv_heads + head`."""
         keys, values = (
             tensors[layer_idx].flatten(0, 1).index_select(0, rows)
             for tensors in (self.keys, self.values)
@@ -220,12 +220,12 @@ class PagedKVMemory:
         return scale_rows(keys, key_scales, dtype), scale_rows(values, value_scales, dtype)
 
     def copy_rows(self, copies: Sequence[tuple[int, ...]]) -> None:
-        """Copy rows in every layer: (source block, target block, number of rows from the first).
+        """Copy the first rows of blocks in every layer.
 
-        For a memory with window blocks, a copy also has a source and a target window block. A block
-        of -1 means no copy in that pool. In each layer all sources are read before any target is
-        written. So a block may be the source of one copy and the target of another, and the order
-        of `copies` does not matter.
+        Each copy is (source block, target block, number of rows). For a memory with window blocks,
+        a source and a target window block follow. -1 means no copy in that pool. In each layer all
+        sources are read before any target is written. So a block may be the source of one copy and
+        the target of another, and the order of `copies` does not matter.
         """
         if not copies:
             return

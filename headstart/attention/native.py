@@ -4,9 +4,9 @@ K and V in bf16 need a CPU with AVX-512 bf16. K and V in float32 or 8 bits need 
 the kernel does not support use torch operations over the same memory.
 
 A step is cut into segments: rows, a block table, a range of keys. The kernel reads the keys of a
-segment in one pass and treats the query heads of a KV head as rows. A span is one segment. A
-shared-prefix group is one segment with the rows of all members, and the rest of each member's keys
-is another. If a row is in several segments, the kernel merges their partial results.
+segment in one pass and treats the query heads of a KV head as rows. A shared-prefix group is one
+segment with the rows of all members, and the rest of each member's keys is another. If a row is in
+several segments, the kernel merges their partial results.
 """
 
 import ctypes
@@ -169,7 +169,7 @@ class NativeAttention:
         call.heads = heads
         call.window = min(window or 0, _MOST_POSITIONS)
         call.scaling = options.scaling
-        call.softcap = abs(options.softcap or 0.0)  # a sign has no effect; kernels expect none
+        call.softcap = abs(options.softcap or 0.0)  # the sign has no effect
         if step.num_partials:
             pool.make_partials(step, step.num_partials * heads * (2 + call.value_dim))
         return step
@@ -186,7 +186,7 @@ class PoolSteps:
     ) -> None:
         self.window = window
         self._block_size, self._num_blocks = memory.block_size, num_blocks
-        self._kv_heads = memory.layouts[0].kv_heads  # decides on parts of the work only
+        self._kv_heads = memory.layouts[0].kv_heads  # used only to split work
         self._tables = BlockTables(num_blocks)
         self._planner = SharedPlanner(memory.block_size, SHARING[memory.dtype]) if share else None
         self._previous: dict[bool, NativeStep] = {}  # the last step with and without sharing

@@ -94,7 +94,7 @@ def causal_conv(
     *,
     silu: bool,
 ) -> Tensor:
-    """Return each row's weighted sum with the rows before it, channel by channel.
+    """Return the weighted sums of each row and the `width - 1` rows before it, by channel.
 
     rows: `[T, channels]`, float32 or bfloat16.
     weight: `[channels, width]`; the last column multiplies the row itself.
@@ -137,7 +137,7 @@ def gated_delta_rule(
     query, key: `[T, key_heads, dk]`, before they are normalized. Head h reads key head
         `h // (heads // key_heads)`.
     value: `[T, heads, dv]`.
-    a, b: `[T, heads]`; the decay is `exp(-exp(a_log) * softplus(a + dt_bias))`, and `sigmoid(b)`
+    a, b: `[T, heads]`. The decay is `exp(-exp(a_log) * softplus(a + dt_bias))`; `sigmoid(b)` is
         the share of a value that is written.
     states: float32 `[slots, heads, dk, dv]`.
     """

@@ -57,7 +57,7 @@ class CallOrder:
         self._calls = itertools.count()
 
     def begin_pass(self, *_: object) -> None:
-        """Count from 0 again; can be a module's forward hook."""
+        """Count from 0 again. The method may serve as a module's forward hook."""
         self._calls = itertools.count()
 
     def __call__(self, call: LayerCall) -> int:

@@ -416,11 +416,11 @@ def _zero_if_finite(rows: Tensor, dim: tuple[int, ...]) -> Tensor:
 
 
 def _isolate_nonfinite(keys: Tensor, values: Tensor) -> None:
-    """Hide values that are not finite from rows that do not see them, in place.
+    """Change values that are not finite, in place, so that they affect only rows that see them.
 
-    A weight of 0 times such a value is NaN. So the value becomes zeros and its key NaN: the score
-    is then NaN for every row that sees it, and masked for every other row. On a CPU this is skipped
-    if there is no such value; on other devices the check would wait for the device.
+    In other rows the weight of such a value is 0, but the product would be NaN. So the value
+    becomes zeros and its key NaN: its score is NaN in rows that see it, and masked in other rows.
+    On a CPU, finite values are skipped; elsewhere the check would wait for the device.
     """
     nonfinite = _zero_if_finite(values, (-1,)).isnan().unsqueeze(-1)
     if nonfinite.is_cpu and not nonfinite.any():

@@ -84,7 +84,7 @@ class ReadyMemory:
         self._thread.start()
 
     def take(self, size: int) -> mmap.mmap | None:
-        """Return at least `size` bytes of zeros; None if there are fewer or they were taken before.
+        """Return at least `size` bytes of zeros; None if the memory is smaller or already taken.
 
         Touched pages beyond `size` are returned to the system.
         """

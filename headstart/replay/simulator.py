@@ -6,7 +6,7 @@ receives the replica's cache events. Then the router is notified of first tokens
 replies. Routing, the network and snapshots take no time. Requests arrive at the times of the trace,
 even if the replicas cannot keep up (an open loop).
 
-With prefill replicas, the router chooses only among these. When a prefill replica has computed a
+With prefill replicas, the router chooses only among them. When a prefill replica has computed a
 prompt and its first token, it sends the K/V to the least loaded of the other replicas, which
 decodes. Each prefill replica sends one prompt at a time, then frees the prompt's blocks, which stay
 cached.
@@ -230,7 +230,7 @@ class _Simulation:
         self._give(self.router.route(routed, request.time), job, request.time)
 
     def _give(self, number: int, job: ReplayRequest, now: float) -> None:
-        """Queue the request at this replica."""
+        """Queue a request at a replica."""
         job.replica = number
         replica = self.replicas[number]
         replica.num_requests += 1
@@ -311,7 +311,7 @@ def summarise(
     computing: int,
     seconds: float,
 ) -> ReplayResult:
-    """Return the result of finished jobs; the first `computing` replicas compute prompts."""
+    """Return the result of finished requests; the first `computing` replicas compute prompts."""
     waits = sorted(job.first_token - job.arrived for job in jobs)
     paces = sorted(
         (job.finished - job.first_token) / (job.num_output - 1)

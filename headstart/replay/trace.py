@@ -88,15 +88,13 @@ class Trace:
         return self.requests[-1].time - self.requests[0].time if self.requests else 0.0
 
     def head(self, count: int) -> "Trace":
-        """Return the first `count` requests."""
+        """Return the trace of the first `count` requests."""
         return replace(self, requests=self.requests[:count])
 
     def copied(self, copies: int, gap: float = 1.0) -> "Trace":
-        """Return `copies` copies of all requests, each `gap` seconds after the one before.
+        """Return `copies` copies of the trace, each `gap` seconds after the previous one.
 
-        Copies share no prefix with each other.
-
-        Raises ConfigError for more units than there are token ids.
+        Copies share no prefix with each other. Raises ConfigError for more units than token ids.
         """
         if copies < 1:
             raise ConfigError(f"copies is {copies}; allowed: at least 1")
@@ -119,9 +117,10 @@ class Trace:
         return replace(self, num_units=copies * self.num_units, requests=requests)
 
     def faster(self, speed: float) -> "Trace":
-        """Let sessions begin `speed` times as often, without changing the times within a session.
+        """Return the trace with sessions that begin `speed` times as often.
 
-        Raises ConfigError for a speed that is not above 0.
+        The times from a session's first request on do not change. Raises ConfigError for a speed
+        that is not above 0.
         """
         if not speed > 0:
             raise ConfigError(f"speed is {speed}; allowed: above 0")
@@ -237,7 +236,7 @@ def _ranges(ids: Sequence[int]) -> tuple[range, ...]:
 
 
 def _read_sessions(path: Path) -> Trace:
-    """Read an npz of sessions. Raises ConfigError, and what numpy raises for other files."""
+    """Read an npz of sessions. Raises ConfigError, or numpy's exceptions for other files."""
     numpy = load_module("numpy")  # here, so that `headstart --help` does not import it
     with numpy.load(path) as file:
         if missing := [name for name in _SESSION_ARRAYS if name not in file.files]:

@@ -25,8 +25,8 @@ _DTYPES = {
 FLOATS = frozenset(_DTYPES.values())
 """The supported dtypes of float weights."""
 
-SAVED_SO = "in the file itself: it is damaged, or was saved so; download the model again"
-"""The end of an error about the values of a weight in a file."""
+SAVED_SO = "in the file itself: it is damaged, or was saved with them; download the model again"
+"""The last words of errors about values of a weight in a file."""
 
 
 class Checkpoint(ABC):
@@ -45,11 +45,11 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
-        """Return the dtypes; raises `UnsupportedLayerError` unless all are floats."""
+        """Return the tensors' dtypes; raises `UnsupportedLayerError` unless all are floats."""
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor in floats; until `release` it may be in the mapped file."""
+        """Return the tensor in floats. It may be a view of a mapped file, valid until `release`."""
 
     def kind(self, name: str) -> WeightKind | None:
         """Return the kind nearest to a quantized tensor's bits; None for a float tensor."""

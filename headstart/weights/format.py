@@ -29,7 +29,7 @@ PREQUANTIZED_REVISION = 4
 
 
 def find_kind(name: str) -> WeightKind | None:
-    """Return the kind of this name, None for "auto" (the checkpoint's); raises `ConfigError`."""
+    """Return the kind of this name; None for "auto", the checkpoint's. Raises `ConfigError`."""
     kinds: tuple[WeightKind, ...] = get_args(WeightKind)
     if name != "auto" and name not in kinds:
         raise ConfigError(f"weights is {name!r}; allowed: auto, {', '.join(kinds)}")
@@ -47,7 +47,7 @@ class WeightFormat(ABC):
     name: str
     table_name = "QuantizedEmbedding"
     rounding = 0.0
-    """The step of a product's rounding of a row, relative to the row's largest element."""
+    """The step to which a product rounds a row, relative to the row's largest element."""
 
     is_prequantized = False
     """True if the checkpoint has the matrix in these bits, so it was not rounded here."""
@@ -63,7 +63,7 @@ class WeightFormat(ABC):
     def rows(self, numbers: Tensor) -> Tensor:
         """Return the rows `[..., inputs]` with these numbers, a tensor of any shape.
 
-        Raises `IndexError` for a number that is too large.
+        Raises `IndexError` for a number out of range.
         """
 
     @property
@@ -92,9 +92,9 @@ class WeightFormat(ABC):
         return self.kind is not None and self.struct(torch.bfloat16) is None
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Return `[..., inputs]` times the matrix, plus the bias: `[..., outputs]`, x's dtype.
+        """Return `x` `[..., inputs]` times the matrix plus the bias, `[..., outputs]` in x's dtype.
 
-        If a row is not finite, neither is its result.
+        The result of a row that is not finite is not finite.
         """
         if not x.numel():
             return x.new_empty((*x.shape[:-1], self.outputs))
@@ -106,7 +106,7 @@ class WeightFormat(ABC):
         return out.to(x.dtype).view(*x.shape[:-1], self.outputs)
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        """Multiply rows float32 `[rows, inputs]`, at least one, with torch, without the bias."""
+        """Multiply at least one row, float32 `[rows, inputs]`, with torch, without the bias."""
         raise NotImplementedError
 
 

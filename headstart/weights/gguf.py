@@ -1,13 +1,13 @@
 """The tensors of a GGUF file, llama.cpp's format, under transformers' names, one at a time.
 
-Weights in its formats of 4, 5 and 8 bits are stored with the same values and float16 steps:
+Weights in formats of 4, 5 and 8 bits are stored with unchanged values and float16 steps:
 
     Q4_0    32 weights: d, 16 bytes                     weight = d * (value - 8)
     Q4_1    32 weights: d, m, 16 bytes                  weight = d * value + m
     Q4_K    256 weights: d, least, 8 times 2 * 6 bits   weight = d * scale * value - least * min
     Q8_0    32 weights: d, 32 signed bytes              weight = d * value
 
-A byte of Q4_0 or Q4_1 has the values at i and i + 16 of its block. Q5_0, Q5_1 and Q5_K also have
+Byte i of a block of Q4_0 or Q4_1 has its values i and i + 16. Q5_0, Q5_1 and Q5_K also have
 fifth bits: 4 bytes with a bit for each weight, or 32 bytes with a bit for each group of a block.
 The package `gguf`, an optional dependency, reads the files.
 """
@@ -117,8 +117,8 @@ ARCHITECTURES = {
 }
 """The supported architectures, with transformers' names of their tensors."""
 
-# Architectures whose files interleave the two halves of a head in Q and K, which are rotated in
-# pairs.
+# Architectures whose files interleave the two halves of each head of Q and K, since llama.cpp
+# rotates adjacent elements together.
 _PERMUTED = frozenset({"llama", "mistral3", "granite", "smollm3", "granitehybrid"})
 # Architectures whose files list the heads of K and V by layer, with 0 for recurrent layers.
 _KV_HEADS_BY_LAYER = frozenset({"lfm2", "granitehybrid"})
@@ -178,7 +178,7 @@ class Metadata:
             return self.count("attention.head_count_kv", heads) or heads
         counts = set(value) - {0}
         if len(counts) != 1:
-            raise UnsupportedLayerError(f"its layers have {sorted(counts)} heads for K and V")
+            raise UnsupportedLayerError(f"its layers have {sorted(counts)} heads of K and V")
         return int(counts.pop())
 
 
@@ -190,7 +190,7 @@ class TiledHeads(NamedTuple):
     width: int
 
     def order(self, size: int) -> NDArray[np.int64]:
-        """Return the index in the file of each number, for heads of `size` numbers."""
+        """Return the numbers' indices in the file, in transformers' order; a head has `size`."""
         places = np.arange(self.heads * size).reshape(-1, self.key_heads, size)
         return places.swapaxes(0, 1).reshape(-1)
 
@@ -246,7 +246,7 @@ class GGUFCheckpoint(Checkpoint):
         if self._architecture in ("qwen35", "gemma4"):
             rotated = None  # only a part of the head is rotated, or the number is another layer's
         if rotated is not None and query is not None and rotated * heads != query[0]:
-            raise UnsupportedLayerError(f"{rotated} elements of each head are rotated, and not all")
+            raise UnsupportedLayerError(f"only {rotated} elements of each head are rotated")
 
     def _check_keys(self, metadata: Metadata) -> None:
         """Raise `UnsupportedLayerError` for unsupported settings that would change answers."""
@@ -279,7 +279,10 @@ class GGUFCheckpoint(Checkpoint):
         return [_FLOATS.get(self._type(name), torch.float32) for name in names]
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor in float32, in separate memory; raises `UnsupportedModelError`."""
+        """Return the tensor in float32, in separate memory.
+
+        Raises `UnsupportedModelError` for a format that the package gguf does not read.
+        """
         entry = self._tensors[name]
         try:
             data = self._gguf.quants.dequantize(self._rows(name), entry.tensor_type)
@@ -338,7 +341,7 @@ class GGUFCheckpoint(Checkpoint):
         return f"{_ROUNDED} to {'int8' if is_head else kind}"
 
     def release(self) -> None:
-        """Release the memory of pages of the file that were read. Tensors are copies."""
+        """Release the memory of the file's pages. Tensors are copies."""
         if isinstance(self._mapped, np.memmap) and self._mapped.mode == "r":
             drop_pages(self._mapped.ctypes.data, self._mapped.nbytes)
 
@@ -396,7 +399,7 @@ FORMATS: dict[str, WeightKind] = {
     "Q5_K": "int5",
     "Q8_0": "int8",
 }
-"""The formats that are stored in their own bits, and their kinds."""
+"""The formats whose values are stored unchanged, and their kinds."""
 
 _BITS: dict[WeightKind, Literal[4, 5, 8]] = {"int4": 4, "int5": 5, "int8": 8}
 _OUTPUTS = 2048  # whole panels
@@ -431,7 +434,7 @@ def read_weight(
 def _read_blocks(blocks: _Bytes, name: str, gguf: Any) -> tuple[_Bytes, _Floats, _Floats]:
     """Return values `[blocks, groups * 32]`, steps and starts: weight = step * value + start.
 
-    128 is first subtracted from an 8-bit value.
+    With 8 bits, weight = step * (value - 128) + start.
     """
     step = _float(blocks[:, :2])
     if name == "Q8_0":

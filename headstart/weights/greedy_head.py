@@ -1,7 +1,7 @@
 """The greedy token of rows of hidden states, without computing all logits.
 
 A request without sampling, penalties or log-probabilities needs only one token id per row. Reading
-the whole bfloat16 LM head for it would be a seventh of the memory traffic of a decode in
+the whole bfloat16 LM head for this is a seventh of the memory traffic of a decode step in
 Qwen2.5-0.5B. An int8 copy, half as large, gives bounds of each logit. Only logits whose upper bound
 reaches the best lower bound are computed exactly. The result is the argmax of all logits, ties
 included. `native/greedy_head.cpp` derives the bounds.
@@ -62,7 +62,7 @@ def every_token(size: int) -> np.ndarray:
 
 @torch.inference_mode()  # the mode in which the logits were computed
 def mask_logits(logits: Tensor, allowed: np.ndarray) -> None:
-    """Set logits float32 `[rows, vocab]` to minus infinity, in place, where a mask has no bit.
+    """Set logits float32 `[rows, vocab]` to minus infinity, in place, where a mask's bit is 0.
 
     `allowed` uint8 `[rows, bytes]` has a mask for each row, in the form of `every_token`. Rows with
     few banned or few allowed tokens are fast.
@@ -100,10 +100,10 @@ class GreedyHead:
 
     It uses half as much memory as `weight`, which must stay alive as long as this object.
 
-    If the bounds are too wide, because rows or weights have a few much larger elements, all logits
-    are computed. If most rows of a step need this, the next step skips the bounds. If it happens
-    again, the next 3, 7, ... up to 255 steps skip them. A step that does not need it resets this
-    number to 1.
+    If rows or weights have a few much larger elements, the bounds are too wide, and all logits are
+    computed. If most rows of a step need all logits, the next step skips the bounds. If the step
+    after that needs them too, the next 3, 7, ... up to 255 steps skip the bounds. A step that does
+    not need them resets this number to 1.
     """
 
     def __init__(self, weight: PackedWeight) -> None:

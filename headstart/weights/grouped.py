@@ -2,7 +2,7 @@
 
     weight[o, i]  ~  (value[o, i] * step[o, i // 32] + start[o, i // 32]) * scales[o] * columns[i]
 
-where 128 is first subtracted from an 8-bit value.
+With 8 bits, `value - 128` takes the place of `value`.
 
 Weights that are rounded here have 4.5 or 5.5 bits each: their steps and starts have 8 bits, in
 units of the output's largest step or start. Steps and starts from files are float16, so these
@@ -53,7 +53,7 @@ class PackedForm(NamedTuple):
 
     @property
     def zero(self) -> int:
-        """The value that represents the start."""
+        """The value of a weight that is equal to its group's start."""
         return 128 if self.bits == 8 else 0
 
     @property

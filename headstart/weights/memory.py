@@ -22,8 +22,8 @@ from headstart.native.pages import (
 )
 
 _ALIGNMENT = 4096
-_FEWEST = 32 << 20  # a thread is started for at least so many bytes of weights
-_APART = 1 << 21  # tensors with a smaller distance may share a huge page
+_FEWEST = 32 << 20  # fewest bytes of weights for which a thread is started
+_APART = 1 << 21  # tensors closer than this may share a huge page
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -74,7 +74,7 @@ class Grouped(NamedTuple):
         return (self.values - self.zeros[:, self.groups]).mul_(self.steps[:, self.groups])
 
     def split(self, outputs: Sequence[int]) -> list["Grouped"]:
-        """Return a weight for each number of outputs."""
+        """Split the weight into weights with these numbers of outputs."""
         parts = (torch.split(part, list(outputs)) for part in self[:3])
         return [
             self._replace(values=values, steps=steps, zeros=zeros)
@@ -152,8 +152,8 @@ def _read_awq(scheme: Scheme, weight: QuantizedWeight, parts: Mapping[str, Tenso
 
 def _read_gptq(scheme: Scheme, weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> _Read:
     bits, outputs = weight.bits, weight.shape[0]
-    # GPTQ's code subtracts from whole words, so a zero point of 0 borrows from the next field.
-    # Adding to whole words reverses this.
+    # GPTQ subtracts 1 from all fields of a word at once, so a zero point of 0 borrows from the next
+    # field. Adding to whole words reverses this.
     ones = sum(1 << shift for shift in range(0, 32, bits))
     sums = (parts["qzeros"].long() + scheme.zero_offset * ones).contiguous()
     lower_halves = sums.view(torch.int32)[..., ::2]

@@ -1,15 +1,15 @@
 """The products of rows and a weight, and the choice of a product for this machine.
 
-The choice depends on the CPU's flags, by measurements. The compiled library itself chooses VNNI and
-AMX instructions within a product (`headstart.native`).
+The choice depends on the CPU's instructions, and was made by measurements. The compiled library
+itself chooses VNNI and AMX instructions within a product (`headstart.native`).
 
 FBGEMM, which torch includes for x86, supports 7 bits of an input: with 8 bits, the sum of two
 products saturates on CPUs without VNNI. So a row becomes two rows of 7-bit digits in one product:
 
     x  ~  top / 63 * (high + low / 126)              high, low: integers, -63 .. 63
 
-These have 14 bits. The second row costs nothing while memory limits the product. The result of a
-row has the same bits in any batch.
+Together, the digits have 14 bits. The second row costs nothing if memory limits the product. The
+result of a row has the same bits in any batch.
 """
 
 import ctypes
@@ -36,13 +36,14 @@ torch's layout, or dequantized tile by tile."""
 
 
 class CompiledProduct:
-    """The product of rows in `dtype`, float32 or bfloat16, and a weight, plus its bias or None.
+    """The product of rows and a weight, plus the weight's bias if it has one.
 
-    values: on the CPU, in the layout that `native/weight.h` describes for `kind`. scales: float32
-    `[outputs]`, for at most 8 bits. columns: float32 `[inputs]` or None; padded to whole groups if
-    rows are bfloat16. The result of a row has the same bits in any batch and on any number of
-    threads. A copy, or an unpickled product, has separate memory. Raises `ModelError` without the
-    kernels.
+    dtype: the dtype of rows, float32 or bfloat16. values: on the CPU, in the layout that
+    `native/weight.h` describes for `kind`. scales: float32 `[outputs]`, for at most 8 bits.
+    columns: float32 `[inputs]` or None; padded to whole groups if rows are bfloat16.
+
+    The result of a row has the same bits in any batch and on any number of threads. A copy, or an
+    unpickled product, has separate memory. Raises `ModelError` without the kernels.
     """
 
     def __init__(
@@ -80,12 +81,12 @@ class CompiledProduct:
         if x.dtype != self.dtype or not x.is_cpu or x.shape[-1:] != (self._inputs,):
             width = x.shape[-1] if x.dim() else 0
             raise ValueError(
-                f"a weight of {self._inputs} inputs under {self.dtype} on cpu was given {width} "
-                f"in {x.dtype} on {x.device.type}"
+                f"rows have {width} elements in {x.dtype} on {x.device.type}; allowed: "
+                f"{self._inputs} in {self.dtype} on cpu"
             )
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Return `[..., inputs]` times the weight, plus the bias: `[..., outputs]`, in `dtype`."""
+        """Return `x` `[..., inputs]` times the weight plus the bias: `[..., outputs]`, `dtype`."""
         self.check_rows(x)
         x = x.contiguous()
         out = torch.empty((*x.shape[:-1], self._outputs), dtype=self.dtype)
@@ -108,7 +109,7 @@ def fbgemm_pack(values: Tensor, scales: Tensor) -> Any:
     zeros = torch.zeros(len(scales), dtype=torch.int64)
     try:
         with warnings.catch_warnings():
-            # Deprecated. If a later torch removes it, `has_fbgemm` returns False.
+            # The function is deprecated. If a later torch lacks it, `has_fbgemm` returns False.
             warnings.filterwarnings("ignore", ".*quantized tensor creation functions.*")
             weight = torch._make_per_channel_quantized_tensor(
                 values, scales.double() / _DIGIT, zeros, 0

@@ -19,12 +19,12 @@ FORMATS: dict[WeightKind, Callable[[Tensor], StoredValues]] = {
 }
 """The function that rounds floats `[outputs, inputs]` to a kind."""
 
-# Layers that int4 stores in more bits: a third of the weights, which would cause more than half of
-# its error. With grouped-query attention, keys and values are only a few percent of the weights.
+# Layers that weights="int4" stores in more bits. They are a third of the weights, and would cause
+# more than half of the error. With grouped-query attention, keys and values are a few percent.
 _KEYS = frozenset({"k_proj", "v_proj"})
 _FUSED = frozenset({"qkv_proj", "gate_up_proj"})  # contain one of the layers above
 _MORE_BITS = _KEYS | {"o_proj", "up_proj"} | _FUSED
-_STEPS = frozenset({"in_proj_a", "in_proj_b"})  # small, and states are sensitive to their outputs
+_STEPS = frozenset({"in_proj_a", "in_proj_b"})  # small; states are sensitive to them
 
 
 def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> WeightKind:

@@ -214,5 +214,5 @@ def test_one_weight_or_hidden_number_that_is_not_finite(rows: int, bad: float) -
 def test_rows_of_another_width_or_dtype_are_refused() -> None:
     head = GreedyHead(PackedWeight(noise(40, 8, seed=0)))
     for x in (noise(2, 7, seed=1), noise(2, 8, seed=1).float(), noise(2, 8, seed=1).to("meta")):
-        with pytest.raises(ValueError, match=r"8 inputs under torch\.bfloat16 on cpu was given"):
+        with pytest.raises(ValueError, match=r"allowed: 8 in torch\.bfloat16 on cpu"):
             head.choose(x)

@@ -53,42 +53,14 @@ if TYPE_CHECKING:
     from headstart.omni.omni import AsyncOmni, Omni
     from headstart.omni.params import OmniOutput, OmniParams
 
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "AsyncLLMEngine",
-    "LLMEngine",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "LoRARequest",
-    "PromptType",
-    "TextPrompt",
-    "TokensPrompt",
-    "EngineArgs",
-    "AsyncEngineArgs",
-    "RequestOutput",
-    "CompletionOutput",
-    "Omni",
-    "AsyncOmni",
-    "OmniParams",
-    "OmniOutput",
-    "HeadstartError",
-    "ConfigError",
-    "RequestError",
-    "ModelError",
-    "ModelNotFoundError",
-    "DamagedModelError",
-    "UnsupportedModelError",
-    "AdapterError",
-    "AdapterNotFoundError",
-    "DamagedAdapterError",
-    "UnsupportedAdapterError",
-    "OutOfMemoryError",
-    "CacheError",
-    "EngineError",
-    "__version__",
-    "__version_tuple__",
-]
+__all__ = ["LLM", "AsyncLLM", "AsyncLLMEngine", "LLMEngine", "EngineArgs", "AsyncEngineArgs"]
+__all__ += ["SamplingParams", "StructuredOutputsParams", "LoRARequest"]
+__all__ += ["PromptType", "TextPrompt", "TokensPrompt", "RequestOutput", "CompletionOutput"]
+__all__ += ["Omni", "AsyncOmni", "OmniParams", "OmniOutput"]
+__all__ += ["HeadstartError", "ConfigError", "RequestError", "OutOfMemoryError", "CacheError"]
+__all__ += ["ModelError", "ModelNotFoundError", "DamagedModelError", "UnsupportedModelError"]
+__all__ += ["AdapterError", "AdapterNotFoundError", "DamagedAdapterError"]
+__all__ += ["UnsupportedAdapterError", "EngineError", "__version__", "__version_tuple__"]
 
 _MODULES = {
     "engine.adapter_names": ("LoRARequest",),

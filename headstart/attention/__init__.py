@@ -17,18 +17,6 @@ from headstart.attention.native import NativeAttention, make_backend, name_backe
 from headstart.attention.recurrent import Recurrence
 from headstart.attention.torch_ops import TorchAttention
 
-__all__ = [
-    "AttentionBackend",
-    "AttentionOptions",
-    "LayerLayout",
-    "NativeAttention",
-    "PagedKVMemory",
-    "Recurrence",
-    "Span",
-    "StateLayout",
-    "StateMemory",
-    "StepPlan",
-    "TorchAttention",
-    "make_backend",
-    "name_backend",
-]
+__all__ = ["AttentionBackend", "AttentionOptions", "NativeAttention", "TorchAttention"]
+__all__ += ["LayerLayout", "StateLayout", "PagedKVMemory", "StateMemory", "Recurrence"]
+__all__ += ["Span", "StepPlan", "make_backend", "name_backend"]

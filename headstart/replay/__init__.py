@@ -4,16 +4,5 @@ from headstart.replay.replica import SpeedModel
 from headstart.replay.simulator import Fleet, Optimum, ReplayResult, best_hit_rate, replay
 from headstart.replay.trace import WORKLOADS, Trace, TraceRequest, make_workload, read_trace
 
-__all__ = [
-    "WORKLOADS",
-    "Fleet",
-    "Optimum",
-    "ReplayResult",
-    "SpeedModel",
-    "Trace",
-    "TraceRequest",
-    "best_hit_rate",
-    "make_workload",
-    "read_trace",
-    "replay",
-]
+__all__ = ["Fleet", "Optimum", "ReplayResult", "SpeedModel", "best_hit_rate", "replay"]
+__all__ += ["WORKLOADS", "Trace", "TraceRequest", "make_workload", "read_trace"]

@@ -199,10 +199,36 @@ class _Simulation:
             now = self._handle_next(progress)
         assert len(self.jobs) == len(self.trace.requests), "a request was left waiting"
         simulated = now - self.trace.requests[0].time  # a trace need not begin at time 0
-        result = summarise(self.policy, self.jobs, self.replicas, self.fleet.computing, simulated)
+        result = self._summarize(simulated)
         spent = time.perf_counter() - start
         result.events_per_second = (len(self.jobs) + self._num_steps) / spent
         return result
+
+    def _summarize(self, seconds: float) -> ReplayResult:
+        waits = sorted(job.first_token - job.arrived for job in self.jobs)
+        paces = sorted(
+            (job.finished - job.first_token) / (job.num_output - 1)
+            for job in self.jobs
+            if job.num_output > 1
+        ) or [0.0]
+        work = [replica.computed_tokens for replica in self.replicas[: self.fleet.computing]]
+        num_tokens = sum(job.num_tokens for job in self.jobs)
+        return ReplayResult(
+            router=self.policy,
+            replicas=len(self.replicas),
+            requests=len(self.jobs),
+            prompt_tokens=num_tokens,
+            hit_rate=sum(job.hit_tokens for job in self.jobs) / num_tokens,
+            ttft_mean=mean(waits),
+            ttft_p50=_percentile(waits, 0.5),
+            ttft_p99=_percentile(waits, 0.99),
+            tpot_mean=mean(paces),
+            tpot_p99=_percentile(paces, 0.99),
+            imbalance=max(work) / mean(work),
+            load=mean(work) / self.replicas[0].speed.prefill_rate / seconds,
+            evictions=sum(replica.manager.num_evictions for replica in self.replicas),
+            seconds=seconds,
+        )
 
     def _next_time(self) -> float:
         step = self._ends[0][0] if self._ends else math.inf
@@ -302,40 +328,6 @@ class _Simulation:
         )
         self.transfers.send(moved, job.replica, now)
         return True
-
-
-def summarise(
-    router: str,
-    jobs: Sequence[ReplayRequest],
-    replicas: Sequence[Replica],
-    computing: int,
-    seconds: float,
-) -> ReplayResult:
-    """Return the result of finished requests; the first `computing` replicas compute prompts."""
-    waits = sorted(job.first_token - job.arrived for job in jobs)
-    paces = sorted(
-        (job.finished - job.first_token) / (job.num_output - 1)
-        for job in jobs
-        if job.num_output > 1
-    ) or [0.0]
-    work = [replica.computed_tokens for replica in replicas[:computing]]
-    num_tokens = sum(job.num_tokens for job in jobs)
-    return ReplayResult(
-        router=router,
-        replicas=len(replicas),
-        requests=len(jobs),
-        prompt_tokens=num_tokens,
-        hit_rate=sum(job.hit_tokens for job in jobs) / num_tokens,
-        ttft_mean=mean(waits),
-        ttft_p50=_percentile(waits, 0.5),
-        ttft_p99=_percentile(waits, 0.99),
-        tpot_mean=mean(paces),
-        tpot_p99=_percentile(paces, 0.99),
-        imbalance=max(work) / mean(work),
-        load=mean(work) / replicas[0].speed.prefill_rate / seconds,
-        evictions=sum(replica.manager.num_evictions for replica in replicas),
-        seconds=seconds,
-    )
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:

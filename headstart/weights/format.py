@@ -117,16 +117,12 @@ class Linear(nn.Module):
         super().__init__()
         self.matrix = matrix
         self.in_features, self.out_features = matrix.inputs, matrix.outputs
+        self.name_in_identity = matrix.name
 
     @property
     def bias(self) -> Tensor | None:
         """The bias `[outputs]`."""
         return self.matrix.bias
-
-    @property
-    def name_in_identity(self) -> str:
-        """The name of such layers in cache identities."""
-        return self.matrix.name
 
     def forward(self, x: Tensor) -> Tensor:
         return self.matrix.multiply(x)
@@ -140,11 +136,7 @@ class Embedding(nn.Module):
         self.matrix = matrix
         self._dtype = dtype
         self.num_embeddings, self.embedding_dim = matrix.outputs, matrix.inputs
-
-    @property
-    def name_in_identity(self) -> str:
-        """The name of such tables in cache identities."""
-        return self.matrix.table_name
+        self.name_in_identity = matrix.table_name
 
     def forward(self, numbers: Tensor) -> Tensor:
         return self.matrix.rows(numbers).to(self._dtype)

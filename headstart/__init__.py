@@ -53,14 +53,15 @@ if TYPE_CHECKING:
     from headstart.omni.omni import AsyncOmni, Omni
     from headstart.omni.params import OmniOutput, OmniParams
 
-__all__ = ["LLM", "AsyncLLM", "AsyncLLMEngine", "LLMEngine", "EngineArgs", "AsyncEngineArgs"]
+__all__ = ["LLM", "AsyncLLM", "AsyncLLMEngine", "LLMEngine"]
 __all__ += ["SamplingParams", "StructuredOutputsParams", "LoRARequest"]
-__all__ += ["PromptType", "TextPrompt", "TokensPrompt", "RequestOutput", "CompletionOutput"]
-__all__ += ["Omni", "AsyncOmni", "OmniParams", "OmniOutput"]
-__all__ += ["HeadstartError", "ConfigError", "RequestError", "OutOfMemoryError", "CacheError"]
+__all__ += ["PromptType", "TextPrompt", "TokensPrompt", "EngineArgs", "AsyncEngineArgs"]
+__all__ += ["RequestOutput", "CompletionOutput", "Omni", "AsyncOmni", "OmniParams", "OmniOutput"]
+__all__ += ["HeadstartError", "ConfigError", "RequestError"]
 __all__ += ["ModelError", "ModelNotFoundError", "DamagedModelError", "UnsupportedModelError"]
 __all__ += ["AdapterError", "AdapterNotFoundError", "DamagedAdapterError"]
-__all__ += ["UnsupportedAdapterError", "EngineError", "__version__", "__version_tuple__"]
+__all__ += ["UnsupportedAdapterError", "OutOfMemoryError", "CacheError", "EngineError"]
+__all__ += ["__version__", "__version_tuple__"]
 
 _MODULES = {
     "engine.adapter_names": ("LoRARequest",),

@@ -1,9 +1,9 @@
 """Parts of the hand-set weights: registers of the residual stream, heads, neurons.
 
 Glossary
-    register  named coordinates of the residual stream; `Place` is (first, count)
-    form      a linear form of registers, `{name: factor}` or rows of a matrix `[n, width]`
-    marker    a coordinate that is 1 at the tokens to which a head may attend
+    register    adjacent coordinates of the residual stream with a name
+    form        a linear form of registers, `{name: factor}` or rows of a matrix `[n, width]`
+    marker      a coordinate that is 1 at the tokens to which a head may attend
     fast, slow  rotary pairs that rotate much or hardly within the context
 
 A Llama has no biases. The register ONE replaces them: it is large before the norm, so that the norm
@@ -28,7 +28,7 @@ Form = dict[str, float]
 
 
 class Registers:
-    """Allocation of coordinates by name; a name may have several.
+    """Registers by name.
 
     later: names that reuse the coordinates of another name after it is cleared.
     """
@@ -102,8 +102,8 @@ class Wirer:
              ridge: float = 1e-2) -> tuple[list[int], Tensor]:  # fmt: skip
         """Return rotary pairs with angles in [low, high), and amplitudes `[2 * pairs + 1]`.
 
-        They are fitted so that the score at each distance has its value. The last amplitude is a
-        constant.
+        The amplitudes are fitted so that the score at each distance has its value. The last
+        amplitude is a constant.
         """
         d = torch.tensor(distance, dtype=torch.float64)
         goal = torch.tensor(value, dtype=torch.float64)
@@ -168,8 +168,8 @@ class Wirer:
     def neurons(self, layer: int, condition: Form, read: Tensor, write: Tensor) -> None:
         """Add `read` (`[n, width]`) to `write` (`[n, width]`) where `condition` is positive.
 
-        The addition is proportional to the condition, a sum of flags minus a threshold; 0.5 adds
-        `read` once.
+        The addition is proportional to the condition, a sum of flags minus a threshold. With a
+        condition of 0.5, `read` is added once.
         """
         start, count = self.next_neuron[layer], len(read)
         self.next_neuron[layer] += count

@@ -1,14 +1,15 @@
 """Synthetic documents and questions to train and evaluate `headstart-tiny`.
 
 Glossary
-    record    one person: the eight columns of the reference's table
-    document  the text with the facts: a table, key-value lists, a fact sheet in prose
-    query     a question, the first words of its answer (the stem), and the value that ends it
-    episode   one document and many queries about it, as (text, supervised) segments in order
+    reference  the table in `headstart/assets/people.md`, with two questions in `evaluation.py`
+    record     one person: the eight columns of the reference's table
+    document   the text with the facts: a table, key-value lists, a fact sheet in prose
+    query      a question, the first words of its answer (the stem), and the value that ends it
+    episode    one document and many queries about it, as (text, supervised) segments in order
 
 Every answer restates the question ("The age of John Doe is 29"), so the completion form of the
-reference and the chat form end in the same words. The answer to a question for a person is "The
-person is ...". If the document does not contain the value, the answer ends in `UNKNOWN`.
+reference and the chat form end in the same words. If a question asks for a person, the answer
+is "The person is ...". If the document does not contain the value, the answer ends in `UNKNOWN`.
 
 Names, streets and towns come from Faker's word lists and from syllables. A fifth of the listed
 words, and all words of the reference's own table, are held out: the training split never uses

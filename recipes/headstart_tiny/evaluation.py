@@ -61,7 +61,7 @@ class Case:
     chat: bool
     right: bool = True
     margin: Margin | None = None
-    told: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Judge:
                 expected = (query.stem if case.chat else "") + query.answer + data.END
                 case.right = said == expected
                 case.margin = margin if case.right else None
-                case.told.append(said)
+                case.answers.append(said)
                 case.text = prompt + said
 
     def judge(self, cases: list[Case]) -> float:
@@ -209,7 +209,7 @@ def report_mistakes(name: str, cases: list[Case], count: int) -> None:
     """Print up to `count` wrong answers to standard error."""
     for case in [c for c in cases if not c.right][:count]:
         query = case.queries[-1]
-        verdict = f"{query.ask!r} -> {case.told[-1]!r}, not {query.answer!r}"
+        verdict = f"{query.ask!r} -> {case.answers[-1]!r}, not {query.answer!r}"
         print(f"  {name}: {verdict}", file=sys.stderr)
 
 
@@ -228,7 +228,7 @@ def main() -> int:
     judge = Judge(options.folder, options.batch)
     cases = reference_cases()
     results: dict[str, float] = {"reference": judge.judge(cases)}
-    print(f"{'the reference, 29 and 30':32} {' '.join(repr(case.told[0]) for case in cases)}")
+    print(f"{'the reference, 29 and 30':32} {' '.join(repr(case.answers[0]) for case in cases)}")
     met = results["reference"] == 1.0
     for bar in bars():
         if options.only not in bar.name:

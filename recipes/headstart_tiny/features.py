@@ -1,10 +1,10 @@
 """The features of each token in the starting weights of `headstart-tiny`: its code and its flags.
 
-A token's code is `[10 | 22 | 32]`. The first 10 coordinates distinguish tokens roughly, for heads
-that compare preceding tokens: digits have separate codes, all openers of a value or a name share
-one. The first 32 are equal for "number" and "number ". All 64 identify the token in the output.
-Tokens that close a value have the code of the end of an answer, so that copying stops at the end of
-a cell. A label or "the" before a token counts as an opener: "age 29" is found as "| 29".
+A token's code has 64 coordinates. The first 10 distinguish tokens roughly, for heads that compare
+preceding tokens: digits have separate codes, all openers of a value or a name share one code. The
+first 32 are equal for "number" and "number ". All 64 identify the token in the output. Tokens that
+close a value have the code of the end of an answer, so that copying stops at the end of a cell. A
+label or "the" before a token counts as an opener: "age 29" is found as "| 29".
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Reading:
         self.wire.point(layer, head, pairs, 45.0 * torch.cat([turn.cos(), -turn.sin()]))
 
     def tokens_before(self) -> None:
-        """Copy codes and flags of the four tokens before; blank those before openers (layer 0)."""
+        """Copy codes and flags of four tokens before, but none from before openers (layer 0)."""
         at, wire = self.at, self.wire
         flags = sorted({flag for seen in PREVIOUS.values() for flag in seen})
         read = torch.cat([at.rows("BEFORE"), at.forms(*({f: 1.0} for f in flags)),
@@ -106,7 +106,7 @@ class Reading:
         write = torch.cat([-self.at.rows(name), self.at.rows(blank)])
         count = dict.fromkeys(flags, 1.0)
         self.wire.neurons(layer, count | {"ONE": -0.5}, read, write)
-        if len(flags) > 1:  # 2 (c - 1/2) less 2 (c - 1) is 1 for any count c of 1 or more
+        if len(flags) > 1:  # 2 (c - 1/2) - 2 (c - 1) = 1 for any count c of 1 or more
             self.wire.neurons(layer, count | {"ONE": -1.0}, read, -write)
 
     def kinds_of_cells(self) -> None:

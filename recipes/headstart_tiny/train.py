@@ -165,7 +165,7 @@ KEYS = ("loss", "stem", "token", "exact")
 
 
 class Feeder:
-    """Maker of batches in advance, in a thread, for the last requested level."""
+    """A thread that makes batches in advance, at the last requested level."""
 
     def __init__(self, maker: BatchMaker, tokens: int, step: int, level: Level) -> None:
         self.maker, self.tokens, self.level, self.step = maker, tokens, level, step
@@ -189,7 +189,7 @@ class Feeder:
 
 
 class Trainer:
-    """One run: the model, its two optimizers, and its position in the curriculum."""
+    """One run: the model, its optimizer, and the position in the curriculum."""
 
     def __init__(self, s: Settings, rank: int = 0) -> None:
         self.s = s

@@ -7,11 +7,12 @@ training can refine them. The architecture is an unchanged Llama.
     layer 0   the codes and flags of the four tokens before, and a hash of them; the kind of the
               cell that ends here; the ID that ends here; the label that a question requests ("the
               *shoe* size"), and whether it requests a person ("whose *age*")
-    layer 1   the latest opener: the kind of the cell before it, whether a name begins, and its
-              hash, which is the signature of that name; the latest label ("age"), and its owner
-    layer 2   the bag of the name's tokens so far, which have the same signature; the signature of
-              the latest name, which identifies a row; the ID of the row; a cell's column, from
-              the header's label that follows the kind of the cell before
+    layer 1   the latest opener, the token before a value or a name: the kind of the cell before it,
+              whether a name begins, and its hash, which is the signature of that name; the latest
+              label ("age"), and its owner
+    layer 2   the bag (the mean of the codes) of the name's tokens so far, which have the same
+              signature; the signature of the latest name, which identifies a row; the ID of the
+              row; a cell's column, from the header's label that follows the kind of the cell before
     layer 3   the bag of the latest name, for every cell of its row; the cell's column at the token
               that closes the cell; at the end of "who has ...?": the signature of the row with
               this value in this column
@@ -21,10 +22,10 @@ training can refine them. The architecture is an unchanged Llama.
               in a chat, the words of the question that begin the answer
 
 Bags are compared by their squared distance |q - k|^2 = |q|^2 - 2qk + |k|^2, which distinguishes
-names that differ in one token; signatures too. Attention is causal, so the tokens of a name cannot
-depend on the values after it. But they, and all later tokens, depend on the tokens before the name,
-so the signature is made of these. A head that finds nothing attends to "The " or ": ", which have
-only the flag for the answer "not in the document".
+names that differ in one token. Signatures are compared in the same way. Attention is causal, so the
+tokens of a name cannot depend on the values after it. But they, and all later tokens, depend on the
+tokens before the name, so the signature is a hash of the tokens before. A head that finds nothing
+attends to "The " or ": ", which have only the flag for the answer "not in the document".
 
 A key of a list ("door code: 4711") is a name whose values have no column. "The door code is"
 precedes a value, "which door code is" a name: the latest "The" distinguishes the two.

@@ -92,7 +92,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 for name in opened.keys():  # noqa: SIM118 - no mapping, it only has keys()
                     if name in self.entries:
                         first_file = self.entries[name].file.name
-                        raise UnsupportedLayerError(f"{name} is in {first_file} and in {file.name}")
+                        raise UnsupportedLayerError(f"{name} is in {first_file} and {file.name}")
                     part = opened.get_slice(name)
                     shape = tuple(part.get_shape())
                     self.entries[name] = Entry(file, name, shape, part.get_dtype())

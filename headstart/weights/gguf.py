@@ -172,7 +172,7 @@ class Metadata:
             return self.count("attention.head_count_kv", heads) or heads
         counts = set(value) - {0}
         if len(counts) != 1:
-            raise UnsupportedLayerError(f"its layers have {sorted(counts)} heads of K and V")
+            raise UnsupportedLayerError(f"its layers have different KV heads: {sorted(counts)}")
         return int(counts.pop())
 
 

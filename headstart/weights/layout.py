@@ -100,7 +100,7 @@ def find_weights(
                 f"{text}: there are {groups} groups; config.json has groups of {sizes} inputs"
             )
         if len(fitting) > 1:
-            raise UnsupportedLayerError(f"its groups may have {fitting[0]} or {fitting[1]} inputs")
+            raise UnsupportedLayerError(f"its group size may be {fitting[0]} or {fitting[1]}")
         stored = {name: f"{module}.{name}" for name in parts}
         weights[f"{module}.weight"] = QuantizedWeight(shape, bits, fitting[0], stored)
     return weights

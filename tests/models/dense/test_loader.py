@@ -103,7 +103,7 @@ def with_a_tensor_twice(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (with_a_tensor_twice, r"model\.norm\.weight is in a\.safetensors and in b\.safetensors"),
+        (with_a_tensor_twice, r"model\.norm\.weight is in a\.safetensors and b\.safetensors"),
         (as_a_base_model, r"has no model\.embed_tokens\.weight"),
         (in_torch_s_format, "not in safetensors files"),
         (

@@ -108,8 +108,8 @@ def inject(fault: Fault, base: Path, templates: Templates) -> Outcome:
         finally:
             os._exit(0)
     os.close(writing)
-    with open(reading, "rb") as told:
-        answer = told.read()
+    with open(reading, "rb") as pipe:
+        answer = pipe.read()
     status = os.waitpid(child, 0)[1]
     if not answer:
         return Outcome(problem=f"the process ended with status {status}")
@@ -120,44 +120,46 @@ def choose(count: int, seed: int, kinds: list[str]) -> list[Fault]:
     """Return `count` faults, of each kind according to its share."""
     shares = {kind: share for kind, share in _SHARES.items() if not kinds or kind in kinds}
     total, numbers = sum(shares.values()), Counter[str]()
-    for at in range(count):
-        kind = max(shares, key=lambda kind: shares[kind] * (at + 1) / total - numbers[kind])
+    for index in range(count):
+        kind = max(shares, key=lambda kind: shares[kind] * (index + 1) / total - numbers[kind])
         numbers[kind] += 1
-    return [Fault(kind, seed * 1_000_000 + at) for kind in shares for at in range(numbers[kind])]
+    return [
+        Fault(kind, seed * 1_000_000 + index) for kind in shares for index in range(numbers[kind])
+    ]
 
 
 def run(faults: list[Fault], base: Path) -> dict[str, Counter[str]]:
     """Inject all faults; return the counts of outcomes by kind."""
     console = Console(stderr=True)
-    found: dict[str, Counter[str]] = {}
+    results: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory(prefix="headstart-faults-") as name:
         templates = make_templates(Path(name))
         gc.freeze()  # makes the search for open files fast in each process
         Path(name).chmod(0o711)  # allows a process without permissions to reach its folder
-        where = base / Path(name).name
-        where.mkdir(mode=0o711, exist_ok=True)
+        fault_folder = base / Path(name).name
+        fault_folder.mkdir(mode=0o711, exist_ok=True)
         with Progress(console=console, auto_refresh=False) as progress:
             for fault in progress.track(faults, description="faults"):
-                outcome = inject(fault, where, templates)
-                counts = found.setdefault(fault.kind, Counter())
+                outcome = inject(fault, fault_folder, templates)
+                counts = results.setdefault(fault.kind, Counter())
                 counts["faults"] += 1
                 counts["lost"] += outcome.lost
                 counts["wrong"] += outcome.wrong
                 counts["problems"] += bool(outcome.problem)
                 if outcome.problem:
                     progress.console.print(f"{fault}: {outcome.problem}", markup=False)
-        shutil.rmtree(where, ignore_errors=True)
-    return found
+        shutil.rmtree(fault_folder, ignore_errors=True)
+    return results
 
 
-def show(found: dict[str, Counter[str]]) -> None:
+def show(results: dict[str, Counter[str]]) -> None:
     """Print the table, and the JSON line."""
     table = Table("kind of fault", "faults", "blocks lost", "wrong answers", "other problems")
     columns = ("faults", "lost", "wrong", "problems")
-    for kind, counts in found.items():
+    for kind, counts in results.items():
         table.add_row(kind, *(f"{counts[column]:,}" for column in columns))
     total = Counter[str]()
-    for counts in found.values():
+    for counts in results.values():
         total.update(counts)
     table.add_section()
     table.add_row("all", *(f"{total[column]:,}" for column in columns))
@@ -174,9 +176,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args(arguments)
     logging.disable()
-    found = run(choose(options.faults, options.seed, options.kind), options.folder)
-    show(found)
-    return int(any(counts["wrong"] or counts["problems"] for counts in found.values()))
+    results = run(choose(options.faults, options.seed, options.kind), options.folder)
+    show(results)
+    return int(any(counts["wrong"] or counts["problems"] for counts in results.values()))
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def make_prompts(random: Random) -> list[list[int]]:
     """Return prompts with common prefixes."""
     begins = [[random.randrange(3, 140) for _ in range(80)] for _ in range(4)]
     return [
-        begins[at % 4] + [random.randrange(3, 140) for _ in range(random.randrange(1, 60))]
-        for at in range(8)
+        begins[index % 4] + [random.randrange(3, 140) for _ in range(random.randrange(1, 60))]
+        for index in range(8)
     ]
 
 
@@ -62,11 +62,11 @@ def ask(model: str, prompts: list[list[int]], folder: str | None, ready: Callabl
     )
     ready()
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    given = [{"prompt_token_ids": tokens} for tokens in prompts]
+    requests = [{"prompt_token_ids": tokens} for tokens in prompts]
     try:
-        outputs = llm.generate(given, params, use_tqdm=False)
+        outputs = llm.generate(requests, params, use_tqdm=False)
     except KeyboardInterrupt:
-        outputs = llm.generate(given, params, use_tqdm=False)
+        outputs = llm.generate(requests, params, use_tqdm=False)
     llm.close()
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     return json.dumps([tokens, sum(output.num_cached_tokens or 0 for output in outputs)])
@@ -131,9 +131,9 @@ def main(arguments: list[str]) -> int:
     ):
         # Run once in this process, to import all modules that the forked processes need.
         ask(options.model, prompts[:1], None, lambda: None)
-        began = time.perf_counter()
+        started = time.perf_counter()
         alone = json.loads(ask(options.model, prompts, None, lambda: None))[0]
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         for _ in progress.track(range(options.rounds), description="rounds"):
             moment = random.random() * seconds * 1.5
             one_round(

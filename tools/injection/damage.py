@@ -27,13 +27,13 @@ def flip(pattern: str) -> Damage:
         data = bytearray(path.read_bytes())
         if not data:
             return
-        way = random.randrange(4)
-        if way <= 1:
-            for _ in range(1 if way == 0 else random.randint(2, 200)):
+        kind = random.randrange(4)
+        if kind <= 1:
+            for _ in range(1 if kind == 0 else random.randint(2, 200)):
                 data[random.randrange(len(data))] ^= 1 << random.randrange(8)
         else:
             start = random.randrange(len(data))
-            if way == 3:
+            if kind == 3:
                 start -= start % 4096
             length = min(len(data) - start, random.choice((8, 100, 512, 4096)))
             data[start : start + length] = random.choice((bytes(length), random.randbytes(length)))
@@ -90,8 +90,8 @@ def mix(random: Random, folder: Path, templates: Templates) -> None:
     source = random.choice((templates.old, templates.foreign)) / path.name
     if source.exists() and path.stat().st_size:
         data, other = path.read_bytes(), source.read_bytes()
-        at = random.randrange(len(data)) // 512 * 512
-        _overwrite(path, data[:at] + other[at:])
+        middle = random.randrange(len(data)) // 512 * 512
+        _overwrite(path, data[:middle] + other[middle:])
 
 
 def take_folder(random: Random, folder: Path, templates: Templates) -> None:

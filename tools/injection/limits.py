@@ -73,12 +73,12 @@ def failing_calls(random: Random, folder: Path) -> Outcome:
     names = random.sample(("pwritev", "preadv", "pwrite", "pread", "truncate", "fstat", "open"), 3)
     with closing(open_store(folder)) as store:
         patches = [patch.object(os, n, _failing(random, getattr(os, n), share)) for n in names]
-        for one in patches:
-            one.start()
+        for each in patches:
+            each.start()
         _use(random, folder)
         exercise(store, MODELS[0], PROMPTS[MODELS[0]])
-        for one in patches:
-            one.stop()
+        for each in patches:
+            each.stop()
         return _unless_evicted(examine(folder, store))
 
 
@@ -99,13 +99,13 @@ def no_permission(random: Random, folder: Path) -> Outcome:
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     paths = [folder, *sorted(folder.iterdir())]
-    some = random.sample(paths, random.randint(1, len(paths)))
+    chosen = random.sample(paths, random.randint(1, len(paths)))
     modes = {path: path.stat().st_mode for path in paths}
     with closing(open_store(folder)) as store:
         if random.random() < 0.5:
             exercise(store, MODELS[0], PROMPTS[MODELS[0]])
         mode = random.choice((0o000, 0o400, 0o500))
-        for path in sorted(some, reverse=True):
+        for path in sorted(chosen, reverse=True):
             with suppress(FileNotFoundError):  # a journal that was played back
                 path.chmod(mode)
         exercise(store, MODELS[0], PROMPTS[MODELS[0]])

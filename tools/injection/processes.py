@@ -20,32 +20,32 @@ __all__ = ["PROCESSES", "work"]
 _LOCKS = ("BEGIN EXCLUSIVE", "BEGIN IMMEDIATE", "BEGIN; SELECT count(*) FROM blocks")
 
 
-def work(random: Random, folder: Path, turns: int, began: int | None = None) -> None:
+def work(random: Random, folder: Path, turns: int, started: int | None = None) -> None:
     """Save, load, touch and remove blocks at random, and check all that is loaded.
 
-    began: a pipe to write to after the first turn.
+    started: a pipe to write to after the first turn.
     """
     model = random.choice(MODELS)
     first = PROMPTS[model][0].start
-    prompts = [range(first + 1000 * at, first + 1000 * at + 20) for at in range(12)]
+    prompts = [range(first + 1000 * i, first + 1000 * i + 20) for i in range(12)]
     store = open_store(folder, model)
     for turn in range(turns):
         prompt = random.choice(prompts)
-        some = prompt[: random.randint(1, 20)]
-        way = random.random()
-        if way < 0.5:
-            store.save([block(number, time.time(), model) for number in some])
-        elif way < 0.8:
-            exercise(store, model, [some])
-        elif way < 0.9:
-            store.touch([name(number) for number in some])
-        elif way < 0.97:
-            store.remove([name(number) for number in some])
+        numbers = prompt[: random.randint(1, 20)]
+        roll = random.random()
+        if roll < 0.5:
+            store.save([block(number, time.time(), model) for number in numbers])
+        elif roll < 0.8:
+            exercise(store, model, [numbers])
+        elif roll < 0.9:
+            store.touch([name(number) for number in numbers])
+        elif roll < 0.97:
+            store.remove([name(number) for number in numbers])
         else:
             store.close()
             store = open_store(folder, model)
-        if turn == 0 and began is not None:
-            os.write(began, b"!")
+        if turn == 0 and started is not None:
+            os.write(started, b"!")
     store.close()
 
 

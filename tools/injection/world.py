@@ -54,22 +54,22 @@ def open_store(folder: Path, model: ModelRecord = MODEL, budget: int = BUDGET) -
 
 def make_templates(folder: Path) -> Templates:
     """Fill the folders whose copies are damaged."""
-    made = Templates(*(folder / name for name in ("whole", "old", "foreign", "journal")))
-    _save(made.whole, {model: [prompts[0][:10]] for model, prompts in PROMPTS.items()})
-    shutil.copytree(made.whole, made.old)
-    _save(made.whole, PROMPTS)
-    _save(made.foreign, {MODEL: [range(300, 330)], OTHER: [range(700, 712)]})
-    shutil.copytree(made.whole, made.journal)
-    _interrupt(made.journal)
-    return made
+    templates = Templates(*(folder / name for name in ("whole", "old", "foreign", "journal")))
+    _save(templates.whole, {model: [prompts[0][:10]] for model, prompts in PROMPTS.items()})
+    shutil.copytree(templates.whole, templates.old)
+    _save(templates.whole, PROMPTS)
+    _save(templates.foreign, {MODEL: [range(300, 330)], OTHER: [range(700, 712)]})
+    shutil.copytree(templates.whole, templates.journal)
+    _interrupt(templates.journal)
+    return templates
 
 
 def _save(folder: Path, prompts: Mapping[ModelRecord, Iterable[range]]) -> None:
-    for model, some in prompts.items():
+    for model, ranges in prompts.items():
         with closing(open_store(folder, model)) as store:
-            for prompt in some:
+            for prompt in ranges:
                 store.save([block(number, model=model) for number in prompt])
-            exercise(store, model, some)
+            exercise(store, model, ranges)
 
 
 def _interrupt(folder: Path) -> None:

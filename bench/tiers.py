@@ -55,15 +55,11 @@ from shapes import FOLDER, SHAPES, gguf_file, model_folder
 
 from headstart import LLM, SamplingParams
 from headstart.cache import BlockHash, TokenSequence
-from headstart.tiers import (
-    DiskStore,
-    GuardedStore,
-    ModelRecord,
-    Saver,
-    StoreChain,
-    StoredBlock,
-)
+from headstart.tiers.disk import DiskStore
 from headstart.tiers.index import described_models, slot_path
+from headstart.tiers.store import ModelRecord, StoredBlock
+from headstart.tiers.transfers import Saver
+from headstart.tiers.worker import GuardedStore, StoreChain
 
 LIMITS = {"disk": 1.3, "beside": 1.05, "cold_read": 0.8, "cold_load": 0.8}
 PART = 8 << 20

@@ -156,7 +156,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def disk_loads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
     """Pass the store and the blocks of every load from a disk through a generator function."""
-    from headstart.tiers import DiskStore
+    from headstart.tiers.disk import DiskStore
 
     load = DiskStore.load
 

@@ -33,7 +33,7 @@ from rich.progress import Progress
 
 from headstart import LLM, SamplingParams
 from headstart.engine.adapter_names import LoRARequest
-from headstart.tiers import verify
+from headstart.tiers.contents import verify
 
 _PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 _TEXTS = ("What is {} here?", "Another text: {} and {}", "What is {} and {} here?")

@@ -29,7 +29,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from headstart import LLM, SamplingParams
-from headstart.tiers import verify
+from headstart.tiers.contents import verify
 
 _BLOCKS = 30  # that fit into the store
 _TIMEOUT = 120.0  # seconds after which a process counts as hanging

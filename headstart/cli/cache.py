@@ -20,7 +20,6 @@ from headstart.cache import BlockHash
 from headstart.cli.terminal import as_typed, columns_of, count, note, progress_bar, show_bytes
 from headstart.engine.config import EngineConfig, make_config
 from headstart.errors import CacheError, ConfigError
-from headstart.tiers import DiskStore, ModelRecord, default_folder, make_folder
 from headstart.tiers.contents import (
     ModelState,
     StoredPrefix,
@@ -31,7 +30,16 @@ from headstart.tiers.contents import (
     read_prefixes,
 )
 from headstart.tiers.contents import verify as verify_folder
-from headstart.tiers.index import IndexedBlock, described_models, reopen, slot_path
+from headstart.tiers.disk import DiskStore
+from headstart.tiers.index import (
+    IndexedBlock,
+    default_folder,
+    described_models,
+    make_folder,
+    reopen,
+    slot_path,
+)
+from headstart.tiers.store import ModelRecord
 
 _SHORTEST = 4  # least number of digits that identify a prefix
 _NAME = re.compile(rf"[0-9A-Fa-f]{{{_SHORTEST},64}}")

@@ -40,7 +40,8 @@ from headstart.cache import MultiModalItem, Shares
 from headstart.engine.request import PlacedRows, PromptExtras, Request
 from headstart.errors import EngineError, RequestError, engine_error
 from headstart.models.decoder import ProcessedImage, VisionModel
-from headstart.tiers import Job, ObjectStore, Worker
+from headstart.tiers.transfers import ObjectStore
+from headstart.tiers.worker import Job, Worker
 
 _MOST = 16  # lookups at a time; further images are loaded within a step
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}

@@ -32,8 +32,12 @@ from headstart.machine import available_memory, cpu_flags
 from headstart.models.decoder import DecoderModel, VisionModel
 from headstart.models.files import BUILT_IN, find_folder
 from headstart.models.tokenizer import Tokenizer
-from headstart.tiers import OBJECTS, BlockStore, DiskStore, ModelRecord, RemoteStore, make_folder
+from headstart.tiers.disk import DiskStore
 from headstart.tiers.files import read_file, replace_file
+from headstart.tiers.index import make_folder
+from headstart.tiers.remote import RemoteStore
+from headstart.tiers.store import BlockStore, ModelRecord
+from headstart.tiers.transfers import OBJECTS
 from headstart.version import __version__
 from headstart.weights.format import PREQUANTIZED_REVISION, REVISIONS, Embedding, Linear
 

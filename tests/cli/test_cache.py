@@ -15,8 +15,10 @@ from headstart import SamplingParams
 from headstart.cache import BlockHash
 from headstart.cli.cache import size_of
 from headstart.cli.main import main
-from headstart.tiers import DiskStore, ModelRecord, StoredBlock, contents
+from headstart.tiers import contents
+from headstart.tiers.disk import DiskStore
 from headstart.tiers.index import DiskIndex
+from headstart.tiers.store import ModelRecord, StoredBlock
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 pytestmark = pytest.mark.usefixtures("loads_always")

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from headstart import LLM, SamplingParams
 from headstart.cli.main import main
-from headstart.tiers import DiskStore
 from headstart.tiers.contents import read_models
+from headstart.tiers.disk import DiskStore
 from headstart.tiers.index import INDEX
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiny_tokenizers import TINY_TOKENIZERS

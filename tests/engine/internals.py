@@ -7,7 +7,8 @@ from headstart.engine.image_cache import EncoderCache
 from headstart.engine.runner import Runner
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.tiering.tiers import Tiers
-from headstart.tiers import GuardedStore, Loader
+from headstart.tiers.transfers import Loader
+from headstart.tiers.worker import GuardedStore
 
 
 def runner_of(engine: EngineCore) -> Runner:

@@ -14,7 +14,8 @@ import pytest
 
 from headstart import LLM, SamplingParams
 from headstart.cache import TokenSequence
-from headstart.tiers import DiskStore, worker
+from headstart.tiers import worker
+from headstart.tiers.disk import DiskStore
 from headstart.tiers.index import INDEX, DiskIndex, slot_path
 from tests.engine.test_hybrid import Harness, expected_answer
 from tests.tiny_models import HYBRIDS, save_tiny

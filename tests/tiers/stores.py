@@ -4,7 +4,8 @@ import hashlib
 from pathlib import Path
 
 from headstart.cache import BlockHash
-from headstart.tiers import BlockStore, DiskStore, ModelRecord, StoredBlock
+from headstart.tiers.disk import DiskStore
+from headstart.tiers.store import BlockStore, ModelRecord, StoredBlock
 
 MODEL = ModelRecord("weights", "a model", 16, 2000)
 

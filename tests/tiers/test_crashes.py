@@ -9,7 +9,9 @@ from unittest.mock import patch
 
 import pytest
 
-from headstart.tiers import DiskStore, ModelRecord, verify
+from headstart.tiers.contents import verify
+from headstart.tiers.disk import DiskStore
+from headstart.tiers.store import ModelRecord
 from tests.tiers.stores import block, blocks, disk, held, names
 
 SLOT = 2560

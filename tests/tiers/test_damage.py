@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 import headstart.tiers.files
-from headstart.tiers import DiskStore, ModelRecord
+from headstart.tiers.disk import DiskStore
 from headstart.tiers.index import INDEX
+from headstart.tiers.store import ModelRecord
 from tests.tiers.stores import MODEL, block, blocks, disk, held, names
 
 SLOT = 2560  # bytes that a block of `MODEL` takes in its file

@@ -15,18 +15,11 @@ from headstart import SamplingParams
 from headstart.cache import BlockHash
 from headstart.engine.tiering.tiers import is_worth_loading
 from headstart.errors import EngineError
-from headstart.tiers import (
-    DiskStore,
-    Faults,
-    GuardedStore,
-    LoadedBlock,
-    ObjectStore,
-    Pause,
-    RemoteStore,
-    Saver,
-    StoreChain,
-)
-from headstart.tiers.store import make_header
+from headstart.tiers.disk import DiskStore
+from headstart.tiers.remote import RemoteStore
+from headstart.tiers.store import Faults, LoadedBlock, Pause, make_header
+from headstart.tiers.transfers import ObjectStore, Saver
+from headstart.tiers.worker import GuardedStore, StoreChain
 from tests.engine.internals import first_tier
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, Clock, block, blocks, name, names, payload
@@ -327,7 +320,7 @@ def test_a_server_that_never_replies_costs_no_answer(
         assert [ask(llm) for _ in range(3)] == [alone] * 3
         assert llm.engine.tiers is not None
         assert llm.engine.tiers.count_stored([name(1)]) == {"remote": 0}
-        with pytest.raises(EngineError, match="blocks in a store may remain"):
+        with pytest.raises(EngineError, match="Blocks may remain in a store"):
             llm.reset_prefix_cache(reset_connector=True)
         assert ask(llm) == alone
         llm.close()
@@ -344,7 +337,7 @@ def test_images_are_forgotten_though_the_store_of_prefixes_does_not_answer(
         with monkeypatch.context() as patch:
             patch.setattr(first_tier(tiers).store, "clear", lambda: unblocked.wait(FOREVER))
             patch.setattr(tiers._object_tiers[0].store, "clear", lambda: asked.set() or True)
-            with pytest.raises(EngineError, match="blocks in a store may remain"):
+            with pytest.raises(EngineError, match="Blocks may remain in a store"):
                 llm.reset_prefix_cache(reset_connector=True)
         assert asked.is_set()
         unblocked.set()
@@ -366,7 +359,7 @@ def test_a_reset_during_a_slow_save_says_that_something_may_be_left(
         ask(llm)
         assert saving.wait(FOREVER)
         limits(last_saves=0.01)
-        with pytest.raises(EngineError, match="blocks in a store may remain"):
+        with pytest.raises(EngineError, match="Blocks may remain in a store"):
             llm.reset_prefix_cache(reset_connector=True)
         limits(last_saves=10.0)
         unblocked.set()

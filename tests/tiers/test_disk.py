@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from headstart.errors import ConfigError
-from headstart.tiers import DiskStore, ModelRecord
+from headstart.tiers.disk import DiskStore
 from headstart.tiers.index import INDEX, DiskIndex, described_models, slot_path
+from headstart.tiers.store import ModelRecord
 from tests.tiers.stores import MODEL, block, blocks, disk, held, names
 
 SLOT = 2560  # bytes that a block of `MODEL` takes in its file

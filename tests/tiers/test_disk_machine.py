@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headstart.cache import BlockHash
-from headstart.tiers import DiskStore, ModelRecord
+from headstart.tiers.disk import DiskStore
 from headstart.tiers.index import INDEX, DiskIndex, slot_files, slot_path
+from headstart.tiers.store import ModelRecord
 from tests.tiers.stores import MODEL, block, name, payload
 
 OTHER = ModelRecord("other weights", "another model", 16, 700)

@@ -9,18 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from headstart.tiers import (
-    OBJECTS,
-    DiskStore,
-    Faults,
-    GuardedStore,
-    Loader,
-    ObjectStore,
-    RemoteStore,
-    Saver,
-    StoreChain,
-)
-from headstart.tiers.transfers import OBJECT_BLOCK
+from headstart.tiers.disk import DiskStore
+from headstart.tiers.remote import RemoteStore
+from headstart.tiers.store import Faults
+from headstart.tiers.transfers import OBJECT_BLOCK, OBJECTS, Loader, ObjectStore, Saver
+from headstart.tiers.worker import GuardedStore, StoreChain
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, blocks, disk, held, name, names
 from tests.tiers.test_threads import FOREVER, Gate, Store, call, everything

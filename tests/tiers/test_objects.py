@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.tiers import DiskStore, Faults, GuardedStore, Saver, StoreChain
-from headstart.tiers.transfers import OBJECT_BLOCK, OBJECTS, ObjectStore, _name
+from headstart.tiers.disk import DiskStore
+from headstart.tiers.store import Faults
+from headstart.tiers.transfers import OBJECT_BLOCK, OBJECTS, ObjectStore, Saver, _name
+from headstart.tiers.worker import GuardedStore, StoreChain
 from tests.tiers.stores import payload
 from tests.tiers.test_threads import call
 

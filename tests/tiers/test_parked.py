@@ -10,7 +10,7 @@ import pytest
 
 from headstart import LLM, SamplingParams
 from headstart.engine.request import RequestGroup
-from headstart.tiers import Loader, LoadJob
+from headstart.tiers.transfers import Loader, LoadJob
 from tests.engine.internals import loader_of
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, names, payload

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from headstart.cli.main import main
 from headstart.errors import ConfigError
-from headstart.tiers import Counts, verify
+from headstart.tiers.contents import Counts, verify
 from headstart.tiers.index import INDEX, DiskIndex, slot_path
 from tests.tiers.stores import MODEL, blocks, disk, held, names
 

@@ -12,8 +12,10 @@ import pytest
 from headstart import LLM, SamplingParams
 from headstart.cache import BlockHash
 from headstart.errors import ConfigError
-from headstart.tiers import ModelRecord, RemoteStore, remote
+from headstart.tiers import remote
 from headstart.tiers import store as records
+from headstart.tiers.remote import RemoteStore
+from headstart.tiers.store import ModelRecord
 from tests.engine.test_hybrid import Harness
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, Clock, blocks, held, name, names

@@ -9,8 +9,10 @@ import pytest
 
 from headstart.cache import BlockHash
 from headstart.engine.outputs import RequestOutput
-from headstart.tiers import Faults, GuardedStore, RemoteStore, Saver, StoreChain
-from headstart.tiers.store import make_header
+from headstart.tiers.remote import RemoteStore
+from headstart.tiers.store import Faults, make_header
+from headstart.tiers.transfers import Saver
+from headstart.tiers.worker import GuardedStore, StoreChain
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, block, blocks, name, names
 from tests.tiers.test_deadline import GREEDY, Listener, drip

@@ -16,19 +16,9 @@ import numpy as np
 import pytest
 
 from headstart.cache import BlockHash
-from headstart.tiers import (
-    BlockStore,
-    Faults,
-    GuardedStore,
-    Job,
-    LoadedBlock,
-    Loader,
-    LoadJob,
-    Saver,
-    StoreChain,
-    StoredBlock,
-    Worker,
-)
+from headstart.tiers.store import BlockStore, Faults, LoadedBlock, StoredBlock
+from headstart.tiers.transfers import Loader, LoadJob, Saver
+from headstart.tiers.worker import GuardedStore, Job, StoreChain, Worker
 from tests.tiers.stores import MODEL, block, blocks, name, names, payload
 
 FOREVER = 20.0  # seconds that nothing here takes

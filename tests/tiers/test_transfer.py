@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from headstart.errors import CacheError
-from headstart.tiers import DiskStore, ModelRecord, StoredBlock
 from headstart.tiers.contents import import_blocks
+from headstart.tiers.disk import DiskStore
 from headstart.tiers.index import INDEX
-from headstart.tiers.store import VERSION, make_header
+from headstart.tiers.store import VERSION, ModelRecord, StoredBlock, make_header
 from tests.tiers.stores import MODEL, block, blocks, disk, held, names
 
 

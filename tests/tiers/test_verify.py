@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from headstart.errors import ConfigError
-from headstart.tiers import Counts, ModelRecord, verify
+from headstart.tiers.contents import Counts, verify
 from headstart.tiers.index import INDEX
+from headstart.tiers.store import ModelRecord
 from tests.tiers.stores import MODEL, block, blocks, disk, held, names
 
 SLOT = 2560

@@ -3,7 +3,7 @@
 import hashlib
 
 from headstart.cache import BlockHash
-from headstart.tiers import ModelRecord, StoredBlock
+from headstart.tiers.store import ModelRecord, StoredBlock
 
 __all__ = ["MODEL", "block", "name", "payload"]
 

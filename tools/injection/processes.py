@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
-from headstart.tiers import verify
+from headstart.tiers.contents import verify
 from headstart.tiers.index import INDEX
 from injection.blocks import block, name
 from injection.world import MODELS, PROMPTS, Outcome, examine, exercise, open_store

@@ -8,8 +8,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.tiers import DiskStore, ModelRecord, verify
+from headstart.tiers.contents import verify
+from headstart.tiers.disk import DiskStore
 from headstart.tiers.index import INDEX, DiskIndex
+from headstart.tiers.store import ModelRecord
 from injection.blocks import MODEL, block, name, payload
 
 __all__ = ["BUDGET", "MODELS", "PROMPTS", "Outcome", "Templates", "WrongAnswerError", "examine",

@@ -47,7 +47,8 @@ from headstart.cache import (
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.tiering.states import StateStores, name_state, search_states
 from headstart.models.tokenizer import Tokenizer
-from headstart.tiers import LoadedBlock, Loader, LoadJob, Saver, StoredBlock
+from headstart.tiers.store import LoadedBlock, StoredBlock
+from headstart.tiers.transfers import Loader, LoadJob, Saver
 
 _BATCH = 32  # blocks that are copied and offered at once
 _LEAST_TOKENS = 32  # least tokens of a step whose speed is measured

@@ -15,7 +15,8 @@ import numpy as np
 from headstart.cache import TokenSequence
 from headstart.engine.drafts.drafters import StoredReply
 from headstart.engine.request import Request, RequestGroup
-from headstart.tiers import ObjectStore, Worker
+from headstart.tiers.transfers import ObjectStore
+from headstart.tiers.worker import Worker
 
 _LEAST = 16  # tokens; a shorter reply gains little
 _MOST = 2048  # tokens

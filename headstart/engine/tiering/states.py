@@ -26,7 +26,8 @@ from headstart.cache import (
     KVCacheManager,
     StatePool,
 )
-from headstart.tiers import BlockStore, ModelRecord, Saver, StateName, StateSearch, StoredBlock
+from headstart.tiers.store import BlockStore, ModelRecord, StoredBlock
+from headstart.tiers.transfers import Saver, StateName, StateSearch
 
 
 class StatePayload:

@@ -18,19 +18,9 @@ from headstart.engine.tiering.replies import Replies
 from headstart.engine.tiering.states import StateOffers, StateStores, search_states
 from headstart.errors import TierError
 from headstart.machine import return_freed_memory
-from headstart.tiers import (
-    BlockStore,
-    Faults,
-    GuardedStore,
-    LoadedBlock,
-    Loader,
-    ObjectStore,
-    Saver,
-    StoreChain,
-    Worker,
-)
-from headstart.tiers.store import SILENT, SLOW
-from headstart.tiers.transfers import STATES_AT_ONCE
+from headstart.tiers.store import SILENT, SLOW, BlockStore, Faults, LoadedBlock
+from headstart.tiers.transfers import STATES_AT_ONCE, Loader, ObjectStore, Saver
+from headstart.tiers.worker import GuardedStore, StoreChain, Worker
 
 _QUEUED_BYTES = 256 << 20  # limit of each queue: blocks to save, blocks to take in
 _LEAST_QUEUED_BYTES = 16 << 20

@@ -8,7 +8,7 @@ import pytest
 from headstart import LLM, SamplingParams
 from headstart.engine.metrics import Counter
 from headstart.engine.tiering.tiers import TierStats
-from headstart.tiers import DiskStore
+from headstart.tiers.disk import DiskStore
 from headstart.tiers.index import DiskIndex
 from tests.engine.internals import first_tier
 from tests.engine.tiny_llm import make_llm, save_smallest

@@ -13,7 +13,9 @@ from headstart import LLM, SamplingParams
 from headstart.engine.image_cache import EncoderCache, PromptImages
 from headstart.engine.request import RequestGroup
 from headstart.errors import TierError
-from headstart.tiers import OBJECTS, DiskStore, LoadedBlock
+from headstart.tiers.disk import DiskStore
+from headstart.tiers.store import LoadedBlock
+from headstart.tiers.transfers import OBJECTS
 from tests.engine.internals import loader_of
 from tests.tiny_vision import make_image, save_tiny_vision
 

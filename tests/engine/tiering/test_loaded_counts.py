@@ -8,7 +8,8 @@ from threading import Event
 import pytest
 
 from headstart import SamplingParams
-from headstart.tiers import DiskStore, LoadedBlock
+from headstart.tiers.disk import DiskStore
+from headstart.tiers.store import LoadedBlock
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -10,7 +10,8 @@ import pytest
 from headstart import LLM, SamplingParams
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.tiering.tiers import Tiers, is_worth_loading
-from headstart.tiers import DiskStore, LoadedBlock
+from headstart.tiers.disk import DiskStore
+from headstart.tiers.store import LoadedBlock
 from tests.engine.internals import first_tier, loader_of
 from tests.engine.tiny_llm import make_llm, save_smallest
 

@@ -14,7 +14,8 @@ from headstart.attention import PagedKVMemory
 from headstart.engine.metrics import Counter
 from headstart.engine.outputs import RequestOutput
 from headstart.models.dense.decoder import DenseDecoder
-from headstart.tiers import DiskStore, LoadedBlock
+from headstart.tiers.disk import DiskStore
+from headstart.tiers.store import LoadedBlock
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 pytestmark = pytest.mark.usefixtures("loads_always")

@@ -11,7 +11,8 @@ import pytest
 from headstart.engine.parts import identify
 from headstart.engine.tiering.tiers import Tiers
 from headstart.omni.pipeline import Progress
-from headstart.tiers import DiskStore, LoadedBlock
+from headstart.tiers.disk import DiskStore
+from headstart.tiers.store import LoadedBlock
 from tests.engine.internals import kv_memory
 from tests.omni.pipelines import Speech, request, said, start
 

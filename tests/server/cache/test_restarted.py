@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headstart.tiers import DiskStore
+from headstart.tiers.disk import DiskStore
 from tests.engine.internals import remembered_chats
 from tests.engine.tiny_llm import save_smallest
 from tests.server.running import Running, running
@@ -105,7 +105,7 @@ def test_a_reset_that_a_tier_does_not_answer_forgets_all_else(
         assert answer.status_code == 503
         error = answer.json()["error"]
         assert error["code"] == "tier_not_reset"
-        assert "blocks in a store may remain" in error["message"]
+        assert "Blocks may remain in a store" in error["message"]
         explained = httpx.post(f"{server.url}/cache/explain", json=prompt, timeout=60).json()
         assert explained["cached_tokens"] == 0 and explained["closest"] is None
         assert remembered_chats(server.llm) == 0

@@ -110,7 +110,7 @@ class Branches(PrefixNode):
 class RowCopy(NamedTuple):
     """A copy of the first `num_rows` rows of a block to another block, to make before the step.
 
-    source_window, target_window: the window blocks to copy between; -1 for no such copy.
+    source_window, target_window: the window blocks to copy between; -1 if there is nothing to copy.
     """
 
     source_block: int

@@ -205,7 +205,7 @@ class AdaptiveLru(EmptyFirstLru):
         yield from self._retained
 
     def _remove_partial(self, blocks: Sequence[KVCacheBlock]) -> int:
-        """Remove those blocks that are in `_partial`; return their number."""
+        """Remove blocks from `_partial`; return the number of partial blocks among them."""
         partial = [block for block in blocks if block in self._partial]
         for block in partial:
             del self._partial[block]
@@ -316,7 +316,7 @@ class FairLru:
         self._forget(blocks)
 
     def _split(self, blocks: Sequence[KVCacheBlock]) -> dict[Owner, list[KVCacheBlock]]:
-        """Return those of these free blocks that are cached, by owner; dequeue the empty ones."""
+        """Return the cached blocks, by owner; remove the empty blocks from their queue."""
         by_salt: dict[str | None, list[KVCacheBlock]] = defaultdict(list)
         for block in blocks:
             if block in self._salts:

@@ -179,7 +179,7 @@ class RetainedBlocks:
             yield from self._by_minute[minute]
 
     def add(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Add those of the free blocks whose mark has not ended; return the other blocks."""
+        """Add the free blocks whose mark has not ended; return the other blocks."""
         unmarked = []
         for block in blocks:
             minute = self._marks.minute(block)
@@ -197,7 +197,7 @@ class RetainedBlocks:
         return unmarked
 
     def remove(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Remove those of the free blocks that are retained; return the others. Marks stay."""
+        """Remove the free blocks that are retained; return the other blocks. Marks stay."""
         unmarked = []
         for block in blocks:
             minute = self._marks.minute(block)

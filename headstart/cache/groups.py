@@ -2,7 +2,7 @@
 
 To resume after a prefix, layers with full attention need the K/V of all its blocks. Layers with a
 sliding window need only the last blocks, in a separate pool (`headstart.cache.windows`). Recurrent
-layers need a state (`headstart.cache.states`). A model has at most one of the last two groups.
+layers need a state (`headstart.cache.states`). A model has at most one of the last two kinds.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,6 @@ class LayerGroup:
 
     def clear(self) -> None:
         """Forget all content and all sequences."""
-        raise NotImplementedError
 
     def resume(self, computed: ComputedBlocks, known: int) -> ComputedBlocks:
         """Return the lookup, cut to the deepest position where the group can resume.
@@ -73,7 +72,6 @@ class LayerGroup:
 
     def start(self, sequence: TokenSequence, computed: ComputedBlocks | None, end: int) -> None:
         """Allocate the state or the window of a new sequence. `can_start` must be True."""
-        raise NotImplementedError
 
     def has_slots(self, sequence: TokenSequence, end: int) -> bool:
         """Return True if `extend` and `compute` would change nothing for tokens up to `end - 1`.
@@ -88,7 +86,6 @@ class LayerGroup:
 
     def compute(self, sequence: TokenSequence, start: int, end: int) -> None:
         """Note that this step computes tokens `start` to `end - 1`, whose blocks are indexed."""
-        raise NotImplementedError
 
     def attach_partial(self, sequence: TokenSequence, index: int) -> None:
         """Note that the sequence's block `index`, a written partial block, is indexed."""
@@ -102,7 +99,6 @@ class LayerGroup:
 
     def commit(self) -> None:
         """Note that the step has written its rows and states."""
-        raise NotImplementedError
 
     def fail(self) -> None:
         """Forget the states and rows of the failed step, whose sequences end after this call."""
@@ -112,15 +108,12 @@ class LayerGroup:
 
     def end(self, sequence: TokenSequence, *, is_cached: bool) -> None:
         """End a sequence that still has its blocks. is_cached: its last state may be cached."""
-        raise NotImplementedError
 
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop the states or window blocks of blocks that lose their identity.
 
         A block has no node if a copy of it took over the identity.
         """
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
-        raise NotImplementedError

@@ -46,7 +46,7 @@ class ComputedBlocks(NamedTuple):
     """The result of a lookup for one sequence.
 
     blocks: the cached blocks of its prefix, in order. num_tokens: the number of tokens that need no
-    computing, with the rows of `partial`; always fewer than the sequence has. writer: the request
+    computing, `partial` included; always fewer than the sequence has. writer: the request
     that is computing the sequence's next block, if any. If the sequence does not wait for this
     request, the block is computed twice. node, version, source: for the manager.
 

@@ -132,7 +132,7 @@ class KVCacheManager:
         return tuple(self._sequences.values())
 
     def is_known(self, sequence: TokenSequence) -> bool:
-        """Return True if this object holds blocks; another sequence with its id does not count."""
+        """Return True if this sequence object holds blocks; an equal id is not enough."""
         return sequence.holder is self._mark
 
     @property
@@ -313,7 +313,7 @@ class KVCacheManager:
         if num_new_tokens or not sequence.is_loaded:  # a load may need no slots
             check_count(sequence, num_new_tokens, computed.num_tokens if computed else 0)
         if self._caching:
-            sequence.cut(self.block_size)  # for the index; it may raise, so before any change
+            sequence.cut(self.block_size)  # before any change, because it may raise
 
     def _check_source(self, computed: ComputedBlocks) -> None:
         if computed.source is not self.pool.index:
@@ -326,8 +326,8 @@ class KVCacheManager:
         """Take new blocks. The head of the first one will be copied from a partial hit, if any.
 
         The source block of the copy counts as used now. It is held meanwhile, so that it is not
-        taken itself. Only if all free blocks are needed, it is taken too. This is safe because the
-        copy reads its rows before the step overwrites them.
+        taken itself. If all free blocks are needed, it is taken too. This is safe because the copy
+        reads its rows before the step overwrites them.
         """
         if partial is None:
             return self.pool.take(count, sequence.namespace.salt)
@@ -363,7 +363,7 @@ class KVCacheManager:
         if sequence.holder is not self._mark:
             raise CacheError(f"{sequence.request_id!r} holds no blocks: allocate_slots comes first")
         if self._caching:
-            sequence.cut(self.block_size)  # for the index; it may raise, so before any change
+            sequence.cut(self.block_size)  # before any change, because it may raise
         num_new = max(0, -(-(stop - sequence.capacity) // self.block_size))
         if num_new > len(self.pool.free):
             return False

@@ -377,7 +377,7 @@ class StatePool(LayerGroup):
         return checkpoint.used + tokens * (1 if checkpoint.is_passed else LAST)
 
     def _enter(self, checkpoint: Checkpoint) -> None:
-        """Add a written checkpoint to the queue; the previous one is not its path's last now."""
+        """Add a written checkpoint to the queue; mark the previous one on its path as passed."""
         checkpoint.used = self._clock
         self._push(checkpoint)
         if checkpoint.is_lasting and not checkpoint.is_saved:

@@ -35,7 +35,7 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MissExplanation:
-    """The reason why a request did not hit more, and the position of the first token not hit.
+    """The reason why a request did not hit more, and the position of the first token concerned.
 
     adapter: for ADAPTER, the adapter under which more of the prefix is cached; None for the model
     without adapters. known_tokens: for STATE and WINDOW, the number of tokens with cached K/V.

@@ -42,7 +42,7 @@ from headstart.tiers.index import (
 from headstart.tiers.store import ModelRecord
 
 _SHORTEST = 4  # least number of digits that identify a prefix
-_NAME = re.compile(rf"[0-9A-Fa-f]{{{_SHORTEST},64}}")
+_NAME = re.compile(rf"[0-9a-f]{{{_SHORTEST},64}}")
 _DIGITS = 12  # digits of a name that are shown
 _MOST_SHOWN = 8  # greatest number of names in an error message
 _WIDTH = 100  # columns if the output is not a terminal
@@ -317,38 +317,28 @@ def _select(
     Continuations of a selected prefix are left out. Without names, return all prefixes. Raises
     CacheError if a name matches no prefix or several prefixes.
     """
-    names = [as_typed(name) for name in names]
+    names = tuple(as_typed(name).lower() for name in names)
     trees = [(state, _all_of(path, state)) for state in states]
-    prefixes = [prefix for _, roots in trees for _, prefix in _in_order(roots)]
+    hashes = [prefix.name.hex() for _, roots in trees for _, prefix in _in_order(roots)]
     for name in names:
-        if matches := [prefix.name.hex() for prefix in prefixes if _is_named(prefix, name)]:
-            _check_unique(name, matches)
-            continue
-        names_shown = [prefix.name.hex()[:_DIGITS] for prefix in prefixes[:_MOST_SHOWN]]
-        suffix = (
-            f", and {len(prefixes) - len(names_shown):,} more" if prefixes[_MOST_SHOWN:] else ""
-        )
-        titles = ", ".join(dict.fromkeys(state.model.record.title for state in states))
-        stored = f"{', '.join(names_shown)}{suffix}, of {titles}" if names_shown else "none"
-        problem = f"no prefix {name!r} is stored"
         if not _NAME.fullmatch(name):
-            problem = (
-                f"{name!r} is not a hash; allowed: at least {_SHORTEST} hexadecimal digits of one"
+            raise CacheError(
+                f"{name!r} is not a hash; allowed: at least {_SHORTEST} hexadecimal digits of a "
+                "hash that headstart cache ls MODEL lists"
             )
-        raise CacheError(f"{problem}; stored: {stored}; headstart cache ls MODEL lists the names")
+        matches = [text for text in hashes if text.startswith(name)]
+        if not matches:
+            raise CacheError(f"no prefix {name!r} is stored; headstart cache ls MODEL lists them")
+        _check_unique(name, matches)
     return [(state, _first_named(roots, names) if names else roots) for state, roots in trees]
 
 
-def _first_named(prefixes: Sequence[StoredPrefix], names: Sequence[str]) -> list[StoredPrefix]:
+def _first_named(prefixes: Sequence[StoredPrefix], names: tuple[str, ...]) -> list[StoredPrefix]:
     named: list[StoredPrefix] = []
     for prefix in prefixes:
-        is_named = any(_is_named(prefix, name) for name in names)
+        is_named = prefix.name.hex().startswith(names)
         named += [prefix] if is_named else _first_named(prefix.children, names)
     return named
-
-
-def _is_named(prefix: StoredPrefix, name: str) -> bool:
-    return bool(_NAME.fullmatch(name)) and prefix.name.hex().startswith(name.lower())
 
 
 def _before(path: Path, state: ModelState, prefix: StoredPrefix) -> list[IndexedBlock]:

@@ -272,8 +272,8 @@ def talk(chat: Chat) -> None:
                 command.run(chat, argument)
             elif message:
                 chat.say(message.removeprefix("/"))
-        except (RequestError, OSError, ValueError, RuntimeError) as error:  # 3 for odd paths
-            show_error(error)
+        except (RequestError, OSError, ValueError, RuntimeError) as error:
+            show_error(error)  # odd paths raise OSError, ValueError or RuntimeError
         except KeyboardInterrupt:  # Ctrl-C before the reply began
             note("[interrupted: the conversation is unchanged]")
         except QuitChat:

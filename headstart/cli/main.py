@@ -201,7 +201,7 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     """Talk with a model; each turn computes only its new tokens.
 
     /help shows the commands. The defaults of sampling are those of the model's
-    generation_config.json. Without such a file, they are as below.
+    generation_config.json. Without this file, the defaults below apply.
     """
     conversation = Conversation() if resume is None else Conversation.load(Path(as_typed(resume)))
     if system is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from headstart.cli.terminal import (
     duration,
     handling,
     note,
-    quantizing_line,
+    progress_bar,
     show_bytes,
     waiting,
 )
@@ -202,7 +201,15 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
         source = str(folder_of(source))
     with waiting("reading the model's tokenizer and the text"):
         plan = gptq.plan_quantization(source, target, file)
-    with _raising_on_signals(), _showing(plan.layers) as progress:
+    layers, is_log = plan.layers, columns_of(sys.stderr) is None
+    with _raising_on_signals(), progress_bar("quantized layers") as advance:
+
+        def progress(done: int) -> None:
+            advance(done, layers)
+            if is_log and done * 10 // layers > (done - 1) * 10 // layers:
+                note(f"quantized {done} of {layers} layers")
+
+        progress(0)
         written = gptq.quantize(plan, progress)
     sizes = f"{show_bytes(written.after)} of weights, {show_bytes(written.before)} before"
     note(
@@ -210,26 +217,6 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
         f"{plan.tokens.numel():,} tokens of {plan.text}"
     )
     note(f'headstart run --model {target} "..."')
-
-
-@contextmanager
-def _showing(layers: int) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr; yield a function to call with the number of finished layers.
-
-    In a terminal, the progress is one line that changes. Otherwise, a line for each tenth.
-    """
-    done, last, start, is_log = 0, 0.0, time.perf_counter(), columns_of(sys.stderr) is None
-
-    def progress(now: int) -> None:
-        nonlocal done, last
-        previous, done, last = done, now, time.perf_counter() - start
-        if is_log and now < layers and previous * 10 // layers < now * 10 // layers:
-            note(quantizing_line(now, layers, last, last))
-
-    if is_log:
-        note(quantizing_line(0, layers, 0, 0))
-    with waiting(lambda elapsed: quantizing_line(done, layers, elapsed, last)):
-        yield progress
 
 
 @contextmanager

@@ -397,17 +397,3 @@ def describe_reading(stream: RequestStream) -> Callable[[float], str]:
         return f"{line}; about {_roughly(left)} to go"
 
     return describe
-
-
-def quantizing_line(done: int, layers: int, elapsed: float, last: float) -> str:
-    """Return a line with the number of quantized layers and the estimated time left.
-
-    elapsed: the seconds since the start. last: the seconds from the start to the last layer's end.
-
-    >>> quantizing_line(0, 30, 1.0, 0.0), quantizing_line(10, 30, 21.0, 20.0)
-    ('quantizing 30 layers', 'quantized 10 of 30 layers; about 39 s to go')
-    """
-    if not done:
-        return f"quantizing {layers} layers"
-    left = _roughly(last / done * layers - elapsed)
-    return f"quantized {done} of {layers} layers; about {left} to go"

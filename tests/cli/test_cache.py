@@ -112,23 +112,17 @@ def test_what_a_full_disk_keeps_from_being_dropped_is_told(
 
 def test_a_name_that_nothing_has_is_an_error_before_any_work(cache: Cache) -> None:
     """`drop zzzz` printed "0 blocks dropped" and had exit status 0."""
-    shared, one, other = (
-        line.split()[0] for line in cache("ls", "tiny-model").output.splitlines()[1:]
-    )
+    shared, one, _ = (line.split()[0] for line in cache("ls", "tiny-model").output.splitlines()[1:])
     for names in (["0" * 8], [shared, "0" * 8], ["0" * 64]):
         said = cache("drop", *names, status=2).stderr
-        assert f"no prefix {names[-1]!r} is stored; stored: " in said
-        assert all(name in said for name in (shared, one, other, "of tiny-model (float32);"))
+        assert f"no prefix {names[-1]!r} is stored; headstart cache ls MODEL" in said
     for name in ("zzz", "zzzz", "abc", "tiny-model", "0" * 65, ""):
         said = cache("drop", shared, name, status=2).stderr
-        assert (
-            f"{name!r} is not a hash; allowed: at least 4 hexadecimal digits of one; stored" in said
-        )
-        assert all(name in said for name in (shared, one, other, "headstart cache ls MODEL"))
-    assert shared in cache("export", "zzzz", "nowhere", status=2).stderr
+        assert f"{name!r} is not a hash; allowed: at least 4 hexadecimal digits of a hash" in said
+    assert "'zzzz' is not a hash" in cache("export", "zzzz", "nowhere", status=2).stderr
     assert "112 tokens in 7 blocks" in cache("stat").output
     assert cache("drop", shared.upper(), one).output == "7 blocks dropped\n"
-    assert "stored: none;" in cache("drop", shared, status=2).stderr
+    assert "is stored;" in cache("drop", shared, status=2).stderr
 
 
 def keep(folder: Path, model: ModelRecord, *names: str) -> None:

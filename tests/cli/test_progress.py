@@ -18,7 +18,6 @@ from headstart.cli.terminal import (
     CachedShare,
     describe_loading,
     describe_reading,
-    quantizing_line,
 )
 from headstart.engine.config import make_config
 from headstart.errors import RequestError
@@ -172,16 +171,6 @@ def test_that_a_server_is_imported_is_shown(shown: list[str], tmp_path: Path) ->
     done = call("serve", "--public-prefix", str(tmp_path / "nothing"))
     assert done.exit_code == 2 and "nothing" in done.stderr
     assert shown == ["importing the server: 12.00 s"]
-
-
-def test_the_time_that_quantizing_still_takes_falls_while_a_layer_is_rounded() -> None:
-    """It grew from 16 to 32 minutes during the second layer, whose time was not yet done."""
-    lines = [quantizing_line(2, 10, elapsed, last=6.0) for elapsed in (6.0, 7.5, 8.9)]
-    assert [line.rpartition("about ")[2] for line in lines] == [
-        "24 s to go",
-        "22 s to go",
-        "21 s to go",
-    ]
 
 
 def test_the_time_that_a_prompt_still_takes_falls_within_a_step() -> None:

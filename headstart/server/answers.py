@@ -70,8 +70,8 @@ class Source:
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self._returned: list[str] = []  # characters that were put back, the next one last
-        self.record: list[str] | None = None
-        """The characters that were read since a reader set this to a list."""
+        self.record: list[str] = []
+        """The characters that were read since a reader cleared this list."""
         self.left_out = ""
         """White space that `until` left out before the last marker."""
 
@@ -84,17 +84,13 @@ class Source:
     def next(self) -> Reading[str]:
         """Return the next character; END at the end, also when called again."""
         character = self._returned.pop() if self._returned else (yield)
-        if character == END:
-            self._returned.append(END)
-        elif self.record is not None:
-            self.record.append(character)
+        (self._returned if character == END else self.record).append(character)
         return character
 
     def back(self, text: str) -> None:
         """Put back the characters that were read last, without END."""
         self._returned += reversed(text)
-        if self.record is not None and text:
-            del self.record[-len(text) :]
+        del self.record[len(self.record) - len(text) :]
 
     def space(self) -> Reading[str]:
         """Read white space, up to the next other character."""
@@ -257,8 +253,7 @@ def _read_call(
         else:
             early.append(text)
 
-    read: list[str] = []
-    source.record = read
+    source.record.clear()
     with suppress(_MalformedError):
         yield from _expect(source, "{")
         while (character := (yield from source.solid())) != "}":
@@ -280,8 +275,7 @@ def _read_call(
                 yield from _read_value(source, lambda text: None)
         if name and not has_arguments:
             add_arguments("{}")
-    source.record = None
-    return None if name else "".join(read)
+    return None if name else "".join(source.record)
 
 
 def _expect(source: Source, character: str) -> Reading[None]:

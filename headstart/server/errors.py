@@ -1,16 +1,4 @@
-"""Errors in the form and with the status codes of the called API.
-
-status  OpenAI's type          Anthropic's type
-400     invalid_request_error  invalid_request_error
-401     authentication_error   authentication_error
-403     permission_error       permission_error
-404     not_found_error        not_found_error
-413     invalid_request_error  request_too_large
-429     rate_limit_error       rate_limit_error
-500     api_error              api_error
-503     overloaded_error       overloaded_error
-504     timeout_error          timeout_error
-"""
+"""Errors in the format and with the status codes of the called API."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import FastAPI
 from granian.constants import HTTPModes, Interfaces, SSLProtocols
 from granian.http import HTTP1Settings
@@ -37,7 +37,6 @@ from headstart.server.monitoring.logs import set_up_logs
 from headstart.server.options import ServerOptions
 from headstart.server.service import BaseService
 from headstart.server.tenants import open_tenants as open_tenants
-from headstart.validation import describe
 
 if TYPE_CHECKING:
     from headstart.frontend.async_llm import AsyncLLM
@@ -167,16 +166,13 @@ def read_prefixes(files: Sequence[str]) -> dict[str, Prefix]:
         except (OSError, ValueError) as error:
             raise ConfigError(f"public_prefix {name!r} cannot be read: {error}") from error
         prefixes[name] = text.removesuffix("\n").removesuffix("\r")
-        if not name.endswith(".json"):
-            continue
-        try:
-            content = prefixes[name] = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"public_prefix {name!r} is not JSON: {error}") from error
-        if not isinstance(content, list) or not all(type(token_id) is int for token_id in content):
-            raise ConfigError(
-                f"public_prefix {name!r} has {describe(content)}; allowed: a list of token ids"
-            )
+        if name.endswith(".json"):
+            try:
+                prefixes[name] = msgspec.json.decode(text, type=list[int])
+            except msgspec.MsgspecError as error:
+                raise ConfigError(
+                    f"public_prefix {name!r} is not a list of token ids in JSON: {error}"
+                ) from error
     return prefixes
 
 

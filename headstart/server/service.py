@@ -13,11 +13,13 @@ import asyncio
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from starlette.requests import Request
@@ -156,17 +158,13 @@ def current_call() -> Call | None:
 def new_name() -> str:
     """Return a name that cannot be guessed: 32 hexadecimal digits.
 
-    A system call releases the interpreter's lock, so each call draws random bytes for many names.
+    Random bytes for each name would need a system call, which releases the interpreter's lock.
     """
-    try:
-        return _NAMES.pop()
-    except IndexError:  # none left; another thread may have taken the last one
-        fresh = os.urandom(16 * 64).hex()
-        _NAMES.extend(fresh[start : start + 32] for start in range(32, len(fresh), 32))
-        return fresh[:32]
+    return blake2b(b"%d" % next(_NUMBERS), key=_SECRET, digest_size=16).hexdigest()
 
 
-_NAMES: deque[str] = deque()
+_SECRET = os.urandom(32)
+_NUMBERS = count()
 
 
 def _full(text: str) -> ApiError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -107,8 +108,7 @@ class ToolUse:
     """The tools of a request, and how an answer may use them. Raises RequestError.
 
     name: the only tool that the answer may call. parallel: True if the answer may have several
-    calls. allowed: names of the tools that may be called; None for all. names: the names of
-    `allowed`, or of all tools. The prompt shows all tools.
+    calls. allowed: names of the tools that may be called; None for all. The prompt shows all tools.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -116,27 +116,28 @@ class ToolUse:
     name: str | None = None
     parallel: bool = True
     allowed: frozenset[str] | None = None
-    names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = [tool.name for tool in self.tools]
-        if len(names) > MAX_TOOLS:
-            raise RequestError(f"there are {len(names)} tools; allowed: {MAX_TOOLS} at most")
-        object.__setattr__(self, "names", frozenset(names))
-        if len(self.names) < len(names):
+        if len(self.tools) > MAX_TOOLS:
+            raise RequestError(f"there are {len(self.tools)} tools; allowed: {MAX_TOOLS} at most")
+        names = {tool.name for tool in self.tools}
+        if len(names) < len(self.tools):
             raise RequestError("two tools have the same name; allowed: different names")
-        if self.allowed is not None:
-            if unknown := sorted(self.allowed - self.names):
-                raise RequestError(
-                    f"tool_choice has {describe(unknown[0])}; allowed: names of the request's tools"
-                )
-            object.__setattr__(self, "names", self.allowed)
+        if unknown := sorted(self.names - names):
+            raise RequestError(
+                f"tool_choice has {describe(unknown[0])}; allowed: names of the request's tools"
+            )
         if self.choice == "required" and not self.names:
             raise RequestError("tool_choice requires a call, but there are no tools")
         if self.name is not None and self.name not in self.names:
             raise RequestError(
                 f"tool_choice is {describe(self.name)}, which is not one of the tools"
             )
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of the tools that may be called."""
+        return frozenset(t.name for t in self.tools) if self.allowed is None else self.allowed
 
     @property
     def is_forced(self) -> bool:

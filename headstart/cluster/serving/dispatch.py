@@ -17,10 +17,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from headstart.cluster.events import EventBatch
 from headstart.cluster.router import Router, RouteRequest, make_policy
-from headstart.engine.metrics import Counter, Gauge, Histogram, Metric
+from headstart.engine.metrics import Gauge, Histogram, Metric
 
 DISPATCHERS: dict[str, Dispatcher] = {}
 """The dispatcher of each application whose server is in this process."""
@@ -202,17 +203,13 @@ def add_up(metrics: Iterable[Metric]) -> list[Metric]:
     return [_add(group) for group in groups.values()]
 
 
-def _add(metrics: list[Metric]) -> Metric:
-    name, labels = metrics[0].name, metrics[0].labels
-    counters = [metric.value for metric in metrics if isinstance(metric, Counter)]
-    if counters:
-        return Counter(name, labels, sum(counters))
-    gauges = [metric.value for metric in metrics if isinstance(metric, Gauge)]
-    if gauges:
-        is_percentage = name == "vllm:kv_cache_usage_perc"
-        return Gauge(name, labels, sum(gauges) / (len(gauges) if is_percentage else 1))
-    histograms = [metric for metric in metrics if isinstance(metric, Histogram)]
-    bounds = histograms[0].buckets
-    buckets = {bound: sum(metric.buckets[bound] for metric in histograms) for bound in bounds}
-    count, total = sum(m.count for m in histograms), sum(m.sum for m in histograms)
-    return Histogram(name, labels, count, total, buckets)
+def _add(metrics: list[Any]) -> Any:
+    first = metrics[0]
+    if isinstance(first, Histogram):
+        buckets = {bound: sum(m.buckets[bound] for m in metrics) for bound in first.buckets}
+        count, total = sum(m.count for m in metrics), sum(m.sum for m in metrics)
+        return replace(first, count=count, sum=total, buckets=buckets)
+    value = sum(metric.value for metric in metrics)
+    if first.name == "vllm:kv_cache_usage_perc":
+        value /= len(metrics)
+    return replace(first, value=value)

@@ -67,9 +67,10 @@ def test_a_prefix_of_token_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("a.json", '{"a": 1}', "allowed: a list of token ids"),
-        ("a.json", "[1, true]", "allowed: a list of token ids"),
-        ("a.json", "[1,", "is not JSON"),
+        ("a.json", '{"a": 1}', "is not a list of token ids in JSON: Expected `array`"),
+        ("a.json", "[1, true]", "is not a list of token ids in JSON: Expected `int`"),
+        ("a.json", "[1,", "is not a list of token ids in JSON: Input data was truncated"),
+        ("a.json", "[" * 10**5, "is not a list of token ids in JSON"),
         ("a.txt", b"\xff", "cannot be read"),
         ("missing", None, "cannot be read"),
     ],

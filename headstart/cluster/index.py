@@ -11,7 +11,7 @@ A query therefore bisects the prompt's blocks instead of looking up each block. 
 or if a tier lost a block in the middle, a query may report too many blocks.
 
 Queries ignore a removed replica at once. Its blocks stay in the tables until a sweep removes them.
-Every batch of events also continues the sweep.
+Applying a batch of events also continues the sweep.
 """
 
 from array import array
@@ -150,16 +150,15 @@ class _Feed:
 class ReplicaIndex:
     """The replicas that hold each block, updated by the events of each replica.
 
-        bit      owner      in the tables
-        live     a replica  where the replica holds a block
-        retired  none       where a removed replica held a block, until a sweep
-        free     none       nowhere
+        bit      owner      set in the tables for
+        live     a replica  the blocks that the replica holds
+        retired  none       the unswept blocks of a removed replica
+        free     none       no block
 
     The number of a removed replica gets a new bit at once, so a new replica may use the number
     before the tables are swept.
 
-    shares_store: all replicas can load the blocks that one of them has in a tier below its pool.
-
+    shares_store: any replica can load the blocks that another replica has in a tier below its pool.
     Raises ConfigError for fewer than one replica.
     """
 
@@ -255,7 +254,7 @@ class ReplicaIndex:
             feed.is_empty = True
 
     def is_current(self, replica: int, tier: str = POOL) -> bool:
-        """Return False while a snapshot of the replica is awaited."""
+        """Return True unless a batch of the replica is missing."""
         return self._feeds[replica, tier].is_current
 
     def remove(self, replica: int) -> None:

@@ -50,7 +50,7 @@ class ReplicaConfig:
 
     @property
     def is_wanted(self) -> bool:
-        """True if replicas are used at all."""
+        """True if replicas are used."""
         return self.replicas is not None or self.max_replicas is not None
 
     @property

@@ -6,9 +6,9 @@
     finish        the reply is complete, or the request is given up
     index.apply   apply events of the replicas' caches
 
-`route` does not record the request's own blocks, so that the request is sent sooner. Every other
-call records them, and `catch_up` does nothing else. Not thread-safe. The caller passes the time, so
-a simulator can use its own clock.
+`route` does not record the request's own blocks, so that the request is sent sooner. The next call
+of the router records them; `catch_up` does nothing else. Not thread-safe. The caller passes the
+time, so a simulator can use its own clock.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -211,7 +211,7 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 def read_reasoning(source: Source, *, is_open: bool) -> Reading[None]:
-    """Read the reasoning of an answer that has any, without the white space around it.
+    """Read the reasoning at the beginning of an answer, without the white space around it.
 
     is_open: the prompt ends inside the reasoning.
     """
@@ -306,7 +306,7 @@ def _read_quoted(source: Source, emit: Callable[[str], None]) -> Reading[None]:
 
 
 def _read_value(source: Source, emit: Callable[[str], None]) -> Reading[None]:
-    """Read a JSON value and pass it on as it was written; an object or a list in pieces."""
+    """Read arguments and pass them on as written; pass on a string's content, and {} for null."""
     opening = yield from source.solid()
     if opening in _PAIRS:
         depth = 1

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from headstart.server.monitoring.logs import Tracer
 
 _LONG = 1 << 15  # bytes; longer bodies are read in a thread
-_MAX_VALUES = 1 << 20  # in a body; reading this many blocks all threads for up to 0.1 s
-_MAX_OBJECTS = 20_000  # in a body, and most lists; some APIs process each in the event loop
+_MAX_VALUES = 1 << 20  # of a body; reading this many blocks all threads for up to 0.1 s
+_MAX_OBJECTS = 20_000  # of a body, and most lists; some APIs process each in the event loop
 
 
 class _Endpoint(NamedTuple):
@@ -204,7 +204,7 @@ def create_speech_app(
     options: ServerOptions | None = None,
     tenants: Tenants | None = None,
 ) -> FastAPI:
-    """Return an application like `create_app` for a model that speaks. Raises ConfigError."""
+    """Return an ASGI application for a model that speaks. Arguments as for `create_app`."""
     options = options or ServerOptions()
     service = SpeechService(omni, name, options, tenants or open_tenants(options))
     app = _Application(service, _SPEECH_ROUTERS)

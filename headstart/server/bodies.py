@@ -48,7 +48,7 @@ Many = Annotated[list[Entry], Field(fail_fast=True)]
 would block all threads for seconds."""
 _DAY = 86_400.0
 _FEW = 10  # most names that an error lists
-_LONGEST = 100  # characters of a name that is compared with the fields, to bound the time
+_LONGEST = 100  # most characters of a name to compare with the fields
 
 
 def refuse(text: str, field: str | None = None, kind: str = "refused_field") -> PydanticCustomError:

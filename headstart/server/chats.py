@@ -61,7 +61,7 @@ _VALUES = {
     "audio_url": frozenset({"url"}),
     "input_audio": frozenset({"data", "format"}),
 }
-"""Fields of the objects within messages, calls and parts, by the name of the object's field."""
+"""Fields of the objects within messages, calls and parts, by the name of the field they are in."""
 
 
 def read_roles(
@@ -212,10 +212,7 @@ class ChatFields(CacheFields):
         return {}
 
     def read_sampling(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams`; none for a prompt that is only counted.
-
-        Raises RequestError.
-        """
+        """Return the fields of `SamplingParams`. Raises RequestError."""
         return {"max_tokens": None}
 
     def read_tools(self) -> ToolUse:

@@ -179,19 +179,19 @@ def _read_validation(error: RequestValidationError) -> ApiError:
             400, f"the body is not JSON, at character {first['loc'][-1]}: {first['ctx']['error']}"
         )
     *parents, name = map(str, path or ("",))
-    param = _spell([*parents, name])
+    param = _join_path([*parents, name])
     if first["type"] == "refused_field":
         text = first["msg"]
     elif first["type"] == "unknown_field":
-        owner = _spell(parents) or "the request"
+        owner = _join_path(parents) or "the request"
         text = f"{owner} has the unknown field '{in_one_line(name)}'{first['msg']}"
     else:
-        texts = dict.fromkeys(in_one_line(_word(each)) for each in (first, *others))
+        texts = dict.fromkeys(in_one_line(_describe(each)) for each in (first, *others))
         text = f"{param or 'the body'}: {' or '.join(texts)}"
     return ApiError(400, text, param=param or None)
 
 
-def _word(error: Mapping[str, Any]) -> str:
+def _describe(error: Mapping[str, Any]) -> str:
     """Return pydantic's text, or our own for a missing or unknown `type`."""
     if error["type"] == "union_tag_invalid":
         context = error["ctx"]
@@ -201,7 +201,7 @@ def _word(error: Mapping[str, Any]) -> str:
     return str(error["msg"])
 
 
-def _spell(path: Iterable[str]) -> str:
+def _join_path(path: Iterable[str]) -> str:
     """Return the path of a field as OpenAI writes it."""
     return shorten(_INDEX.sub(r"[\1]", ".".join(path)))
 

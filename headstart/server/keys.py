@@ -61,7 +61,7 @@ class ApiKey:
 
 
 class _OperatorKey(ApiKey):
-    """A key from the command line, whose tenant is never a tenant of the folder."""
+    """A key from the command line. Its tenant is distinct from keys and groups of its name."""
 
     @property
     def tenant(self) -> tuple[str, str]:
@@ -189,7 +189,7 @@ class KeyRing:
         return [*self._keys, *self._more]
 
     def find(self, key: bytes) -> ApiKey | None:
-        """Return the entry of a key. The time reveals no partial match."""
+        """Return the entry of a key, in a time that does not depend on how much of it matches."""
         digest = _digest(key)
         matches = [entry for entry in self.keys if hmac.compare_digest(entry.digest, digest)]
         return matches[0] if matches else None

@@ -53,7 +53,7 @@ them first, a request sent at that moment would fail with "connection reset".
 _BUFFER = 64 << 10  # bytes of a request's head, and of an answer that waits to be sent
 _MAX_CONNECTIONS = 1 << 16
 _BACKLOG = 2048  # connections that wait to be accepted
-_TICK = 0.05  # seconds
+_TICK = 0.05  # seconds between two checks
 _LAST_WORDS = 0.5  # seconds for clients to read the error that ends their answers
 _LAST_BYTES = 5.0  # seconds for requests without a place, such as a metrics scrape
 

@@ -20,7 +20,7 @@ from headstart.server.options import ServerOptions
 from headstart.server.service import BaseService, new_name, stopped, time_limit
 from headstart.validation import shorten
 
-# Paths without a key: probes, the API's description, and the page, which prompts for a key itself.
+# Paths that need no key: probes, the API's description, and the page, which prompts for a key.
 OPEN_PATHS = re.compile(r"/|/health|/ready|/docs|/openapi\.json|/page/.*", re.DOTALL)
 # Paths that show or change data of other tenants. Routes ignore a line feed after a path, so this
 # pattern does too.

@@ -2,12 +2,12 @@
 
 The server makes the salts, so a request cannot choose whose cache it reads:
 
-    no salt in the body    HMAC(secret, kind, tenant's name)
-    a salt in the body     HMAC(secret, kind, tenant's name) / HMAC(secret, kind, name, body's salt)
+    a tenant's salt               HMAC(secret, kind, name)
+    with a salt in the body       tenant's salt + "/" + HMAC(secret, kind, name, salt in the body)
 
 Every field is framed by its length, and the kind (group, key, operator) separates a group from a
-key of the same name. The salt is part of the identity of K/V, of image embeddings, of remembered
-chats and of stage outputs. The secret is on disk (see `keys`), so salts survive a restart.
+key of the same name. The salt is part of the identity of K/V, of image embeddings, of stored chats
+and of stage outputs. The secret is on disk (see `keys`), so salts survive a restart.
 
 Without keys all requests belong to the tenant `EVERYBODY`, and use the salts of their bodies.
 """

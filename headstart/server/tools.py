@@ -26,7 +26,7 @@ _TYPES = re.compile(
 
 
 class HostedTool(BaseModel):
-    """A tool that OpenAI or Anthropic run, such as a web search; this server cannot run it.
+    """A tool that OpenAI or Anthropic runs, such as a web search; this server cannot run it.
 
     If a request also has client tools, its hosted tools are ignored, and a header names them.
     """
@@ -36,7 +36,7 @@ class HostedTool(BaseModel):
 
 
 def tag_tool(tool: Any, tags: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return "HostedTool" for a tool that OpenAI or Anthropic run, or else the tag of its type.
+    """Return "HostedTool" for a tool that OpenAI or Anthropic runs, or else the tag of its type.
 
     tags: the tags of client tools by type; other types have "OwnTool". Tags look like class names,
     so that paths of fields in errors leave them out.

@@ -4,9 +4,9 @@
                    ──serve.run──▶ engines, each with its CPUs and GPUs
                    ──facts──────▶ ReplicaFrontend, ReplicaDriver, ReplicatedLLM
 
-The name of the Ray Serve application is derived from the model and the options. If it runs already,
-a server uses it unchanged, so several servers may share replicas, each with its own index. The
-application ends with the server that deployed it.
+The name of the Ray Serve application is derived from the model and the options. If an application
+of this name runs, the server uses its replicas, so several servers may share replicas, each with
+its own index. The application ends with the server that deployed it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class ReplicaCluster:
     """Replicas of one model, and an `llm` that uses them. Raises ConfigError or EngineError.
 
     options: the engine's. drain_seconds: time for the requests of a stopping replica. silence:
-    seconds without a heartbeat after which replicas consider a server dead; the value of the server
-    that deployed them is used.
+    seconds without a heartbeat after which replicas consider a server dead. The values of the server
+    that deploys the replicas apply.
     """
 
     def __init__(
@@ -160,9 +160,9 @@ class ReplicaCluster:
         return config.replica_cpus or cpus, gpus
 
     def _check_resources(self, engine: EngineConfig) -> None:
-        """Check CPUs and GPUs; Ray would wait for missing ones endlessly. Raises ConfigError.
+        """Raise ConfigError if CPUs or GPUs are missing, for which Ray would wait forever.
 
-        A cluster may get more machines later, so there missing resources are only logged.
+        A cluster may get more machines later, so a shortage is only logged.
         """
         cpus, gpus = self._share(engine, is_alone=self._is_own_ray)
         resources = ray.cluster_resources()

@@ -54,14 +54,14 @@ class Dispatcher:
         self._free = list(reversed(range(2 * most)))
         for number in self._free:
             self._router.set_alive(number, False)
-        # By request id: an unaccepted request, and how often it was sent to each replica.
+        # By request id: a request, and how often it was sent to each replica.
         self._waiting: dict[str, tuple[RouteRequest, Counts[str]]] = {}
         self._metrics: dict[str, list[Metric]] = {}
         self._past: list[Metric] = []
         self.on_change: Callable[[], object] = lambda: None
         """Called, in any thread, when replicas start or stop."""
         self.on_route: Callable[[], object] = lambda: None
-        """Called, in any thread, when a replica is chosen: `catch_up` is then due."""
+        """Called, in any thread, when a replica was chosen; should soon call `catch_up`."""
 
     @property
     def replicas(self) -> list[str]:

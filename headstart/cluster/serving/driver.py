@@ -204,7 +204,7 @@ class _Running:
 
 @dataclass(eq=False, slots=True)
 class _Attempt:
-    """An attempt to compute a request. parts: received and not yet added to the request."""
+    """An attempt to compute a request. parts: received deltas that are not yet added to it."""
 
     running: _Running
     sent: float
@@ -213,7 +213,7 @@ class _Attempt:
     is_lost: bool = False
 
     def add_parts(self, *, send: bool) -> None:
-        """Add the parts to the request. send: send an update; raises EngineError if that fails."""
+        """Add the parts to the request. send: also send an update. Raises EngineError."""
         group = self.running.group
         try:
             for part in self.parts:
@@ -253,7 +253,7 @@ class ReplicaDriver:
         self._name = uuid.uuid4().hex  # name of this server in the replicas that it follows
         self._orders: deque[Callable[[], None]] = deque()
         self._running: dict[str, _Running] = {}  # by request id
-        self._started: dict[str, _Running] = {}  # by name, including cancelled ones until they end
+        self._started: dict[str, _Running] = {}  # by name, until their tasks have ended
         self._attempts: dict[RequestKey, _Attempt] = {}
         self._feeds = Feeds(
             self._replicas, dispatcher, self._name, self._take_progress, self._lose, clock
@@ -290,7 +290,7 @@ class ReplicaDriver:
         def forget() -> None:
             for group in groups:
                 running = self._running.get(group.request_id)
-                if running is not None and running.group is group:  # not a later one with its id
+                if running is not None and running.group is group:  # not a later use of the id
                     running.receive = lambda update: None
                     running.cancel()
                     self._release(running)

@@ -6,9 +6,9 @@
     server    Feeds: a replica that missed two heartbeats gets no requests until its next report
     server    watch_ray: a process of the server's Ray that accepts no connection is dead
 
-Ray does not end the calls from a process that was killed, so a replica ends the calls of a dead
-server. Nor does Ray end the calls to a replica that hangs, so the server sends these requests to
-other replicas.
+Ray does not end the calls of a killed process, so a replica ends the calls of a dead server. Ray
+does not end calls to a replica that hangs either, so the server sends these requests to other
+replicas.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Feeds:
         lose: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create no tasks yet; `match` does.
+        """Prepare the feeds; `match` starts them.
 
         replicas: a streaming handle. follower: the name of this server. lose: called with the name
         of a replica that stopped answering. clock: returns seconds.

@@ -54,7 +54,7 @@ class ReplicatedLLM(AsyncLLM):
         return bool(self.dispatcher.answering)
 
     def read_metrics(self) -> list[Metric]:
-        """Return the metrics of all replicas: sums, and means of shares. Thread-safe."""
+        """Return the metrics of all replicas: sums, and means of percentages. Thread-safe."""
         return self.dispatcher.sum_metrics()
 
     async def reset_prefix_cache(
@@ -66,10 +66,7 @@ class ReplicatedLLM(AsyncLLM):
         return all(await asyncio.to_thread(self._replicas.call_all, "reset", running, tiers))
 
     async def unload_adapter(self, name: str) -> None:
-        """Remove a name in the server and in reachable replicas: `AsyncLLM.unload_adapter`.
-
-        A replica that later gets a request of the adapter reads it again.
-        """
+        """Remove a name in the server and in reachable replicas: `AsyncLLM.unload_adapter`."""
         adapters = self.frontend.adapters
         adapter = adapters.find(name)
         await asyncio.to_thread(adapters.unload, name)

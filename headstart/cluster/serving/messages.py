@@ -220,7 +220,7 @@ class Follow(NamedTuple):
 
 
 class Report(NamedTuple):
-    """News of a replica for one follower. A field is None if nothing changed.
+    """Changes in a replica since its last report to a follower. A field without changes is None.
 
     progress: new tokens of the follower's requests. process: the replica's process and machine,
     only in the first report.
@@ -238,9 +238,9 @@ def has_died(error: Exception) -> bool:
 
 
 def read_error(error: Exception) -> HeadstartError:
-    """Return the error of headstart for an exception of a call to a replica.
+    """Convert an exception of a call to a replica.
 
-    It is a ReplicaLostError if the replica died or cannot be reached.
+    Return ReplicaLostError if the replica died or cannot be reached.
     """
     if isinstance(error, _LOST):
         return ReplicaLostError(str(error).partition("\n")[0])

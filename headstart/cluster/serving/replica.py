@@ -1,7 +1,7 @@
 """One engine as a replica of Ray Serve, and its reports to the servers that follow it.
 
     engine's thread   take events ──▶ batch         after a first token, and every `_PAUSE` seconds
-    event loop        batch ──▶ each follower's queue ──▶ a stream of Ray Serve's
+    event loop        batch ──▶ each follower's queue ──▶ a stream of Ray Serve
                       tokens ──▶ their follower's queue, every `_TOGETHER` seconds
 
 A follower that reads too slowly loses a batch. It notices the gap in the batch numbers and follows
@@ -66,7 +66,7 @@ class CachePublisher:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        # The follower chooses the replica's number.
+        # Each server numbers the replicas itself.
         self._events = EventPublisher(replica=0, epoch=time.time_ns())
         self._store_events = EventPublisher(replica=0, epoch=time.time_ns(), tier=DISK)
         self._stored: dict[BlockHash, None] = {}  # in the order in which they were seen
@@ -167,7 +167,7 @@ class CachePublisher:
     def _read(self, *events: CacheEvent) -> Report:
         manager = self._llm.manager
         assert isinstance(manager, ObservedManager)
-        if self._llm.tiers is None:  # with tiers, these take the events
+        if self._llm.tiers is None:  # else the tiers take the events
             manager.take_events()
         batch = self._events.publish([*manager.take_observed(), *events])
         return Report(batch, self._llm.read_metrics())
@@ -191,7 +191,7 @@ class CachePublisher:
         """Return the blocks that the store saved or loaded since the last call."""
         tiers = self._llm.tiers
         assert tiers is not None
-        self._is_saving = tiers.saver.is_saving  # first, so that no saved block is missed
+        self._is_saving = tiers.saver.is_saving  # before `take_saved`, to miss no saved block
         names = tiers.saver.take_saved()
         for name in names:
             self._stored.pop(name, None)
@@ -286,7 +286,7 @@ class EngineReplica:
         params = request.params.clone()
         params.output_kind = RequestOutputKind.DELTA
         hasher = self._llm.frontend.facts.hasher
-        if request.num_public:  # the server has read the files of public prefixes
+        if request.num_public:  # only the server has the files of public prefixes
             hasher.publish(request.prompt_token_ids[: request.num_public * hasher.block_size])
         group = await self._prepare(request, params)
         for answer in group.requests:

@@ -19,15 +19,12 @@ if TYPE_CHECKING:
 
 
 class PrefixRouter(RequestRouter):
-    """Routing of requests by prefix and load, and of a subscription to its replica."""
+    """Routing of requests by prefix and load, and of subscriptions by the replica's name."""
 
     _dispatcher: Dispatcher | None = None
 
     def initialize_state(self, **options: Any) -> None:
-        """Find the dispatcher, if this process has it; called in each process with a handle.
-
-        Called by Ray Serve, as are the methods below.
-        """
+        """Find the dispatcher; a process that is not its server has none."""
         self._dispatcher = dispatcher_of(options["application"])
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

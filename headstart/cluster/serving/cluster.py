@@ -66,8 +66,8 @@ class ReplicaCluster:
     """Replicas of one model, and an `llm` that uses them. Raises ConfigError or EngineError.
 
     options: the engine's. drain_seconds: time for the requests of a stopping replica. silence:
-    seconds without a heartbeat after which replicas consider a server dead. The values of the server
-    that deploys the replicas apply.
+    seconds without a heartbeat after which replicas consider a server dead. The values of the
+    server that deploys the replicas apply.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from headstart.engine.adapter_names import LoRARequest, choose_adapters
 from headstart.engine.config import make_config
@@ -115,10 +115,18 @@ class Facade:
     """Number of KV blocks, of all replicas together."""
     kv_cache_bytes: int = _part("frontend.facts.kv_cache_bytes")
     """Bytes of the KV blocks."""
+    chat_template: str | None = _part("chats.chat_template")
+    """The default chat template; None for the tokenizer's."""
+    adapters: list[Adapter] = _part("frontend.adapters.named")
+    """The LoRA adapters that requests may name."""
 
     # These properties exist only for an engine in this process.
     manager: KVCacheManager = _part("engine.manager")
     """The cache manager, which only the engine's thread may use."""
+    requests: tuple[Sequence[Request], Sequence[Request]] = _part("engine.requests")
+    """Running and waiting requests, which must be read in the engine's thread."""
+    num_preemptions: int = _part("engine.num_preemptions")
+    """Number of preemptions of running requests."""
     tiers: Tiers | None = _part("engine.tiers")
     """The stores of evicted blocks on disk or another machine; None without one."""
     vllm_config: VllmView = _part("_view")
@@ -130,10 +138,7 @@ class Facade:
     speculative_config: SpeculativeView | None = _part("_view.speculative_config")
 
     # Parts of vLLM's configuration that headstart does not have.
-    quant_config: ClassVar[None] = None
-    kv_transfer_config: ClassVar[None] = None
-    kv_events_config: ClassVar[None] = None
-    ec_transfer_config: ClassVar[None] = None
+    quant_config = kv_transfer_config = kv_events_config = ec_transfer_config = None
 
     def __init__(
         self,
@@ -229,26 +234,6 @@ class Facade:
         """True if the model sees images."""
         return self.frontend.images is not None
 
-    @property
-    def chat_template(self) -> str | None:
-        """The default chat template; None for the tokenizer's."""
-        return self.chats.chat_template
-
-    @property
-    def adapters(self) -> list[Adapter]:
-        """The LoRA adapters that requests may name."""
-        return self.frontend.adapters.named
-
-    @property
-    def requests(self) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Running and waiting requests. Must be read in the engine's thread."""
-        return self.engine.requests
-
-    @property
-    def num_preemptions(self) -> int:
-        """Number of preemptions of running requests."""
-        return self.engine.num_preemptions
-
     def check_length(self, name: str, text: str) -> None:
         """Raise RequestError, which names the text, if it is longer than `max_model_len` tokens."""
         self.frontend.text_limit.check(name, text)
@@ -262,13 +247,11 @@ class Facade:
         return self._sampling.clone()
 
     def _reset_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
-        reset_running = check_flag("reset_running_requests", reset_running_requests)
-        tiers = check_flag("reset_connector", reset_connector)
-        return self.driver.call(
-            lambda: self.engine.reset_prefix_cache(
-                reset_running_requests=reset_running, reset_tiers=tiers
-            )
-        )
+        options = {
+            "reset_running_requests": check_flag("reset_running_requests", reset_running_requests),
+            "reset_tiers": check_flag("reset_connector", reset_connector),
+        }
+        return self.driver.call(lambda: self.engine.reset_prefix_cache(**options))
 
     def _spread(
         self,

@@ -307,11 +307,7 @@ class ProcessorFactory:
             ends.update(params.stop_token_ids or ())
             bits[[token_id for token_id in ends if token_id < len(bits)]] = 0
         if not bits.any():
-            first, *others = names
-            raise RequestError(
-                f"{first} cannot be combined with {' and '.join(others)}: together they ban every "
-                "first token of an answer"
-            )
+            raise RequestError(f"{' and '.join(names)} together ban every first token of an answer")
 
 
 def _encode_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Word]:

@@ -15,7 +15,7 @@ import asyncio
 import queue
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
@@ -331,10 +331,6 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         self._group: Any = None
         self._ended = self._is_read = False
         self._failure: Exception | None = None  # see `fail`
-
-    def __anext__(self) -> Coroutine[Any, Any, Output]:
-        """Return the next output."""
-        return self.asend(None)
 
     async def asend(self, value: None) -> Output:
         """Return the next output; `value` is ignored.

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 MAX_BEAMS = 256
 
-Generate = Callable[..., list[RequestOutput]]
-"""`LLM.generate`."""
-
 
 @dataclass(frozen=True)
 class BeamSearchParams:
@@ -90,7 +87,7 @@ class _Search:
 
 
 def search_beams(
-    generate: Generate,
+    generate: Callable[..., list[RequestOutput]],
     frontend: Frontend,
     prompts: Sequence[Any],
     params: BeamSearchParams,
@@ -99,8 +96,8 @@ def search_beams(
 ) -> list[BeamSearchOutput]:
     """Return the best beams of each prompt. Raises RequestError.
 
-    generate: the method of the `LLM` with this frontend. options: the sampling parameters (without
-    effect), adapter and priority of each prompt.
+    generate: `LLM.generate` of the model with this frontend. options: the sampling parameters
+    (without effect), adapter and priority of each prompt.
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params are {describe(params)}; allowed: a BeamSearchParams")

@@ -11,7 +11,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -116,7 +115,7 @@ class InputProcessor:
         similar: earlier images of the tenant with this salt may replace images that are copies.
         """
         if isinstance(prompt, PreparedPrompt):
-            ready = replace(prompt, token_ids=self._read_ids(prompt.token_ids))
+            ready = prompt
         elif isinstance(prompt, Mapping):
             ready = self._read(prompt, salt, similar)
         elif isinstance(prompt, str):
@@ -133,14 +132,6 @@ class InputProcessor:
         for token_id in (min(ready.token_ids), max(ready.token_ids)):
             if not 0 <= token_id < self._vocab_size:
                 raise self._invalid_token(token_id)
-        end, items = 0, ready.extras.items if ready.extras is not None else ()
-        for item in sorted(items, key=lambda item: item.offset):
-            if item.offset < end or item.offset + item.length > len(ready.token_ids):
-                raise RequestError(
-                    f"an item of {item.length} tokens at {item.offset} overlaps another item or is "
-                    f"outside the {len(ready.token_ids)} tokens of the prompt"
-                )
-            end = item.offset + item.length
         return ready
 
     def _read(self, prompt: Mapping[Any, Any], salt: str | None, similar: bool) -> PreparedPrompt:

@@ -399,7 +399,7 @@ class LLMEngine(SyncFacade):
     def _submit(self, group: RequestGroup) -> None:
         name = group.request_id
         if any(name in results for results in self._pending):
-            raise RequestError(f"request {name!r} has an output that the next step returns")
+            raise RequestError(f"request {name!r} exists: the next call of step returns its output")
         self.engine.submit(group)
         self._shown[name] = ShownOutputs(group.params.output_kind)
 

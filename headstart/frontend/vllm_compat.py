@@ -136,6 +136,7 @@ _ALIASES = {
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_blocks",
     "limit_mm_per_prompt": "max_images",
+    "speculative_config": "speculation",
 }
 """Fields of `EngineConfig` by their names in vLLM."""
 
@@ -153,35 +154,32 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
         value = config.get(name)
         if isinstance(value, str | int) and value in values:
             del config[name]
-    drafts = options.get("speculative_config")
-    if drafts is not None:
-        count = _read_speculation(drafts)
-        if config.get("speculation") not in (None, "auto", count):
-            raise ConfigError(
-                f"speculation is {describe(config['speculation'])} and speculative_config is "
-                f"{describe(drafts)}; allowed: one of the two"
-            )
-        config["speculation"] = count
+    readers = {"limit_mm_per_prompt": _read_image_limit, "speculative_config": _read_speculation}
     for name, field_name in _ALIASES.items():
-        value = options.get(name)
-        if name == "limit_mm_per_prompt" and value is not None:
-            if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f'{name} is {describe(value)}; allowed: a dict such as {{"image": 4}}'
-                )
-            value = value.get("image")  # a number or {"count": 4}; other media are not supported
-            value = value.get("count") if isinstance(value, Mapping) else value
+        passed = value = options.get(name)
+        if passed is not None and name in readers:
+            value = readers[name](passed)
         if value is None:
             continue
         default = _CONFIG[field_name].default
         other = config.get(field_name, default)
         if other not in (None, default, value):
             raise ConfigError(
-                f"{field_name} is {describe(other)} and {name} is {describe(value)}; allowed: one "
+                f"{field_name} is {describe(other)} and {name} is {describe(passed)}; allowed: one "
                 "of the two"
             )
         config[field_name] = value
     return config
+
+
+def _read_image_limit(limits: object) -> Any:
+    """Return the most images of a prompt, from `{"image": 4}` or `{"image": {"count": 4}}`."""
+    if not isinstance(limits, Mapping):
+        raise ConfigError(
+            f'limit_mm_per_prompt is {describe(limits)}; allowed: a dict such as {{"image": 4}}'
+        )
+    limit = limits.get("image")
+    return limit.get("count") if isinstance(limit, Mapping) else limit
 
 
 def _read_speculation(drafts: object) -> int:

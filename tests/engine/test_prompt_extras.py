@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from headstart import LLM, RequestError, SamplingParams
+from headstart import LLM, SamplingParams
 from headstart.cache import MultiModalItem
 from headstart.engine.request import (
     PlacedRows,
@@ -108,15 +108,4 @@ def test_other_rows_never_hit(folder: Path) -> None:
     [other] = llm.generate(make_prompt(3), GREEDY)
     [same] = llm.generate(make_prompt(2), GREEDY)
     assert (other.num_cached_tokens, same.num_cached_tokens) == (9, 49)
-    llm.close()
-
-
-def test_a_prompt_whose_items_overlap_is_refused(folder: Path) -> None:
-    llm = LLM(folder, num_blocks=16)
-    item = MultiModalItem(b"x", 3, 4)
-    for items in ((item, item), (MultiModalItem(b"x", 8, 3),)):
-        prompt = PreparedPrompt([1] * 10, extras=PromptExtras(items))
-        with pytest.raises(RequestError, match="overlaps another item or is outside"):
-            llm.generate(prompt, GREEDY)
-    llm.engine.manager.check()
     llm.close()

@@ -175,7 +175,7 @@ def test_what_an_interrupted_step_had_to_tell_is_gone_with_an_abort(engine: LLME
 def test_an_id_is_taken_until_its_last_output_was_told(engine: LLMEngine) -> None:
     engine.add_request("a", [5, 6], few(1))
     assert interrupted_step(engine) == []
-    with pytest.raises(RequestError, match="'a' has an output that the next step returns"):
+    with pytest.raises(RequestError, match="'a' exists: the next call of step returns its output"):
         engine.add_request("a", [7, 8, 9], few(2))
     [output] = run(engine)
     assert output.prompt_token_ids == [5, 6] and output.finished

@@ -14,7 +14,6 @@ from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -158,16 +157,6 @@ class ChatPrompt(NamedTuple):
     token_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class RememberedTurn:
-    """A finished turn: the texts of prompt and reply, and their token ids."""
-
-    prompt: str
-    prompt_token_ids: Sequence[int]
-    reply: str
-    reply_token_ids: Sequence[int]
-
-
 class ConversationMemory:
     """Renderer of chats that remembers the token ids of earlier turns. Not thread-safe.
 
@@ -259,28 +248,35 @@ class ConversationMemory:
                 return head + tail
         return token_ids
 
-    def remember(self, turn: RememberedTurn, namespace: Namespace = SHARED) -> None:
-        """Store the ids of a turn that decode to its texts, for the next turn.
+    def remember(
+        self,
+        prompt: str,
+        prompt_token_ids: Sequence[int],
+        reply: str,
+        reply_token_ids: Sequence[int],
+        namespace: Namespace = SHARED,
+    ) -> None:
+        """Store the ids of a finished turn that decode to its texts, for the next turn.
 
         Ids at the end that the reply does not show are not stored: an end-of-turn token, which the
         template adds again, text after a stop string, and an incomplete character. A template may
         drop white space at the end of a reply or rewrite the reply. So two shorter texts are stored
         too: the turn without white space at its end, and the prompt without the reply.
         """
-        token_ids = array("I", [*turn.prompt_token_ids, *turn.reply_token_ids])
-        start = len(turn.prompt_token_ids)
+        token_ids = array("I", [*prompt_token_ids, *reply_token_ids])
+        start = len(prompt_token_ids)
         texts: dict[str, int] = {}
-        for reply in {turn.reply.rstrip(), turn.reply}:
-            count = self._count_shown(turn.reply_token_ids, reply)
+        for shown in {reply.rstrip(), reply}:
+            count = self._count_shown(reply_token_ids, shown)
             # Decode with context: some decoders drop a space at the beginning of a text, and bytes
             # of an incomplete character may change the text of the bytes before them.
-            context = [*turn.prompt_token_ids[-_CONTEXT:]]
+            context = [*prompt_token_ids[-_CONTEXT:]]
             before = self._codec.decode(context)
-            decoded = self._codec.decode([*context, *turn.reply_token_ids[:count]])
+            decoded = self._codec.decode([*context, *reply_token_ids[:count]])
             if decoded.startswith(before):
                 text = self._codec.escape(decoded.removeprefix(before))
-                texts[turn.prompt + text] = start + count
-        texts[turn.prompt] = start  # even if the reply's tokens have no text
+                texts[prompt + text] = start + count
+        texts[prompt] = start  # even if the reply's tokens have no text
         for text, count in texts.items():
             self._texts.add(text, token_ids, count, namespace)
 

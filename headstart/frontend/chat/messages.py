@@ -72,7 +72,7 @@ class TemplateOptions:
         if not isinstance(variables, Mapping):
             raise RequestError(f"chat_template_kwargs is {describe(variables)}; allowed: a dict")
         if reserved := _RESERVED & set(variables):
-            raise RequestError(f"chat_template_kwargs has {min(reserved)!r}, a separate argument")
+            raise RequestError(f"chat_template_kwargs has {min(reserved)!r}; pass it separately")
 
     @classmethod
     def pick(cls, arguments: Mapping[str, Any]) -> TemplateOptions:

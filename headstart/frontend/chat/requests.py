@@ -26,7 +26,7 @@ from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import PreparedPrompt, RequestGroup
 from headstart.errors import RequestError
-from headstart.frontend.chat.conversation import ChatPrompt, ConversationMemory, RememberedTurn
+from headstart.frontend.chat.conversation import ChatPrompt, ConversationMemory
 from headstart.frontend.chat.messages import (
     Message,
     TemplateOptions,
@@ -182,10 +182,7 @@ class ChatRequests:
     def _render_images(
         self, messages: Conversation, template: TemplateOptions, codec: ImagePromptCodec
     ) -> tuple[str, list[ImageSource], list[str | None]]:
-        """Return the rendered text, the sources and the uuids of its images.
-
-        Raises RequestError.
-        """
+        """Return the text, and the sources and uuids of its images. Raises RequestError."""
         sources: list[ImageSource] = []
         uuids: list[str | None] = []
 
@@ -253,8 +250,7 @@ class ChatRequests:
             return
         with self._lock:
             for answer in output.outputs:
-                turn = RememberedTurn(*chat, answer.text, answer.token_ids)
-                self._memory.remember(turn, group.namespace)
+                self._memory.remember(*chat, answer.text, answer.token_ids, group.namespace)
 
     def recall(self, messages: Conversation, replies: Mapping[int, Sequence[int]]) -> None:
         """Remember a conversation of another process, with the ids of its generated replies.
@@ -279,8 +275,7 @@ class ChatRequests:
             if token_ids and max(token_ids) < size and isinstance(text, str):
                 with self._lock:
                     prompt = self._memory.render(messages[:index], options)
-                    turn = RememberedTurn(prompt, self._memory.encode(prompt), text, token_ids)
-                    self._memory.remember(turn)
+                    self._memory.remember(prompt, self._memory.encode(prompt), text, token_ids)
 
     def clear(self) -> None:
         """Remove the stored turns. Later turns are tokenized completely."""

@@ -155,10 +155,7 @@ def _scale_gray(image: Image) -> Image:
 
 
 def read_source(source: ImageSource, limit: int) -> bytes:
-    """Return the bytes of an image file, at most `limit`.
-
-    Raises RequestError, and OSError for a path.
-    """
+    """Return the bytes of a file, at most `limit`. Raises RequestError; OSError for a path."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         _check_bytes(memoryview(source).nbytes, limit)
         return bytes(source)

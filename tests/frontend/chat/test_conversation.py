@@ -1,6 +1,6 @@
 """Chats to token ids: a reply keeps those it was sampled with, and ids always spell the text."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
-from headstart.frontend.chat.conversation import ConversationMemory, RememberedTurn
+from headstart.frontend.chat.conversation import ConversationMemory
 from tests.tiny_tokenizers import CHATML, END_OF_TURN, TINY_TOKENIZERS, byte_tokens
 
 TOKENIZERS = {name: make() for name, make in TINY_TOKENIZERS.items()}
@@ -35,10 +35,19 @@ def spell(token_ids: list[int], tokenizer: PreTrainedTokenizerBase = BYTES) -> s
     return text
 
 
-def turn(memory: ConversationMemory, messages: list[dict[str, Any]], *reply: Any) -> RememberedTurn:
+class Turn(NamedTuple):
+    """The arguments of `ConversationMemory.remember`."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    reply: str
+    reply_token_ids: list[int]
+
+
+def turn(memory: ConversationMemory, messages: list[dict[str, Any]], *reply: Any) -> Turn:
     """A turn as the engine finishes it: the prompt encoded, then (reply text, reply ids)."""
     prompt = memory.render(messages)
-    return RememberedTurn(prompt, memory.encode(prompt), *reply)
+    return Turn(prompt, memory.encode(prompt), *reply)
 
 
 def next_prompt(memory: ConversationMemory, messages: list[dict[str, Any]], reply: str) -> str:
@@ -58,7 +67,7 @@ def test_a_reply_keeps_the_ids_it_was_sampled_with() -> None:
     sampled = letters("the other weather")
     assert sampled != tokens("the other weather")
     first = turn(memory, MESSAGES, "the other weather", sampled)
-    memory.remember(first)
+    memory.remember(*first)
     prompt = next_prompt(memory, MESSAGES, "the other weather")
     token_ids = memory.encode(prompt)
     seen = [*first.prompt_token_ids, *sampled]
@@ -75,7 +84,7 @@ def test_a_reply_that_begins_with_a_space_keeps_its_ids(name: str) -> None:
     for shown in (" the together", "the together"):
         memory.clear()
         asked = turn(memory, MESSAGES, shown, sampled)
-        memory.remember(asked)
+        memory.remember(*asked)
         following = memory.encode(next_prompt(memory, MESSAGES, " the together"))
         assert following[: len(asked.prompt_token_ids) + 9] == [*asked.prompt_token_ids, *sampled]
 
@@ -85,7 +94,7 @@ def test_later_turns_keep_the_ids_of_all_replies() -> None:
     messages = list(MESSAGES)
     for reply in ("the weather", "then the other", "hello"):
         said = turn(memory, messages, reply, [*letters(reply), *tokens(END_OF_TURN)])
-        memory.remember(said)
+        memory.remember(*said)
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "so"}]
         prompt = memory.render(messages)
         token_ids = memory.encode(prompt)
@@ -98,7 +107,7 @@ def test_a_reply_that_spells_nothing_changes_no_prompt() -> None:
     """Ids beyond the tokenizer's vocabulary once came back as part of the prompt they answered."""
     memory = ConversationMemory(BYTES)
     prompt = letters("user: hello")
-    memory.remember(RememberedTurn("user: hello", prompt, "", [100_000, 100_001]))
+    memory.remember("user: hello", prompt, "", [100_000, 100_001])
     assert memory.encode("user: hello") == prompt
 
 
@@ -106,7 +115,7 @@ def test_the_end_of_turn_that_the_template_spells_is_not_there_twice() -> None:
     """A reply ends in the end-of-turn token, which its text does not show."""
     memory = ConversationMemory(BYTES)
     end = tokens(END_OF_TURN)
-    memory.remember(turn(memory, MESSAGES, "hello", [*letters("hello"), *end]))
+    memory.remember(*turn(memory, MESSAGES, "hello", [*letters("hello"), *end]))
     prompt = next_prompt(memory, MESSAGES, "hello")
     token_ids = memory.encode(prompt)
     assert spell(token_ids) == prompt
@@ -118,7 +127,7 @@ def test_special_tokens_that_the_reply_shows_are_kept() -> None:
     memory = ConversationMemory(BYTES)
     sampled = [*letters("hello"), *tokens(END_OF_TURN)]
     said = turn(memory, MESSAGES, "hello" + END_OF_TURN, sampled)
-    memory.remember(said)
+    memory.remember(*said)
     prompt = next_prompt(memory, MESSAGES, "hello" + END_OF_TURN)
     token_ids = memory.encode(prompt)
     assert token_ids[: len(said.prompt_token_ids) + 6] == [*said.prompt_token_ids, *sampled]
@@ -137,7 +146,7 @@ def test_special_tokens_that_the_reply_shows_are_kept() -> None:
 def test_what_a_stop_string_cut_off_is_forgotten(shown: str, sampled: str, kept: int) -> None:
     memory = ConversationMemory(BYTES)
     said = turn(memory, MESSAGES, shown, byte_tokens(BYTES, sampled))
-    memory.remember(said)
+    memory.remember(*said)
     prompt = next_prompt(memory, MESSAGES, shown)
     token_ids = memory.encode(prompt)
     seen = [*said.prompt_token_ids, *said.reply_token_ids[:kept]]
@@ -152,7 +161,7 @@ def test_an_unfinished_character_is_forgotten() -> None:
     shown = spell(sampled)
     assert shown == "the \ufffd"
     said = turn(memory, MESSAGES, shown, sampled)
-    memory.remember(said)
+    memory.remember(*said)
     prompt = next_prompt(memory, MESSAGES, shown)
     token_ids = memory.encode(prompt)
     seen = [*said.prompt_token_ids, *sampled[:4]]
@@ -168,7 +177,7 @@ def test_white_space_at_the_end_of_a_reply(reply: str, trims: bool) -> None:
     template = CHATML.replace("['content']", "['content'] | trim") if trims else CHATML
     memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
     said = turn(memory, MESSAGES, reply, letters(reply))
-    memory.remember(said)
+    memory.remember(*said)
     prompt = next_prompt(memory, MESSAGES, reply)
     token_ids = memory.encode(prompt)
     seen = [*said.prompt_token_ids, *letters(reply.rstrip() if trims else reply)]
@@ -184,7 +193,7 @@ def test_a_reply_may_be_followed_by_plain_text(name: str, rest: str) -> None:
     memory = ConversationMemory(tokenizer)
     prompt, reply = tokens("user: hello\nyou:", tokenizer), byte_tokens(tokenizer, "other")
     shown = spell([*prompt, *reply], tokenizer)[len("user: hello\nyou:") :]
-    memory.remember(RememberedTurn("user: hello\nyou:", prompt, shown, reply))
+    memory.remember("user: hello\nyou:", prompt, shown, reply)
     text = "user: hello\nyou:" + shown + rest
     token_ids = memory.encode(text)
     assert token_ids[: len(prompt) + len(reply)] == [*prompt, *reply]
@@ -198,7 +207,7 @@ def test_bytes_that_spoil_the_prompt_s_last_character_are_forgotten() -> None:
     prompt = tokens("日", tokenizer)
     [stray, *_] = tokens("日", tokenizer)[1:]
     reply = [stray, *tokens("the", tokenizer)]
-    memory.remember(RememberedTurn("日", prompt, spell(reply, tokenizer), reply))
+    memory.remember("日", prompt, spell(reply, tokenizer), reply)
     for text in ("日\ufffd the", "日\ufffd\ufffd\ufffd the", "日 the"):
         assert memory.encode(text)[: len(prompt) + 1] != [*prompt, stray]
         assert spell(memory.encode(text), tokenizer) == text
@@ -214,7 +223,7 @@ def test_a_reply_that_comes_back_changed_keeps_the_prompt() -> None:
     said = turn(memory, MESSAGES, "hello", letters("hello"))
     assert said.prompt.endswith("assistant\n")
     assert len(tokens("\n\n")) == 1
-    memory.remember(said)
+    memory.remember(*said)
     prompt = next_prompt(memory, MESSAGES, "\n\nthe other")
     token_ids = memory.encode(prompt)
     assert token_ids[: len(said.prompt_token_ids)] == said.prompt_token_ids
@@ -224,9 +233,9 @@ def test_a_reply_that_comes_back_changed_keeps_the_prompt() -> None:
 
 def test_the_later_of_two_spellings_of_a_reply_is_kept() -> None:
     memory = ConversationMemory(BYTES)
-    memory.remember(turn(memory, MESSAGES, "the other", letters("the other")))
+    memory.remember(*turn(memory, MESSAGES, "the other", letters("the other")))
     said = turn(memory, MESSAGES, "the other", tokens("the other"))
-    memory.remember(said)
+    memory.remember(*said)
     prompt = next_prompt(memory, MESSAGES, "the other")
     assert memory.encode(prompt) == tokens(prompt)
 
@@ -234,7 +243,7 @@ def test_the_later_of_two_spellings_of_a_reply_is_kept() -> None:
 def test_salts_share_nothing() -> None:
     memory = ConversationMemory(BYTES)
     said = turn(memory, MESSAGES, "the other", letters("the other"))
-    memory.remember(said, Namespace(None, "a"))
+    memory.remember(*said, Namespace(None, "a"))
     prompt = next_prompt(memory, MESSAGES, "the other")
     for stranger in (None, "", "b", "a" + said.prompt[:1]):
         assert memory.encode(prompt, Namespace(None, stranger)) == tokens(prompt)
@@ -246,7 +255,7 @@ def test_a_salt_and_a_text_do_not_run_together() -> None:
     memory = ConversationMemory(BYTES)
     texts = {"ab": "c the other", "a": "bc the other", None: "abc the other", "": "other"}
     for salt, text in texts.items():
-        memory.remember(RememberedTurn(text, letters(text), "", []), Namespace(None, salt))
+        memory.remember(text, letters(text), "", [], Namespace(None, salt))
     for salt in texts:
         for text in texts.values():
             expected = letters(text) if text == texts[salt] else tokens(text)
@@ -257,7 +266,7 @@ def test_the_text_used_least_recently_is_forgotten() -> None:
     memory = ConversationMemory(BYTES, max_texts=2)
 
     def remember(text: str) -> None:
-        memory.remember(RememberedTurn(text, letters(text), "", []))
+        memory.remember(text, letters(text), "", [])
 
     for text in ("the", "other", "the", "weather"):
         remember(text)
@@ -282,7 +291,7 @@ def test_the_longest_known_beginning_is_found(
     expected: dict[str, list[int]] = {}
     for prompt, reply in known:
         text = prompt + reply
-        memory.remember(RememberedTurn(text, byte_tokens(BYTES, text), "", []))
+        memory.remember(text, byte_tokens(BYTES, text), "", [])
         expected.pop(text, None)
         expected[text] = byte_tokens(BYTES, text)
     kept = list(expected)[-capacity:]
@@ -312,7 +321,7 @@ def test_ids_spell_the_text_whatever_is_remembered(name: str, data: st.DataObjec
         shown = tokenizer.decode(sampled, skip_special_tokens=data.draw(st.booleans()))
         assert isinstance(shown, str)
         shown = shown[: data.draw(st.integers(0, len(shown)))]
-        memory.remember(RememberedTurn(prompt, token_ids, shown, sampled))
+        memory.remember(prompt, token_ids, shown, sampled)
         messages += [
             {"role": "assistant", "content": shown},
             {"role": "user", "content": data.draw(TEXTS)},
@@ -334,7 +343,7 @@ def test_a_reply_in_whole_characters_is_kept_whole(name: str, data: st.DataObjec
     assert isinstance(shown, str)
     prompt_ids = memory.encode(prompt)
     reply = [*sampled, *tokens(END_OF_TURN, tokenizer)]
-    memory.remember(RememberedTurn(prompt, prompt_ids, shown, reply))
+    memory.remember(prompt, prompt_ids, shown, reply)
     in_context = spell([*prompt_ids, *sampled], tokenizer)[len(spell(prompt_ids, tokenizer)) :]
     following = memory.encode(prompt + in_context + END_OF_TURN + "\n<|im_start|>user\nso")
     assert following[: len(prompt_ids) + len(sampled)] == [*prompt_ids, *sampled]

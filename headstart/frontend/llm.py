@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class SyncFacade(Facade):
-    """The base of `LLM` and `LLMEngine`, whose methods wait for the engine."""
+    """The base of `LLM` and `LLMEngine`. Its methods wait for the engine."""
 
     driver: LocalDriver
 

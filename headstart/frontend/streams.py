@@ -64,7 +64,7 @@ class Mailbox(Generic[Output]):
         self._updates: queue.SimpleQueue[Output | BaseException] = queue.SimpleQueue()
 
     def receive(self, update: Output | BaseException) -> None:
-        """Add an update. While `_MAX_UNREAD` are unread, drop it: a later update has its text."""
+        """Add an update, or drop it if `_MAX_UNREAD` are unread: later updates have its text."""
         is_last = isinstance(update, BaseException) or update.finished
         if is_last or self._updates.qsize() < _MAX_UNREAD:
             self._updates.put(update)
@@ -110,7 +110,7 @@ class OutputStream(Generator[Output, None, None]):
         chats: ChatRequests | None = None,
         owner: object = None,
     ) -> None:
-        """Stream `group`. chats: stores the answer. owner: must not be collected before the end."""
+        """Stream `group`. chats: stores the answer. owner: is referenced until the stream ends."""
         self._driver, self._group, self._chats, self._owner = driver, group, chats, owner
         self._shown = ShownOutputs(group.output_kind)
         self._updates: Mailbox[Any] = Mailbox(driver, [group])
@@ -257,8 +257,8 @@ class _Waker:
     """A waker of the readers of one event loop, for the threads of engines.
 
     To wake the loop, an engine's thread makes a system call, which releases the interpreter's lock.
-    So one call wakes the loop for many updates. After waking readers of paced updates, the loop
-    pauses and then looks for further updates by itself. A call during a pause wakes only the
+    So one call wakes the loop for many updates. After it has woken readers of paced updates, the
+    loop looks for further updates by itself after a pause. A call during the pause wakes only the
     readers whose updates may not wait.
 
         idle ──`add`: a call──▶ woken ──after a pause, with new updates──▶ woken
@@ -313,7 +313,7 @@ _WAKERS: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Waker] = (
 class AsyncOutputStream(AsyncGenerator[Output, None]):
     """The outputs of one request for asyncio, read by one task at a time.
 
-    Once a cancelled task or an abandoned event loop has ended, the request's id can be used again.
+    If its task is cancelled or its event loop ends, the request is cancelled.
     """
 
     def __init__(

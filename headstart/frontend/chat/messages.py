@@ -189,14 +189,11 @@ def render_arguments(messages: Sequence[Message], render: Render) -> str:
         return {**call, "function": {**function, "arguments": arguments}}
 
     def render_marked(*, as_dict: bool) -> str:
-        return render(
-            [
-                {**message, "tool_calls": [mark(call, as_dict=as_dict) for call in calls]}
-                if (calls := message.get("tool_calls"))
-                else dict(message)
-                for message in messages
-            ]
-        )
+        marked = [dict(message) for message in messages]
+        for message in marked:
+            if calls := message.get("tool_calls"):
+                message["tool_calls"] = [mark(call, as_dict=as_dict) for call in calls]
+        return render(marked)
 
     try:
         prompt = render_marked(as_dict=False)

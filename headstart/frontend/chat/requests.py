@@ -151,8 +151,8 @@ class ChatRequests:
             with self._lock:
                 text = self._memory.render(messages, template)
                 if self._frontend.facts.num_states and template.add_generation_prompt:
-                    # The next turn may not continue with the generation prompt. Some templates
-                    # require it; then the request has no fork.
+                    # The next turn may not continue with the generation prompt. A template that
+                    # requires this prompt raises an error.
                     plain = replace(template, add_generation_prompt=False)
                     with suppress(RequestError):
                         before = self._memory.render(messages, plain)

@@ -43,15 +43,10 @@ _REFUSED = refusals(
         "there is no beam search over HTTP: draw with `n`, or call `LLM.beam_search` in Python": (
             "use_beam_search=false length_penalty=1 early_stopping=false beam_width=1 num_beams=1"
         ),
-        'give `structured_outputs`: {"json": ...}': "guided_json",
-        'give `structured_outputs`: {"regex": ...}': "guided_regex",
-        'give `structured_outputs`: {"choice": [...]}': "guided_choice",
-        'give `structured_outputs`: {"grammar": ...}': "guided_grammar",
-        'give `structured_outputs`: {"json_object": true}': "guided_json_object=false",
-        'give `structured_outputs`: {"json": ..., "whitespace_pattern": ...}': (
-            "guided_whitespace_pattern"
+        'give `structured_outputs`, such as {"json": ...}': (
+            "guided_json guided_regex guided_choice guided_grammar guided_json_object=false "
+            "guided_whitespace_pattern guided_decoding"
         ),
-        "give `structured_outputs`": "guided_decoding",
         "there is one backend for structured outputs": "guided_decoding_backend",
         "give token ids as prompt; `POST /tokenize` makes them": "add_special_tokens=true",
         "give fewer tokens: `POST /tokenize` counts them": "truncate_prompt_tokens",
@@ -144,8 +139,9 @@ class ResponseFormat(Body):
             case "json_schema":
                 needed = {"json_schema": self.json_schema}
                 form = {"json": (self.json_schema and self.json_schema.schema_) or {}}
-        for name in (name for name, value in needed.items() if value is None):
-            raise ApiError(400, f"response_format.{name} is missing", param="response_format")
+        if missing := [name for name, value in needed.items() if value is None]:
+            text = f"response_format.{missing[0]} is missing"
+            raise ApiError(400, text, param="response_format")
         return StructuredOutputsParams(**form, disable_any_whitespace=True)
 
 

@@ -197,10 +197,7 @@ class EngineCore:
         return results
 
     def reset(self, cause: BaseException) -> list[StepResult]:
-        """End all requests with an EngineError and empty the cache, after an unexpected exception.
-
-        Returns these requests.
-        """
+        """Empty the cache after an unexpected exception; end and return all requests."""
         _LOG.error("the engine broke: its requests end, its cache is emptied", exc_info=cause)
         self.manager.reset()
         self._runner.end_step()

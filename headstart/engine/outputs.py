@@ -96,7 +96,7 @@ class RequestMetrics:
 class CompletionOutput:
     """One answer to a prompt.
 
-    finish_reason: None while it runs, then "stop" (a stop string or id, or the end of the text),
+    finish_reason: None before the end, then "stop" (a stop string or id, or the end of the text),
     "length" or "abort". stop_reason: the stop string or id; None for the end of the text.
     logprobs: for each token, the log-probabilities of this token and of the likeliest, by id.
     """

@@ -140,7 +140,7 @@ class SamplingParams:
     )
     top_k: int = option(0, "choose among this many likeliest tokens; 0 is all", Number(int, -1))
     min_p: float = option(
-        0.0, "leave out tokens this much less likely than the likeliest", Number(float, 0, 1)
+        0.0, "remove tokens below this share of the highest probability", Number(float, 0, 1)
     )
     seed: int | None = option(None, "makes the answer repeatable", SEEDS)
     stop: str | Sequence[str] | None = option(None, "end the answer before this text")
@@ -148,7 +148,9 @@ class SamplingParams:
     ignore_eos: bool = option(False, "continue after the end of the text")
     repetition_penalty: float = option(1.0, "above 1 avoids tokens of prompt and answer", _FACTORS)
     presence_penalty: float = option(0.0, "above 0 avoids tokens of the answer", _PENALTIES)
-    frequency_penalty: float = option(0.0, "the same, for each time that they occur", _PENALTIES)
+    frequency_penalty: float = option(
+        0.0, "above 0 avoids tokens by their count in the answer", _PENALTIES
+    )
     logprobs: int | None = option(None, allowed=Number(int, -1, MAX_LOGPROBS))
     prompt_logprobs: int | None = option(None, allowed=Number(int, -1, MAX_LOGPROBS))
     detokenize: bool = True

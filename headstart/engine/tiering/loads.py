@@ -30,6 +30,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -149,6 +150,7 @@ class ComputeRate:
         self.value = rate if self.value is None else self.value + _WEIGHT * (rate - self.value)
 
 
+@dataclass(eq=False)
 class Offers:
     """Blocks that the store does not have, passed to its saver.
 
@@ -157,21 +159,15 @@ class Offers:
     saved, since the pool reused them before the saver had space, or since their rows were dropped.
     """
 
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        payload: BlockPayload,
-        saver: Saver,
-        rate: ComputeRate,
-        text: BlockText | None,
-    ) -> None:
-        self.num_dropped = 0
-        self._manager = manager
-        self._payload = payload
-        self._saver = saver
-        self._rate = rate
-        self._text = text
-        self._unsaved = UnsavedBlocks(manager.hasher, with_tokens=text is not None)
+    manager: KVCacheManager
+    payload: BlockPayload
+    saver: Saver
+    rate: ComputeRate
+    text: BlockText | None
+    num_dropped: int = 0
+
+    def __post_init__(self) -> None:
+        self._unsaved = UnsavedBlocks(self.manager.hasher, with_tokens=self.text is not None)
 
     def note(self, requested_at: float, *, is_saved: bool = False) -> None:
         """Offer the blocks that the step will overwrite; call before the step writes.
@@ -179,7 +175,7 @@ class Offers:
         requested_at: the arrival of the step's oldest request, in seconds since 1970. is_saved: the
         store has the blocks that the step adds.
         """
-        events = self._manager.take_events()
+        events = self.manager.take_events()
         leaving = self._unsaved.note(events, requested_at, is_saved=is_saved)
         if leaving and not self._offer(leaving):
             self.num_dropped += len(leaving)
@@ -192,7 +188,7 @@ class Offers:
 
     def roll_back(self) -> None:
         """Note that the current step failed."""
-        self._unsaved.roll_back(self._manager.take_events())
+        self._unsaved.roll_back(self.manager.take_events())
 
     def flush(self) -> None:
         """Offer all written blocks, as long as the saver has space."""
@@ -203,19 +199,19 @@ class Offers:
 
     def _offer(self, blocks: Sequence[UnsavedBlock]) -> bool:
         """Copy blocks and offer them; return False if the saver has no space."""
-        if not self._saver.has_space(len(blocks) * self._payload.nbytes):
+        if not self.saver.has_space(len(blocks) * self.payload.nbytes):
             return False
-        seconds = self._manager.block_size / self._rate.value if self._rate.value else 0.0
+        seconds = self.manager.block_size / self.rate.value if self.rate.value else 0.0
         offered = [
             StoredBlock(
                 *(block.name, block.parent, block.depth, seconds, block.requested_at, payload),
-                words=self._text(block.token_ids) if self._text and block.token_ids else "",
+                words=self.text(block.token_ids) if self.text and block.token_ids else "",
             )
-            for block, payload in zip(blocks, self._payload.read(blocks), strict=True)
+            for block, payload in zip(blocks, self.payload.read(blocks), strict=True)
             if payload is not None
         ]
         self.num_dropped += len(blocks) - len(offered)
-        return not offered or self._saver.offer(offered)
+        return not offered or self.saver.offer(offered)
 
 
 class Load:
@@ -284,6 +280,7 @@ class Load:
         return segments
 
 
+@dataclass(eq=False)
 class Loads:
     """The current loads; a `Limit` of the engine's scheduler.
 
@@ -291,24 +288,15 @@ class Loads:
     blocks, before it overwrites them. states: None for a model without recurrent layers.
     """
 
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        payload: BlockPayload,
-        loader: Loader,
-        choose: Callable[[int, int], int],
-        before_writing: Callable[[Request, list[LoadedBlock]], None],
-        states: StateStores | None = None,
-    ) -> None:
-        self._manager = manager
-        self._payload = payload
-        self._loader = loader
-        self._choose = choose
-        self._before_writing = before_writing
-        self._states = states
-        self._loads: dict[BlockHash, Load] = {}
-        self.waiting: dict[Request, Load] = {}
-        self._tried: dict[Request, int] = {}  # tokens hit by a preempted request at its last load
+    manager: KVCacheManager
+    payload: BlockPayload
+    loader: Loader
+    choose: Callable[[int, int], int]
+    before_writing: Callable[[Request, list[LoadedBlock]], None]
+    states: StateStores | None = None
+    waiting: dict[Request, Load] = field(default_factory=dict)
+    _loads: dict[BlockHash, Load] = field(default_factory=dict)
+    _tried: dict[Request, int] = field(default_factory=dict)  # tokens hit at the last `_load_again`
 
     @property
     def are_under_way(self) -> bool:
@@ -326,22 +314,22 @@ class Loads:
     def _begin(self, request: Request, num_tokens: int) -> Load | None:
         """Start a load of a request's first tokens; return None if there is nothing to load."""
         sequence = request.sequence
-        most = num_tokens // self._manager.block_size
+        most = num_tokens // self.manager.block_size
         if not request.reads_cache or most == 0:
             return None
-        computed = self._manager.get_computed_blocks(sequence)
+        computed = self.manager.get_computed_blocks(sequence)
         if computed.writer is not None:
             return None
-        if self._states is not None:
+        if self.states is not None:
             return self._begin_state(request, num_tokens, computed)
         first = len(computed.blocks)
         if first >= most:
             return None
-        names = self._manager.block_hashes(sequence)[first:most]
+        names = self.manager.block_hashes(sequence)[first:most]
         load = self._loads.get(names[0])
         if load is None or len(load.job.names) < len(names):
-            size = self._payload.nbytes
-            job = self._loader.start(names, lambda count: self._choose(count, count * size))
+            size = self.payload.nbytes
+            job = self.loader.start(names, lambda count: self.choose(count, count * size))
             load = self._loads[names[0]] = Load(request, names[0], computed, job)
         return load
 
@@ -349,12 +337,12 @@ class Loads:
         self, request: Request, num_tokens: int, computed: ComputedBlocks
     ) -> Load | None:
         """Start a load of a state deeper than the pool's; return None if none can exist."""
-        states, pool, size = self._states, self._manager.states, self._manager.block_size
+        states, pool, size = self.states, self.manager.states, self.manager.block_size
         assert states is not None and pool is not None
         if computed.num_tokens >= num_tokens or pool.num_slots == 1:
             return None
         has_tail, sequence = states.payload.has_tail, request.sequence
-        hashes = self._manager.block_hashes(sequence)[: num_tokens // size]
+        hashes = self.manager.block_hashes(sequence)[: num_tokens // size]
         is_whole = not has_tail or num_tokens % size == 0
         tail = BlockKey(b"") if is_whole else sequence.cut_partial(num_tokens, size)
         key = name_state(hashes[-1], tail)
@@ -364,10 +352,10 @@ class Loads:
 
             def choose(num_saved: int) -> int:
                 count = search.found.num_blocks if search.found is not None else 0
-                nbytes = states.payload.nbytes + count * self._payload.nbytes
-                return self._choose(num_saved, nbytes)
+                nbytes = states.payload.nbytes + count * self.payload.nbytes
+                return self.choose(num_saved, nbytes)
 
-            job = self._loader.start(hashes[len(computed.blocks) :], choose, search)
+            job = self.loader.start(hashes[len(computed.blocks) :], choose, search)
             load = self._loads[key] = Load(request, key, computed, job)
         return load
 
@@ -391,7 +379,7 @@ class Loads:
         take the blocks again. Each preemption causes one load only: if the store does not have the
         blocks, the request must not wait again.
         """
-        manager, sequence = self._manager, request.sequence
+        manager, sequence = self.manager, request.sequence
         if manager.is_known(sequence):
             return False  # the request runs already
         computed = manager.get_computed_blocks(sequence)
@@ -431,7 +419,7 @@ class Loads:
             if load.is_wanted and self._can_take_in(load):
                 self._insert(load, written)
                 preferred = preferred or load.job
-        self._loader.prefer(preferred)
+        self.loader.prefer(preferred)
         return written
 
     def end_done(self) -> list[Load]:
@@ -450,43 +438,43 @@ class Loads:
         has_state = load.has_state  # and so all blocks, before these are taken
         if not load.job.arrived and not has_state:
             return
-        blocks = self._take_slots(load, self._loader.take(load.job, len(load.job.names)))
+        blocks = self._take_slots(load, self.loader.take(load.job, len(load.job.names)))
         state = self._take_state(load, len(blocks)) if has_state else None
         if not blocks and state is None:
             return
         assert load.sequence is not None
-        self._before_writing(load.request, blocks)
+        self.before_writing(load.request, blocks)
         table = load.sequence.block_table()
         if blocks:
             ids = table[load.next : load.next + len(blocks)]
             payloads = [block.payload for block in blocks]
-            self._payload.write(load.sequence, load.next, ids, payloads)
+            self.payload.write(load.sequence, load.next, ids, payloads)
         load.next += len(blocks)
         load.written += [block.tier for block in blocks]
         for block in blocks:
             is_counted = load.job.state is None  # with a state, the state is counted instead
-            written[block.tier] += self._manager.block_size if is_counted else 0
+            written[block.tier] += self.manager.block_size if is_counted else 0
         if state is not None:
             self._write_state(load, load.sequence, state)
             written[state.tier] += load.position - load.start
 
     def _take_state(self, load: Load, num_blocks: int) -> LoadedBlock | None:
         """Take slots for the last tokens before a state, and the state; None if impossible."""
-        depth, rows = divmod(load.position, self._manager.block_size)
+        depth, rows = divmod(load.position, self.manager.block_size)
         if not load.has_state or load.sequence is None or load.next + num_blocks != depth:
             return None  # the load was cancelled
-        if rows and not self._manager.append_slots(load.sequence, rows):
-            self._loader.cancel(load.job)
-        return self._loader.take_state(load.job)
+        if rows and not self.manager.append_slots(load.sequence, rows):
+            self.loader.cancel(load.job)
+        return self.loader.take_state(load.job)
 
     def _write_state(self, load: Load, sequence: TokenSequence, state: LoadedBlock) -> None:
         """Write a state into the slot of a load's sequence, and the K/V of its last tokens."""
-        pool = self._manager.states
-        assert self._states is not None and pool is not None
-        depth, rows = divmod(load.position, self._manager.block_size)
+        pool = self.manager.states
+        assert self.states is not None and pool is not None
+        depth, rows = divmod(load.position, self.manager.block_size)
         block_id = sequence.block_table()[depth] if rows else None
-        self._states.payload.write(pool.of(sequence).slot, block_id, state.payload)
-        pool.load(sequence, is_saved=state.tier == self._states.stores[0].tier)
+        self.states.payload.write(pool.of(sequence).slot, block_id, state.payload)
+        pool.load(sequence, is_saved=state.tier == self.states.stores[0].tier)
         load.state_tier = state.tier
 
     def _can_take_in(self, load: Load) -> bool:
@@ -501,8 +489,8 @@ class Loads:
             return False
         if any(other.sequence is not None for other in self.waiting.values()):
             return False
-        computed = self._manager.get_computed_blocks(load.request.sequence)
-        load.lacks_space = not self._manager.can_admit(computed)
+        computed = self.manager.get_computed_blocks(load.request.sequence)
+        load.lacks_space = not self.manager.can_admit(computed)
         return not load.lacks_space
 
     def _take_slots(self, load: Load, blocks: list[LoadedBlock]) -> list[LoadedBlock]:
@@ -510,7 +498,7 @@ class Loads:
 
         A load with a state holds all blocks before it. The pool may have some or all of them.
         """
-        size = self._manager.block_size
+        size = self.manager.block_size
         if load.sequence is None:
             wanted = load.request.sequence
             length = len(wanted.token_ids)
@@ -525,24 +513,24 @@ class Loads:
             )
             sequence.is_counted = False  # the waiting request is counted instead
             sequence.is_loaded = True
-            computed = self._manager.get_computed_blocks(sequence)
+            computed = self.manager.get_computed_blocks(sequence)
             load.next = len(computed.blocks)
             if load.job.state is not None:
                 load.next = min(load.next, load.position // size)
             blocks = blocks[load.next - load.first :] if load.next >= load.first else []
             computed = computed.cut(load.next, size)
             is_wanted = blocks if load.job.state is None else self._needs_state(load)
-            if is_wanted and self._manager.allocate_slots(sequence, len(blocks) * size, computed):
+            if is_wanted and self.manager.allocate_slots(sequence, len(blocks) * size, computed):
                 return blocks
-        elif not blocks or self._manager.append_slots(load.sequence, len(blocks) * size):
+        elif not blocks or self.manager.append_slots(load.sequence, len(blocks) * size):
             return blocks
-        self._loader.cancel(load.job)
+        self.loader.cancel(load.job)
         return []
 
     def _needs_state(self, load: Load) -> bool:
         """Return True if the pool has all blocks before a load's blocks, and no state as deep."""
-        computed = self._manager.get_computed_blocks(load.request.sequence)
-        first = min(load.first, load.position // self._manager.block_size)
+        computed = self.manager.get_computed_blocks(load.request.sequence)
+        first = min(load.first, load.position // self.manager.block_size)
         return load.next >= first and computed.num_tokens < load.position
 
     def _leave_checkpoint(self, load: Load) -> None:
@@ -551,19 +539,19 @@ class Loads:
         A later prompt that branches off at this position can resume from the checkpoint.
         """
         state = load.job.state
-        if state is None or self._states is None or not load.job.done:
+        if state is None or self.states is None or not load.job.done:
             return
-        end = (load.first + state.num_stored) * self._manager.block_size
-        if end > load.known and end - load.position >= self._states.min_gain:
+        end = (load.first + state.num_stored) * self.manager.block_size
+        if end > load.known and end - load.position >= self.states.min_gain:
             for request in load.requests:
                 request.sequence.forks = (*request.sequence.forks, end)
 
     def _end(self, load: Load) -> None:
         """End a load: release its blocks and its waiting requests."""
         self._leave_checkpoint(load)
-        self._loader.cancel(load.job)
-        if load.sequence is not None and self._manager.is_known(load.sequence):
-            self._manager.free(load.sequence)
+        self.loader.cancel(load.job)
+        if load.sequence is not None and self.manager.is_known(load.sequence):
+            self.manager.free(load.sequence)
         if self._loads.get(load.key) is load:
             del self._loads[load.key]
         for request in load.requests:

@@ -9,6 +9,7 @@ A stored reply is not replaced; it stays until it is evicted.
 """
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,6 +24,7 @@ _MOST = 2048  # tokens
 _TOKEN = np.dtype("<u4")
 
 
+@dataclass(eq=False)
 class Replies:
     """The lookups and saves of replies.
 
@@ -30,30 +32,27 @@ class Replies:
     vocab_size: a stored reply with a token id beyond it is ignored.
     """
 
-    def __init__(
-        self, objects: ObjectStore, worker: Worker, model: str, block_size: int, vocab_size: int
-    ) -> None:
-        self._objects = objects
-        self._worker = worker
-        self._model = model
-        self._block_size = block_size
-        self._vocab_size = vocab_size
+    objects: ObjectStore
+    worker: Worker
+    model: str
+    block_size: int
+    vocab_size: int
 
     def queue(self, group: RequestGroup) -> None:
         """Look up the stored reply to a new request's prompt, in the worker's thread."""
         request, longest = group.requests[0], group.params.max_tokens
         if longest is not None and longest < _LEAST:
             return
-        identity = _identify(request.sequence, self._model, self._block_size)
+        identity = _identify(request.sequence, self.model, self.block_size)
         group.reply = StoredReply(self._load, identity=identity)
         if request.reads_cache:
-            self._worker.submit(group.reply)
+            self.worker.submit(group.reply)
 
     def _load(self, reply: StoredReply) -> bool:
-        data = self._objects.load(reply.identity[:32], reply)
+        data = self.objects.load(reply.identity[:32], reply)
         if data is not None:
             tokens = np.frombuffer(_mask(data, reply.identity), dtype=_TOKEN)
-            if tokens.max(initial=0) < self._vocab_size:
+            if tokens.max(initial=0) < self.vocab_size:
                 reply.tokens += tokens.tolist()
         return False
 
@@ -64,7 +63,7 @@ class Replies:
             return
         if request.finish_reason in ("stop", "length") and len(tokens) >= _LEAST:
             data = np.array(tokens[:_MOST], dtype=_TOKEN).tobytes()
-            self._objects.save(reply.identity[:32], _mask(data, reply.identity), seconds)
+            self.objects.save(reply.identity[:32], _mask(data, reply.identity), seconds)
 
 
 def _identify(sequence: TokenSequence, model: str, block_size: int) -> bytes:

@@ -83,27 +83,22 @@ def name_state(parent: BlockHash, tail: BlockKey) -> BlockHash:
     return BlockHash(hashlib.sha256(b"headstart/state/1" + parent + tail).digest())
 
 
+@dataclass(eq=False)
 class StateOffers:
     """Checkpoints that the stores do not have, passed to their saver.
 
     seconds_of: returns the seconds that computing a number of tokens takes.
     """
 
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        stores: StateStores,
-        saver: Saver,
-        seconds_of: Callable[[int], float],
-    ) -> None:
-        assert manager.states is not None
-        self._manager = manager
-        self._pool: StatePool = manager.states
-        self._payload = stores.payload
-        self.saver = saver
-        self._min_gain = stores.min_gain
-        self._seconds_of = seconds_of
-        self._requested_at = 0.0
+    manager: KVCacheManager
+    stores: StateStores
+    saver: Saver
+    seconds_of: Callable[[int], float]
+    _requested_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.manager.states is not None
+        self._pool: StatePool = self.manager.states
 
     def offer(self, requested_at: float | None = None) -> None:
         """Offer the checkpoints that can be read, while the saver has space.
@@ -112,16 +107,16 @@ class StateOffers:
         request, in seconds since 1970.
         """
         for checkpoint in list(self._pool.unsaved):
-            if not self.saver.has_space(self._payload.nbytes):
+            if not self.saver.has_space(self.stores.payload.nbytes):
                 break
             tail = None
-            if checkpoint.key and self._payload.has_tail:
-                tail = self._manager.find_tail(checkpoint)
+            if checkpoint.key and self.stores.payload.has_tail:
+                tail = self.manager.find_tail(checkpoint)
                 if tail is None:
                     continue  # a request fills that block
             is_complete = tail is not None or not checkpoint.key
             gain = self._pool.saved_gain(checkpoint)  # slow for deep checkpoints, so last
-            if is_complete and gain >= self._min_gain:
+            if is_complete and gain >= self.stores.min_gain:
                 self._offer(checkpoint, tail.block_id if tail is not None else None, gain)
             del self._pool.unsaved[checkpoint]
         if requested_at is not None:
@@ -130,14 +125,14 @@ class StateOffers:
     def _offer(self, checkpoint: Checkpoint, tail: int | None, gain: int) -> None:
         """Offer a checkpoint. tail: the block with the tokens after its last full block."""
         assert checkpoint.node is not None
-        parent = self._manager.hasher.of_node(checkpoint.node)
+        parent = self.manager.hasher.of_node(checkpoint.node)
         block = StoredBlock(
             name_state(parent, checkpoint.key),
             parent,
             checkpoint.position,
-            self._seconds_of(gain),
+            self.seconds_of(gain),
             self._requested_at,
-            self._payload.read(checkpoint.slot, tail),
+            self.stores.payload.read(checkpoint.slot, tail),
         )
         checkpoint.is_saved = self.saver.offer([block])
 

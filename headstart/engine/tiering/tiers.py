@@ -37,7 +37,7 @@ class TierStats:
     """Counts since the start.
 
     loaded_tokens: tokens written to the pool, by tier, even if their request was aborted.
-    declined_tokens: stored tokens that were computed, because that was faster than loading.
+    declined_tokens: stored tokens that were computed, because loading would have been slower.
     late_answers: number of times that a store did not answer in time, or was slower than computing.
     unsaved_blocks: blocks of K/V and objects that were not saved in a tier, since it failed or was
     paused. faults: by tier and kind; faults that concern no single tier have the tier "all".
@@ -139,7 +139,7 @@ class Tiers:
         return self.loads.are_under_way or self.image_loads.are_under_way
 
     def _choose(self, num_stored: int, nbytes: int) -> int:
-        """Return how many of the stored blocks to load: all, or 0 if computing is faster."""
+        """Return the number of stored blocks to load: all, or 0 if computing is faster."""
         tokens = num_stored * self._manager.block_size
         if is_worth_loading(tokens, nbytes, self._compute_rate, self._loader.rate):
             return num_stored
@@ -165,10 +165,10 @@ class Tiers:
     def count_stored(
         self, names: Sequence[BlockHash], computed: ComputedBlocks | None = None
     ) -> dict[str, int]:
-        """Return how many tokens of a prompt would be loaded from each tier.
+        """Return the number of a prompt's tokens that each tier would load. Thread-safe.
 
-        Each tier is searched from the block at which the tier before it ends. computed: the lookup
-        in the pool, which a model with recurrent layers needs. May be called from any thread.
+        Each tier is searched from the first block that the nearer tiers lack. computed: the lookup
+        in the pool, needed only for a model with recurrent layers.
         """
         counts: dict[str, int] = {}
         for store in self._tiers:

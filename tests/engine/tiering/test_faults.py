@@ -94,7 +94,7 @@ def test_a_fault_in_a_step_that_loads(
         "model": (engine.model, "forward"),
         "offering": (tiers._offers, "note"),
         "taking in": (tiers.loads, "_insert"),
-        "writing": (tiers.loads._payload, "write"),
+        "writing": (tiers.loads.payload, "write"),
         "committing": (tiers._offers, "commit"),
     }[place]
     groups = begin(llm)

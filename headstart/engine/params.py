@@ -132,25 +132,17 @@ class SamplingParams:
     n: int = option(1, "answers to one prompt", Number(int, 1, MAX_ANSWERS))
     max_tokens: int | None = option(16, "most tokens of an answer", Number(int, 1))
     min_tokens: int = option(0, "tokens before the answer may end", Number(int, 0))
-    temperature: float = option(
-        1.0, "0: the likeliest token; higher: more random", Number(float, 0)
-    )
-    top_p: float = option(
-        1.0, "choose among the likeliest tokens of this total probability", _SHARES
-    )
-    top_k: int = option(0, "choose among this many likeliest tokens; 0 is all", Number(int, -1))
-    min_p: float = option(
-        0.0, "remove tokens below this share of the highest probability", Number(float, 0, 1)
-    )
+    temperature: float = option(1.0, "0: likeliest token; higher: more random", Number(float, 0))
+    top_p: float = option(1.0, "total probability of the tokens to draw from", _SHARES)
+    top_k: int = option(0, "number of likeliest tokens to draw from; 0: all", Number(int, -1))
+    min_p: float = option(0.0, "least probability relative to the likeliest", Number(float, 0, 1))
     seed: int | None = option(None, "makes the answer repeatable", SEEDS)
     stop: str | Sequence[str] | None = option(None, "end the answer before this text")
     stop_token_ids: Sequence[int] | None = option(None, "end the answer after one of these")
     ignore_eos: bool = option(False, "continue after the end of the text")
     repetition_penalty: float = option(1.0, "above 1 avoids tokens of prompt and answer", _FACTORS)
     presence_penalty: float = option(0.0, "above 0 avoids tokens of the answer", _PENALTIES)
-    frequency_penalty: float = option(
-        0.0, "above 0 avoids tokens by their count in the answer", _PENALTIES
-    )
+    frequency_penalty: float = option(0.0, "above 0 avoids frequent answer tokens", _PENALTIES)
     logprobs: int | None = option(None, allowed=Number(int, -1, MAX_LOGPROBS))
     prompt_logprobs: int | None = option(None, allowed=Number(int, -1, MAX_LOGPROBS))
     detokenize: bool = True

@@ -29,6 +29,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -362,13 +363,10 @@ class PromptImages:
                 continue
             first, last = torch.searchsorted(image.places, torch.tensor([start, stop])).tolist()
             rows = self.cache.rows(image.key)
-            while first < last:
-                run = first + 1
-                position = int(image.places[first])
-                while run < last and int(image.places[run]) == position + run - first:
-                    run += 1
-                yield PlacedRows(position, rows[first:run])
-                first = run
+            numbered = enumerate(image.places[first:last].tolist(), first)
+            for _, run in groupby(numbered, lambda pair: pair[1] - pair[0]):  # adjacent positions
+                indices, positions = zip(*run, strict=True)
+                yield PlacedRows(positions[0], rows[indices[0] : indices[-1] + 1])
 
 
 class EncoderBudget:

@@ -1,28 +1,28 @@
 """The pool's blocks and their tiers: offers to stores, and loads from them.
 
-Written blocks are offered to the saver in batches, and all remaining blocks when no request is
+Computed blocks are offered to the saver in batches, and all remaining blocks when no request is
 left. If the saver has no space, a block is offered again just before the pool reuses it. The
 engine's thread copies the bytes, and the saver's thread saves them.
 
 A block's bytes are its K/V, followed by its rows: the outputs of a pipeline's stage for the block's
 tokens, which the next stage needs. One record holds both, so a store has either both or neither.
 
-A load uses a cache sequence that no step computes. The sequence takes blocks, the store's bytes are
-written to them, and when all have arrived the sequence is freed, which leaves the blocks cached. So
-a request waits for a load as for another request that computes its prefix, and then hits the loaded
-blocks. A load takes blocks only if the free blocks suffice for its whole request.
+A load uses a cache sequence that no step computes. The sequence takes blocks, and the store's bytes
+are written to these. When all bytes are written, the sequence is freed, and its blocks stay cached.
+So a request waits for a load like for another request that computes its prefix, and then hits the
+loaded blocks. A load takes blocks only if the free blocks suffice for its whole request.
 
     queue     a request arrives: look up the blocks that the pool lacks, in the loader's thread
     take_in   between two steps: write arrived blocks to the pool
-    reach     as a limit: the request waits, while others run. If it lacks space in the pool, they
+    reach     as a limit: the request waits, while others run. If the pool lacks space for it, they
               bypass it a few times, like any request that waits for blocks. Once there is space for
               a preempted request again, it looks up the blocks that the pool lost
 
 A model with recurrent layers resumes only from a state (`headstart/engine/tiering/states.py`). Its
-load also looks for the deepest state, which arrives first, and loads no block after that state. The
-state is written to the slot of the load's sequence, which becomes a checkpoint when the load ends.
+load first loads the deepest stored state, and then only the blocks before this state. The state is
+written to the slot of the load's sequence. The slot becomes a checkpoint when the load ends.
 
-Blocks that do not arrive are computed. No error here ends a request.
+Blocks that do not arrive are computed. An error of a load ends no request.
 """
 
 from __future__ import annotations
@@ -435,7 +435,7 @@ class Loads:
 
     def _insert(self, load: Load, written: Counter[str]) -> None:
         """Write the blocks of a load that have arrived to the pool; count their tokens by tier."""
-        has_state = load.has_state  # and so all blocks, before these are taken
+        has_state = load.has_state  # read before `take`: if True, `take` returns all blocks
         if not load.job.arrived and not has_state:
             return
         blocks = self._take_slots(load, self.loader.take(load.job, len(load.job.names)))
@@ -451,15 +451,14 @@ class Loads:
             self.payload.write(load.sequence, load.next, ids, payloads)
         load.next += len(blocks)
         load.written += [block.tier for block in blocks]
-        for block in blocks:
-            is_counted = load.job.state is None  # with a state, the state is counted instead
-            written[block.tier] += self.manager.block_size if is_counted else 0
+        for block in blocks if load.job.state is None else ():  # else the state counts below
+            written[block.tier] += self.manager.block_size
         if state is not None:
             self._write_state(load, load.sequence, state)
             written[state.tier] += load.position - load.start
 
     def _take_state(self, load: Load, num_blocks: int) -> LoadedBlock | None:
-        """Take slots for the last tokens before a state, and the state; None if impossible."""
+        """Take slots for the last tokens before a state; return the state, None if impossible."""
         depth, rows = divmod(load.position, self.manager.block_size)
         if not load.has_state or load.sequence is None or load.next + num_blocks != depth:
             return None  # the load was cancelled
@@ -496,7 +495,7 @@ class Loads:
     def _take_slots(self, load: Load, blocks: list[LoadedBlock]) -> list[LoadedBlock]:
         """Take slots for arrived blocks; return the blocks that the pool lacks, none without space.
 
-        A load with a state holds all blocks before it. The pool may have some or all of them.
+        A load with a state holds all blocks before the state, even if the pool has them.
         """
         size = self.manager.block_size
         if load.sequence is None:

@@ -1,4 +1,4 @@
-"""The interfaces of a loaded model: the decoder, and the vision part that it may have."""
+"""The interfaces of a loaded model: its decoder and its optional vision part."""
 
 import secrets
 from abc import ABC, abstractmethod
@@ -27,8 +27,8 @@ class ProcessedImage:
     """An image, ready for the vision tower.
 
     inputs: the tower's arguments by name; None if `encode` makes them from `pixels`.
-    shape: the grid of its patches or tiles; images of equal shape have equal placeholders.
-    num_rows: the number of its embeddings.
+    shape: the grid of patches or tiles. Images of equal shape have equal placeholders.
+    num_rows: the number of the image's embeddings.
     """
 
     inputs: Mapping[str, Tensor] | None
@@ -45,10 +45,10 @@ class PlacedImage(NamedTuple):
 
 
 class VisionFacts(NamedTuple):
-    """The facts of a vision model that another process needs to make prompts without its weights.
+    """The properties of a vision model with which a process without its weights makes prompts.
 
-    fingerprint, bytes_per_row: as in `VisionModel`. extra_rows: number of an image's embeddings
-    beyond the number that follows from its shape, measured by encoding an image.
+    fingerprint, bytes_per_row: as in `VisionModel`. extra_rows: an image's number of embeddings
+    minus the number that follows from its shape, measured by encoding an image.
     """
 
     fingerprint: bytes
@@ -73,16 +73,16 @@ class VisionModel(Protocol):
         """Return the token ids that replace the placeholder of an image of this shape."""
 
     def encode(self, image: ProcessedImage) -> Tensor:
-        """Return the embeddings of its placeholders `[rows, hidden]`, in the dtype of the weights.
+        """Return an image's embeddings `[rows, hidden]`, in the dtype of the weights.
 
         Takes one image at a time, so that embeddings do not depend on other images.
         """
 
     def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        """Return position ids int64 `[axes, tokens]` of a prompt with `images`, which are in order.
+        """Return position ids int64 `[axes, tokens]` of a prompt; images are in its order.
 
         None for a model whose positions are always 0, 1, 2, ... A generated token at index p has
-        the position p + `table.max()` + 1 - `num_tokens`.
+        the position p - `num_tokens` + 1 + the largest position of the prompt.
         """
 
     def fingerprint(self) -> bytes:
@@ -92,7 +92,7 @@ class VisionModel(Protocol):
         """
 
     def facts(self) -> VisionFacts:
-        """Return the facts for other processes. Reads all weights on the first call."""
+        """Return the properties for other processes. Reads all weights on the first call."""
 
 
 class Widths(NamedTuple):
@@ -132,13 +132,13 @@ class DecoderModel(ABC):
     device: torch.device
     """The device of the weights."""
     output_layer: str | None
-    """The dotted name of the layer whose outputs are the logits."""
+    """The dotted name of the layer whose outputs are the logits; None without an LM head."""
     takes_images = False
     """True if the model has a vision part."""
     state_layouts: tuple[StateLayout, ...] = ()
     """The states of one sequence, per recurrent layer; empty for a model without such layers."""
     without_adapters: tuple[str, ...] = ()
-    """Prefixes of the names of layers that compute sequences separately, and take no adapters."""
+    """Prefixes of the names of layers that compute sequences separately. They take no adapters."""
 
     def __init__(self, layouts: tuple[LayerLayout, ...], folder: Path | None = None) -> None:
         self.folder = folder
@@ -149,7 +149,7 @@ class DecoderModel(ABC):
         self.layouts = layouts
         """K and V of one token, per layer with attention."""
         self.calls_each_layer = False
-        """True for a step in which layers have hooks, so each layer must be called as a module."""
+        """True in steps in which layers have hooks, so each layer must be called as a module."""
         self.fallback_reason: str | None = None
         """The reason why headstart's own modules do not run the model; None if they do."""
 
@@ -162,7 +162,7 @@ class DecoderModel(ABC):
         """Return the widths of the linear layers that all rows pass through, by dotted name."""
 
     def weight(self, name: str) -> Tensor | None:
-        """Return the weight of the layer of this dotted name, None if there is none."""
+        """Return the weight of the layer of this dotted name; None if it has no weight."""
         module = dict(self.module.named_modules()).get(name)
         if isinstance(module, Linear | Embedding):
             return module.matrix.unpack()
@@ -204,20 +204,20 @@ class DecoderModel(ABC):
         return fingerprint_files(self.folder)
 
     def products(self) -> str:
-        """Return the modules and kernels that this process uses, which determine rounding."""
+        """Return a text of the modules and kernels in use, which determine rounding."""
         modules = self.module.modules()
         kinds = {getattr(module, "name_in_identity", type(module).__name__) for module in modules}
         return f"{' '.join(sorted(kinds))}, kernels {INTERFACE} of level {level()}"
 
     def recall_fingerprint(self, fingerprint: str) -> None:
-        """Set the fingerprint, if it was computed from the same files before."""
+        """Set the fingerprint that was computed earlier from the same files."""
         self._fingerprint = fingerprint
 
     @abstractmethod
     def attach(self, backend: AttentionBackend, states: StateMemory | None = None) -> None:
-        """Use `backend` for all attention from now on; detaches an earlier backend.
+        """Use `backend` for all attention from now on, instead of an earlier backend.
 
-        Recurrent layers read and write `states`, in the slots of its `recurrence`.
+        Recurrent layers read and write `states`, in the slots of `states.recurrence`.
         """
 
     @abstractmethod
@@ -231,7 +231,7 @@ class DecoderModel(ABC):
         """
 
     def prepare(self, num_positions: int) -> None:  # noqa: B027 (most models need nothing)
-        """Prepare for steps over these positions, to make them faster; changes no result."""
+        """Compute tables for these positions in advance. Results do not change."""
 
     @abstractmethod
     def forward(

@@ -2,13 +2,11 @@
 
 Its weights are random, from a fixed seed: it is as fast as a real model of its size, and its
 answers are noise. Its tokens are bytes, plus three for chats and padding. It is written once to
-the user's cache folder in Hugging Face's layout, from where the ordinary loader loads it.
+the user's cache folder, in Hugging Face's layout. The ordinary loader reads it.
 """
 
 import hashlib
-import os
 import string
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,9 +18,10 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headstart.machine import multiplies_bfloat16
-from headstart.models.files import make_folder
+from headstart.models.files import cache_folder, make_folder
 from headstart.version import __version__
 
+_VARIABLE = "HEADSTART_DEMO_DIR"
 _SEED = 20
 _SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 _PAD, _, _END_OF_TURN = range(256, 256 + len(_SPECIAL_TOKENS))
@@ -55,16 +54,8 @@ def make_cached_folder(name: str, recipes: Sequence[Path], write: Callable[[Path
     The folder's name contains a digest of the files `recipes`.
     """
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in recipes)).hexdigest()[:8]
-    if chosen_folder := os.environ.get("HEADSTART_DEMO_DIR"):
-        base = Path(chosen_folder)
-    elif sys.platform == "darwin":
-        base = Path("~/Library/Caches/headstart")
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local")) / "headstart"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "headstart"
-    folder = base.expanduser() / f"{name}-{__version__}-{digest}"
-    return make_folder(folder, "HEADSTART_DEMO_DIR", write)
+    folder = cache_folder(_VARIABLE) / f"{name}-{__version__}-{digest}"
+    return make_folder(folder, _VARIABLE, write)
 
 
 def _write_model(folder: Path, dtype: torch.dtype) -> None:

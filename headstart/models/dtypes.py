@@ -78,7 +78,7 @@ def computes_wider(dtype: str | torch.dtype, folder: Path, device: torch.device)
 def auto_dtype(stored: torch.dtype, held: Set[torch.dtype], device: torch.device) -> torch.dtype:
     """Return the dtype of the rows between layers for "auto".
 
-    stored: the dtype in config.json. held: the dtypes of the checkpoint's matrices.
+    stored: the checkpoint's dtype. held: the dtypes of the checkpoint's matrices.
     """
     wider = supports_bf16_weights(held, torch.float32, device) and multiplies_bfloat16() is False
     return torch.float32 if wider else stored

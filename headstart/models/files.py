@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import huggingface_hub as hub  # it imports its names when they are used, which takes 0.3 s
+import huggingface_hub as hub  # imports its names at first use, which takes 0.3 s
 from safetensors import SafetensorError, safe_open
 
 from headstart.errors import DamagedModelError, ModelError, ModelNotFoundError
@@ -63,7 +63,7 @@ def parse_name(name: str) -> HubName | None:
 
 
 def label_files(files: Iterable[str]) -> dict[str, str]:
-    """Return a label for each GGUF file: the quantization in its name, or its name without one.
+    """Return a label for each GGUF file: its quantization, or its name if that has none.
 
     Image projectors (`mmproj`) are left out.
     """
@@ -77,7 +77,7 @@ def label_files(files: Iterable[str]) -> dict[str, str]:
 
 
 def choose_file(repository: str, files: Iterable[str], quantization: str | None) -> str:
-    """Return the GGUF file with a quantization. Without one: the Q4_K_M file, or the only file.
+    """Return the GGUF file with a quantization; for None, the Q4_K_M file or the only file.
 
     Raises `ModelNotFoundError` with the available quantizations.
     """
@@ -110,8 +110,8 @@ BUILT_IN = "headstart-tiny"
 OMNI_TYPES = ("qwen2_5_omni", "qwen3_omni_moe")
 """The `model_type` of each model that `Omni` runs."""
 
-# Files that a model or its tokenizer may need, and copies of the weights in the formats of Mistral
-# and Meta.
+# Patterns of the files to download. Copies of weights in the formats of Mistral and Meta are not
+# needed.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["consolidated*", "original/*"]
 # Keys of a quantization_config.
@@ -257,11 +257,17 @@ def _hint(name: str) -> str:
     return f"; did you mean {match[1]}?" if match and match[1] != name else ""
 
 
+def cache_folder(variable: str, name: str = "") -> Path:
+    """Return the folder in `$variable`; by default, folder `name` in headstart's cache folder."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "headstart" / name
+    return Path(os.environ.get(variable) or default).expanduser()
+
+
 def make_folder(folder: Path, variable: str, write: Callable[[Path], None]) -> Path:
     """Return a cache folder that `write` fills atomically if it does not exist.
 
     Two processes may call it at the same time. variable: the environment variable for another
-    location, named in the error. Raises `ModelError` if the folder cannot be written.
+    location, which the error names. Raises `ModelError` if the folder cannot be written.
     """
     if folder.is_dir():
         return folder
@@ -414,7 +420,7 @@ def _read_header(file: Path) -> dict[str, _Header]:
 
 
 FileStamp = tuple[str, int, int, int, int, int]
-"""The name, device, inode, size and times of a file, which change if the file is changed."""
+"""A file's name, device, inode, size and times. A changed file has another stamp."""
 
 
 def stamp_files(folder: Path) -> tuple[FileStamp, ...]:

@@ -1,9 +1,9 @@
 """A model's folder for a GGUF file: its configuration and tokenizer, and a link to the file.
 
-Making configuration and tokenizer from the file's metadata takes seconds to minutes, so they are
-stored in a folder in the user's cache, and made again only if the file changes. The counts in the
-metadata are checked first: for a damaged count, the package `gguf`, which transformers uses too,
-would read beyond the end of the file until memory is full. ggml's docs/gguf.md has the layout.
+Making configuration and tokenizer from the file's metadata takes seconds to minutes. They stay
+in a folder in the user's cache, and made again only if the file changes. The counts in the metadata
+are checked first: with a damaged count, the package `gguf`, which transformers also uses, would
+read beyond the end of the file until memory is full. ggml's docs/gguf.md specifies the format.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.dtypes import check_memory
-from headstart.models.files import make_folder, read_json
+from headstart.models.files import cache_folder, make_folder, read_json
 from headstart.models.gguf_pre_tokenizers import PRE_TOKENIZERS
 from headstart.models.transformers_tools import silence_transformers
 from headstart.weights.gguf import ROPE_FACTORS, Metadata, import_gguf, read_architecture
@@ -40,7 +40,7 @@ _ENDS = frozenset(
         *("<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<|file_sep|>"),
     }
 )
-_STILL = 1e20  # divides the angles of pairs that do not rotate
+_STILL = 1e20  # pairs whose angle is divided by more than this do not rotate
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROWS = "token_embd.weight"
 
@@ -55,15 +55,15 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
     heads, width = metadata.count("attention.head_count"), metadata.count("embedding_length")
     tokens = Metadata(reader, "tokenizer.ggml")
     rows = tensors[_ROWS].shape[-1] if _ROWS in tensors else len(tokens.get("tokens"))
-    differ = architecture == "gemma4"  # its layers differ in width
+    is_varied = architecture == "gemma4"  # its layers differ in width
     content = {
         "model_type": _MODEL_TYPES.get(architecture, architecture),
         "vocab_size": int(rows),
         "hidden_size": width,
-        "intermediate_size": None if differ else metadata.count("feed_forward_length"),
+        "intermediate_size": None if is_varied else metadata.count("feed_forward_length"),
         "num_hidden_layers": _at_most(metadata, "block_count", len(tensors)),
         "num_attention_heads": heads,
-        "num_key_value_heads": None if differ else metadata.kv_heads(heads),
+        "num_key_value_heads": None if is_varied else metadata.kv_heads(heads),
         "head_dim": metadata.count("attention.key_length", width // max(heads, 1)),
         "max_position_embeddings": metadata.count("context_length"),
         "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
@@ -85,7 +85,7 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
 
 
 def _at_most(metadata: Metadata, name: str, most: int) -> int:
-    """Return a count from 1 to `most`; raises `ValueError` for any other, which may fill memory."""
+    """Return a count. Raise `ValueError` unless it is from 1 to `most`: others may fill memory."""
     count = metadata.count(name)
     if not 0 < count <= most:
         raise ValueError(f"its {name} is {count:,}; allowed: 1 to {most:,}")
@@ -110,9 +110,9 @@ def _read_angles(
 ) -> dict[str, Any]:
     """Return the rotary parameters.
 
-    If a file has factors that divide the frequencies, the type is `longrope`, the only one with a
-    factor for each pair. For Llama 3.1 and later, llama.cpp's converter computes one set of factors
-    for all lengths; Phi-3 has a set for short and a set for long texts.
+    If a file has factors that divide the frequencies, the type is `longrope`, the only type with a
+    factor for each pair. Files of Llama 3.1 and later have one set of factors for all lengths.
+    Files of Phi-3 have a set for short and a set for long texts.
     """
     angles: dict[str, Any] = {
         "rope_type": "default",
@@ -142,7 +142,7 @@ def _read_angles(
 def _read_architecture_keys(
     architecture: str, metadata: Metadata, content: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the keys that only some architectures have; may change the rotary parameters too."""
+    """Return the keys that only some architectures have. May change `rope_parameters` in place."""
     get, head_dim, angles = metadata.get, content["head_dim"], content["rope_parameters"]
     keys: dict[str, Any] = {}
     match architecture:
@@ -173,7 +173,7 @@ def _read_architecture_keys(
                 "rope.scaling.original_context_length", content["max_position_embeddings"]
             )
         case "olmo2" if get("attention.sliding_window"):
-            raise UnsupportedLayerError("it has layers with a window, as OLMo 3")
+            raise UnsupportedLayerError("it has sliding-window layers, like OLMo 3")
         case "mistral3":
             if get("attention.temperature_scale"):
                 raise UnsupportedLayerError(
@@ -192,7 +192,7 @@ def _read_architecture_keys(
 
 
 def _read_layer_types(metadata: Metadata, content: Mapping[str, Any]) -> list[str]:
-    """Return the types of layers with attention, from a list or the distance of full layers."""
+    """Return the types of layers, from a list or from the distance between full layers."""
     slides = metadata.get("attention.sliding_window_pattern", 6)
     if type(slides) is int:
         slides = [bool(layer % slides) for layer in range(1, content["num_hidden_layers"] + 1)]
@@ -212,15 +212,13 @@ def _read_gemma4_keys(
         raise UnsupportedLayerError(f"its layers are {kinds}, with {kv_heads} heads of K and V")
     head_dim = metadata.count("attention.key_length_swa")
     if metadata.count("rope.dimension_count_swa", head_dim) != head_dim:
-        raise UnsupportedLayerError("a part of a head is rotated in layers with a window")
+        raise UnsupportedLayerError("only a part of a head is rotated in sliding-window layers")
     part = 1.0
-    if ROPE_FACTORS in tensors:  # 1 for pairs that rotate, else nearly infinite
+    if ROPE_FACTORS in tensors:  # 1 for pairs that rotate, nearly infinite for other pairs
         factors = tensors[ROPE_FACTORS].data.reshape(-1)
         part = int((factors == 1.0).sum()) / len(factors)
         if not (factors[int(part * len(factors)) :] > _STILL).all():
             raise UnsupportedLayerError(f"its {ROPE_FACTORS} are {sorted(set(factors.tolist()))}")
-    angles = {"rope_theta": float(metadata.get("rope.freq_base", 1_000_000.0))}
-    near_angles = {"rope_theta": float(metadata.get("rope.freq_base_swa", 10_000.0))}
     width = metadata.count("embedding_length_per_layer_input", 0)
     keys = {
         "layer_types": kinds,
@@ -242,9 +240,12 @@ def _read_gemma4_keys(
             "full_attention": {
                 "rope_type": "proportional",
                 "partial_rotary_factor": part,
-                **angles,
+                "rope_theta": float(metadata.get("rope.freq_base", 1_000_000.0)),
             },
-            "sliding_attention": {"rope_type": "default", **near_angles},
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": float(metadata.get("rope.freq_base_swa", 10_000.0)),
+            },
         },
     }
     if experts := metadata.count("expert_count", 0):
@@ -257,13 +258,13 @@ _RECURRENT = {
     "qwen35": "linear_attention",
     "granitehybrid": "linear_attention",
 }
-"""The type of the layers without attention, by architecture."""
+"""The type of layers without attention, by architecture."""
 
 
 def _read_recurrent_keys(
     architecture: str, metadata: Metadata, content: dict[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the keys of architectures with recurrent layers; may change the rotary parameters."""
+    """Return the keys of architectures with recurrent layers. May change `rope_parameters`."""
     kinds = {True: "full_attention", False: _RECURRENT[architecture]}
     count = content["num_hidden_layers"] - metadata.count("nextn_predict_layers", 0)
     layers = range(count)
@@ -281,7 +282,7 @@ def _read_recurrent_keys(
     heads, inner = metadata.count("ssm.time_step_rank"), metadata.count("ssm.inner_size")
     if architecture == "granitehybrid":
         if metadata.get("rope.scaling.finetuned"):
-            raise UnsupportedLayerError("it has rotary positions, as Bamba")
+            raise UnsupportedLayerError("it has rotary positions, like Bamba")
         recurrent = keys["layer_types"].index("linear_attention")
         return keys | {
             "num_local_experts": metadata.count("expert_count", 0),
@@ -341,7 +342,7 @@ def _check_header(file: Path) -> None:
 
 
 def _read_numbers(data: BinaryIO, form: str) -> tuple[int, ...]:
-    """Read numbers; raises `struct.error` at the end of the file."""
+    """Read numbers of the `struct` format `form`; raises `struct.error` at the end of the file."""
     return struct.unpack(form, data.read(struct.calcsize(form)))
 
 
@@ -372,28 +373,27 @@ _NEEDED = (
     *("block_count", "context_length", "embedding_length", "feed_forward_length"),
     *("attention.head_count", "attention.layer_norm_rms_epsilon"),
 )
-_OF_TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.tokens")
+_TOKENIZER_KEYS = ("tokenizer.ggml.model", "tokenizer.ggml.tokens")
 # Texts of numpy's errors for a slice beyond the end of a file.
 _BEYOND = ("cannot reshape", "must be a divisor of the total size", "is out of bounds")
+_VARIABLE = "HEADSTART_GGUF_DIR"
 _FORMAT = 5  # version of the written folders; a new number rebuilds all folders
 
 
 def gguf_folder(file: Path) -> Path:
     """Return the folder for a GGUF file, made atomically at the first call.
 
-    It is below `$HEADSTART_GGUF_DIR`, or the user's cache folder. Raises `UnsupportedModelError`
-    (an unsupported architecture, or the package is missing), `DamagedModelError`,
-    `OutOfMemoryError`, or `ModelError` if the cache cannot be written.
+    It is below `$HEADSTART_GGUF_DIR` or the user's cache folder. Raises `UnsupportedModelError` for
+    an unsupported architecture or a missing package, `DamagedModelError`, `OutOfMemoryError`, or
+    `ModelError` if the cache cannot be written.
     """
     gguf = import_gguf(file)
-    file, stat = file.absolute(), file.stat()  # the hub's cache has links with names to other files
+    file = file.absolute()  # not resolved: the hub's cache has links to files with other names
+    stat = file.stat()
     stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     version = repr((_FORMAT, str(file.resolve()), *stamp)).encode()
-    base = os.environ.get("HEADSTART_GGUF_DIR") or (
-        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "headstart" / "gguf"
-    )
     name = f"{file.stem[:80]}-{hashlib.sha256(version).hexdigest()[:12]}"
-    folder = Path(base).expanduser() / name
+    folder = cache_folder(_VARIABLE, "gguf") / name
     try:
         read_json(folder / "config.json")
         is_whole = (folder / "model.gguf").is_file()
@@ -401,7 +401,7 @@ def gguf_folder(file: Path) -> Path:
         is_whole = False
     if folder.exists() and not is_whole:
         shutil.rmtree(folder)
-    return make_folder(folder, "HEADSTART_GGUF_DIR", lambda made: _write(gguf, file, made))
+    return make_folder(folder, _VARIABLE, lambda target: _write(gguf, file, target))
 
 
 def _write(gguf: Any, file: Path, folder: Path) -> None:
@@ -419,8 +419,8 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
         split = reader.fields.get("split.count")
         if split is not None and split.contents() > 1:
             raise UnsupportedModelError(
-                f"{file} is one of {split.contents()} files of a model; allowed: one file, as "
-                "llama.cpp's `llama-gguf-split --merge` makes it of them"
+                f"{file} is one of {split.contents()} files of a model; merge them with "
+                "llama.cpp's `llama-gguf-split --merge`"
             )
         content = make_config(reader, _read_architecture(reader))
         with silence_transformers():
@@ -429,7 +429,7 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
         raise UnsupportedModelError(f"{file} cannot be read: {error}") from error
     except UnsupportedModelError:
         raise
-    # transformers raises KeyError, TypeError, ValueError, OSError; the tokenizers a bare Exception.
+    # transformers raises KeyError, TypeError, ValueError, OSError; tokenizers a bare Exception.
     except Exception as error:
         check_memory(error, f"to read the metadata of {file}")
         reason = " ".join(str(error).split())
@@ -442,13 +442,13 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
 
 
 def _read_architecture(reader: Any) -> str:
-    """Return the architecture. Raises `ValueError` if the metadata lack keys that llama.cpp needs.
+    """Return the architecture. Raise `UnsupportedLayerError` if it is not supported.
 
-    Raises `UnsupportedLayerError` for an unsupported architecture.
+    Raises `ValueError` if the metadata lacks keys that llama.cpp needs.
     """
     architecture = read_architecture(reader)
-    keys = [f"{architecture}.{name}" for name in _NEEDED] + list(_OF_TOKENIZER)
-    kind = reader.fields.get(_OF_TOKENIZER[0])
+    keys = [f"{architecture}.{name}" for name in _NEEDED] + list(_TOKENIZER_KEYS)
+    kind = reader.fields.get(_TOKENIZER_KEYS[0])
     if kind is not None:
         keys += ["tokenizer.ggml." + ("merges" if kind.contents() == "gpt2" else "scores")]
     for name in keys:

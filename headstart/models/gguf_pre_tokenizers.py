@@ -1,18 +1,18 @@
-"""The splits of a text into words before byte-level BPE, by the name in `tokenizer.ggml.pre`.
+"""Pre-tokenizers of GGUF files: how a text is split into words before byte-level BPE.
 
-A GGUF file has only the name of its split. The names are those of llama.cpp's llama-vocab.cpp, and
-the regexes those of the models' own tokenizer.json. Each regex of a split cuts the pieces that the
-previous regex left.
+A GGUF file has only the name of its pre-tokenizer (`tokenizer.ggml.pre`). The names are those of
+llama.cpp's llama-vocab.cpp. The regexes are those of the models' tokenizer.json. Each regex of a
+pre-tokenizer splits the pieces that the previous regex returned.
 """
 
 from typing import NamedTuple
 
 
 class PreTokenizer(NamedTuple):
-    """A split, and the facts that llama.cpp derives from its name.
+    """The regexes of a pre-tokenizer, and the settings that llama.cpp derives from its name.
 
-    ignore_merges: a word that is a token becomes this token, regardless of the merges. add_bos:
-    texts begin with BOS, unless the file has another setting.
+    ignore_merges: a word that is a token becomes this token, regardless of merges. add_bos: texts
+    begin with BOS if the file does not say otherwise.
     """
 
     regexes: tuple[str, ...]
@@ -32,22 +32,18 @@ _QWEN35 = (
     rf"{_ENDS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}|{_SPACES}"
 )
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _cased(ends: str, numbers: str, upper: str = _UPPER, lower: str = _LOWER) -> str:
-    """Return a split like those of GPT-4o and Tekken, which cut before upper-case letters."""
+def _cased(ends: str, numbers: str) -> str:
+    """Return a regex like those of GPT-4o and Tekken, which split before upper-case letters."""
     lead = r"[^\r\n\p{L}\p{N}]?"
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     words = f"{lead}{upper}*{lower}+{ends}|{lead}{upper}+{lower}*{ends}"
     return rf"{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}|{_SPACES}"
 
 
 _GPT4O = _cased(f"{_ENDS}?", r"\p{N}{1,3}")
 _TEKKEN = _cased("", r"\p{N}")
-_NOT_HAN = r"&&[^\p{Han}]]"
-_KIMI = r"\p{Han}+|" + _cased(
-    f"{_ENDS}?", r"\p{N}{1,3}", _UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN
-)
 _CJK = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+"
 _PUNCTUATED = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
 _DEEPSEEK = (
@@ -60,30 +56,8 @@ _SPARK = (
 )
 _CJK_WIDE = r"[\x{4E00}-\x{9FA5}\x{800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
 _MARKS = r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+"
-_ASIAN = (
-    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{F900}-\x{FAFF}\x{3040}-\x{30FF}\x{FF65}-\x{FF9F}"
-    r"\x{2F00}-\x{2FDF}\x{E40}-\x{EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}"
-    r"\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+"
-)
 _NO_STOPS = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{964}\x{6D4}\x{60C})]+"
-_HALVED_SPACES = "|".join(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1))
-
-_YOUTU = (
-    r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}"
-    r"\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]+"
-)
-_JAIS2 = (
-    rf"{_ENDS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_LINES}|{_HALVED_SPACES}|\s{{1,2}}(?!\S)|\s{{1}}"
-)
-_BAILING = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
-    rf"|\s*[\r\n]|{_SPACES}"
-)
 _SEED = rf"{_ENDS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}|{_SPACES}"
-_EXAONE = (
-    rf"{_ENDS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES}"
-)
 
 _SPLITS: tuple[tuple[str, PreTokenizer], ...] = (
     ("default", PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))),
@@ -108,8 +82,6 @@ _SPLITS: tuple[tuple[str, PreTokenizer], ...] = (
     ("qwen35", PreTokenizer((_QWEN35,))),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_GPT4O,))),
     ("tekken", PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True)),
-    ("kimi-k2", PreTokenizer((_KIMI,))),
-    ("tiny_aya cohere2moe", PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
     (
         "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
         PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK)),
@@ -125,37 +97,11 @@ _SPLITS: tuple[tuple[str, PreTokenizer], ...] = (
         "deepseek-coder",
         PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_WIDE, r"\p{N}")),
     ),
-    (
-        "youtu",
-        PreTokenizer(
-            (rf"{_YOUTU}|{_CJK}", _cased(f"{_ENDS}?", r"\p{N}")),
-            ignore_merges=True,
-        ),
-    ),
-    ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"))),
     ("poro-chat bloom gpt3-finnish", PreTokenizer((_NO_STOPS,))),
     ("viking", PreTokenizer((_NO_STOPS, r"\p{N}"))),
-    (
-        "chameleon",
-        PreTokenizer(
-            (
-                *(r"<sentinel:[0-9]+>", r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z"),
-                *(r"([\t\n]|    |  )", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
-            ),
-            add_bos=True,
-        ),
-    ),
-    ("jais-2", PreTokenizer((_JAIS2,))),
     ("superbpe", PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))),
-    ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))),
     ("seed-coder", PreTokenizer((_SEED,))),
     ("ufakzeka", PreTokenizer((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_LINES}|{_SPACES}",))),
-    (
-        "afmoe",
-        PreTokenizer((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK)),
-    ),
-    ("laguna", PreTokenizer((r"[^\n]+|[\n]+", _QWEN2))),
-    ("exaone-moe", PreTokenizer((_EXAONE,))),
     (
         "minicpm5",
         PreTokenizer(
@@ -166,6 +112,5 @@ _SPLITS: tuple[tuple[str, PreTokenizer], ...] = (
 )
 
 PRE_TOKENIZERS = {name: split for names, split in _SPLITS for name in names.split()}
-"""Pre-tokenizers by name. `sarvam-moe`, `granite-embed-multi-*` and `whitespace` are missing, since
-the architectures of their models are not supported. `gemma4` is missing, since it does not split
-texts into words."""
+"""Pre-tokenizers by name. Names are missing whose models' architectures are not supported, and
+`gemma4`, which does not split texts into words."""

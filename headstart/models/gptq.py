@@ -1,17 +1,17 @@
-"""Quantization of a checkpoint of floats to 4 bits, layer after layer.
+"""Quantization of a floating-point checkpoint to 4 bits, layer by layer.
 
 Each layer is read in float32 and runs over a calibration text. Its weights are scaled by units (see
-below), and rounded by GPTQ in four stages. The inputs of each stage are outputs of the layers and
-stages before it, which are rounded already. Memory holds the floats of one layer at a time, and the
-rows of the text. Layers are headstart's own, with attention over whole windows of the text instead
-of paged memory.
+below), and rounded by GPTQ in four stages. The inputs of a stage are outputs of the layers and
+stages before it, which are already rounded. Memory holds the floats of one layer, and the rows of
+the text. Layers are headstart's own. Attention is over whole windows of the text, without paged
+memory.
 
-Units reduce the rounding error, and the product takes no longer. Input i of a linear layer is
-divided by a unit u[i], and its column of the weight is multiplied by u[i], which changes no output.
-u[i] grows with the mean size of the input: a larger column in a group has a smaller relative error
-(AWQ, Lin et al. 2023, https://arxiv.org/abs/2306.00978). u[i] falls with the size of the column, so
-that a small column does not get the step of a large neighbor. The inputs are divided in the file,
-by changing the weights that produce them:
+Units reduce the rounding error without a cost at inference. Input i of a linear layer is divided by
+a unit u[i], and column i of its weight is multiplied by u[i]. This changes no output. u[i] grows
+with the mean size of the input, since a larger column in a group has a smaller relative error (AWQ,
+Lin et al. 2023, https://arxiv.org/abs/2306.00978). u[i] falls with the size of the column, since a
+small column would get the step of a large neighbor. The inputs are divided by changing the weights
+that produce them:
 
     inputs of          are divided in
     q, k, v            the norm before them
@@ -21,7 +21,8 @@ by changing the weights that produce them:
 
 OLMo 2 has no norms before its projections, so only o and down have units.
 
-The result is a checkpoint of compressed-tensors. Weights `[outputs, inputs]` are "pack-quantized":
+The result is a checkpoint of compressed-tensors, with one file per layer and one for all other
+tensors. Weights `[outputs, inputs]` are "pack-quantized":
 `weight_packed` int32 `[outputs, inputs / 8]`, `weight_scale` `[outputs, groups]`,
 `weight_zero_point` int32 `[outputs / 8, groups]`. The lowest 4 bits of a word come first.
 """
@@ -83,24 +84,24 @@ SCHEME: Mapping[str, Any] = {
 """The `quantization_config` of the checkpoint."""
 
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
-_SHARD = 4_000_000_000  # bytes
 _FIELDS = 8  # values in a word
 _LAYERS = "model.layers."
-_BY_INPUT = 0.4  # a unit is proportional to the input's mean size to this power
-_BY_COLUMN = 0.75  # and to the size of the input's column of the weight to minus this power
+# A unit is proportional to size ** _BY_INPUT / column ** _BY_COLUMN, where size is the mean size of
+# the input, and column the size of its column in the weight.
+_BY_INPUT = 0.4
+_BY_COLUMN = 0.75
 _LARGEST_UNIT = 16.0
 _NONE = 1e-20  # avoids a division by zero
-_TINY = 1e-6  # smallest size, relative to the largest, for inputs that the text does not use
+_TINY = 1e-6  # smallest size relative to the largest, since the text may not use an input
 
 
 def apply_units(
     layer: DecoderLayer, shape: DecoderShape, sizes: Mapping[str, Tensor], stored_dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Divide inputs and multiply columns by units, in place; the layer's outputs do not change.
+    """Divide inputs and multiply columns by units, in place; return the units by layer name.
 
-    sizes: the mean of |x| of the inputs of each linear layer. stored_dtype: the dtype of norms in
-    the file; units are chosen so that the divided norms are exact in it. Return the units by which
-    inputs were divided, by the names of `sizes`.
+    The layer's outputs do not change. sizes: the mean of |x| of the inputs of each linear layer.
+    stored_dtype: of norms in the file. Units are chosen so that divided norms are exact in it.
     """
     order = stages(shape)
     if shape.norms == "before":
@@ -134,7 +135,7 @@ def apply_units(
 def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """Return units `[inputs]` around 1, for layers with the same input.
 
-    Their range is limited, so that divided numbers are in the range of float16.
+    The range of units is limited, so that divided numbers are in the range of float16.
     """
     weights = [
         layer.weight / layer.weight.abs().amax(dim=1, keepdim=True).clamp_min(_NONE)
@@ -151,7 +152,7 @@ def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 def _divide_norm(
     weight: Tensor, kind: NormKind, units: Tensor, stored_dtype: torch.dtype
 ) -> Tensor:
-    """Divide a norm's weight in place; return the exact units after rounding it for storage."""
+    """Divide a norm's weight in place and round it for storage; return the units that result."""
     offset = 1.0 if kind == "gemma" else 0.0  # Gemma multiplies by 1 + weight
     divided = ((weight + offset) / units - offset).to(stored_dtype).float()
     exact = (weight + offset) / (divided + offset)
@@ -168,8 +169,8 @@ def _divide_outputs(linear: nn.Linear, units: Tensor) -> None:
 
 
 LENGTH = 512  # tokens in a window
-_WINDOWS = 32  # most windows
-_LEAST = 4  # least windows
+_MOST_WINDOWS = 32
+_LEAST_WINDOWS = 4
 _CHARACTERS = 4_000_000
 
 
@@ -199,26 +200,25 @@ def _read_text(file: Path | None) -> str:
 def cut_windows(text: str, name: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> Tensor:
     """Return windows int64 `[windows, tokens]` evenly spaced in the text, at most 32 of 512 tokens.
 
-    Each window begins with the tokenizer's BOS token, if it adds one. name: the name of the text.
-    longest: the model's context in tokens. Raises `ConfigError` for a text of fewer than 2,048
-    tokens.
+    A window begins with BOS if the tokenizer adds it. name: the text's name, for errors. longest:
+    the model's context in tokens. Raises `ConfigError` for a text of fewer than 2,048 tokens.
     """
     with silence_transformers():  # it warns about texts longer than the context
         lead = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
         tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
     length = max(1, min(LENGTH, longest) - len(lead))
-    least = _LEAST * LENGTH
+    least = _LEAST_WINDOWS * LENGTH
     if len(tokens) < least:
         raise ConfigError(f"{name} has {len(tokens):,} tokens; allowed: at least {least:,}")
     available = len(tokens) // length
-    count = min(available, _WINDOWS * LENGTH // length)
+    count = min(available, _MOST_WINDOWS * LENGTH // length)
     starts = [number * available // count * length for number in range(count)]
     cut = torch.stack([tokens[start : start + length] for start in starts])
     return torch.cat((torch.tensor(lead, dtype=torch.int64).expand(count, -1), cut), dim=1)
 
 
 def stages(shape: DecoderShape) -> list[list[str]]:
-    """Return the names of a decoder layer's linear layers, in a list for each shared input."""
+    """Return the names of a layer's linear layers. Those with the same input are in one list."""
     qkv = [f"self_attn.{part}_proj" for part in (["qkv"] if shape.fused else ["q", "k", "v"])]
     gate_up = [f"mlp.{part}_proj" for part in (["gate_up"] if shape.fused else ["gate", "up"])]
     return [qkv, ["self_attn.o_proj"], gate_up, ["mlp.down_proj"]]
@@ -231,7 +231,7 @@ def _linear_of(layer: DecoderLayer, name: str) -> nn.Linear:
 
 
 def make_step(about: Description, windows: int, length: int) -> LayerStep:
-    """Return the step of `windows` consecutive windows of `length` tokens."""
+    """Return a step over `windows` windows of `length` tokens each."""
     places = torch.arange(length).repeat(windows)
     like = torch.empty(0)
     angles = {kind: AngleTable(own, like)(places) for kind, own in about.frequencies.items()}
@@ -239,7 +239,7 @@ def make_step(about: Description, windows: int, length: int) -> LayerStep:
 
 
 class _Stop(Exception):
-    """Ends a layer once an input was recorded."""
+    """Raised by a hook to end a layer's forward pass."""
 
 
 def collect_inputs(
@@ -247,7 +247,7 @@ def collect_inputs(
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Return a layer's output `[rows, hidden]`, and the inputs `[rows, inputs]` of linear layers.
 
-    stop: return as soon as the first of `names` has its input; the output is then None.
+    stop: end the pass at the first of `names`, and return None as the output.
     """
     inputs: dict[str, Tensor] = {}
     with ExitStack() as stack:
@@ -266,21 +266,21 @@ def collect_inputs(
 
 @dataclass(frozen=True)
 class _Windows:
-    """Attention backend for rows that are consecutive windows of `length` tokens."""
+    """An attention backend for a batch of windows of `length` tokens."""
 
     length: int
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attend like `AttentionBackend.attend`, without storing K/V."""
+        """Return the result of `AttentionBackend.attend`, without storing K/V."""
         queries, keys, values = (torch.split(part, self.length) for part in (query, key, value))
         windows = zip(queries, keys, values, strict=True)
         return torch.cat([_attend(*window, options) for window in windows])
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Attend within one window: `[tokens, heads, head_dim]`."""
+    """Return the attention `[tokens, heads, head_dim]` within one window."""
     tokens, heads, width = query.shape
     by_head = query.reshape(tokens, key.shape[1], -1, width).permute(1, 2, 0, 3)
     keys, values = key.permute(1, 2, 0).unsqueeze(1), value.transpose(0, 1).unsqueeze(1)
@@ -298,7 +298,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationPlan:
-    """The checked inputs of a quantization. tokens: int64 `[windows, length]` of `text`."""
+    """The checked inputs of a quantization.
+
+    names: of the model's tensors. tokens: int64 `[windows, length]` of the text named `text`.
+    """
 
     source: Path
     target: Path
@@ -314,7 +317,7 @@ class QuantizationPlan:
 
 
 class QuantizationResult(NamedTuple):
-    """Bytes of the weight files before and after, and the seconds that it took."""
+    """Bytes of the weight files before and after, and the time that quantization took."""
 
     before: int
     after: int
@@ -324,10 +327,10 @@ class QuantizationResult(NamedTuple):
 def plan_quantization(
     model: str | Path, target: Path, text: Path | None = None
 ) -> QuantizationPlan:
-    """Check everything that can be checked before quantizing.
+    """Check model, target and text before quantizing.
 
-    Raises `ModelError`, also for a model that is already quantized or not in
-    `headstart.models.families`, and `ConfigError` for a target that exists, or a text that is
+    Raises `ModelError`, also for a model that is already quantized or of no family in
+    `headstart.models.families`. Raises `ConfigError` for a target that exists, or a text that is
     unreadable or too short.
     """
     target = check_target(target)
@@ -375,11 +378,11 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
         about, _ = describe_decoder(source)
         if any(layer.mixer is not None for layer in about.shape.layers):
             raise UnsupportedLayerError(
-                "it has recurrent layers; allowed: attention in every layer (weights that are "
-                "quantized at load may have both)"
+                "it has recurrent layers; allowed: attention in every layer (quantization at "
+                "load allows both)"
             )
         if "model" in about.shape.names:
-            raise UnsupportedLayerError("it has parts besides its decoder; allowed: a text model")
+            raise UnsupportedLayerError("it has other parts than a decoder; allowed: a text model")
         if about.shape.value_norm:
             raise UnsupportedLayerError("it has a norm of values, which cancels any scaling of v")
         DenseModules(about.shape, outline)
@@ -392,7 +395,7 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
         if width % GROUP:
             raise UnsupportedModelError(
                 f"{source} has layers of {width} inputs; allowed: multiples of {GROUP}, which "
-                "share a step (weights that are quantized at load may have any width)"
+                "share a step (quantization at load allows any width)"
             )
     return about, frozenset(outline.shapes)
 
@@ -411,11 +414,10 @@ def quantize(
             SafetensorsCheckpoint(weight_files(plan.source)) as checkpoint,
             TemporaryDirectory(prefix=f".{plan.target.name}.", dir=plan.target.parent) as temporary,
         ):
-            writer = _Writer(Path(temporary) / plan.target.name)
+            writer = _Writer(Path(temporary) / plan.target.name, plan.layers + 1)
             _write_layers(plan, checkpoint, writer, progress)
-            for name in sorted(plan.names):
-                if not name.startswith(_LAYERS):
-                    writer.add(name, checkpoint.tensor(name))
+            others = sorted(name for name in plan.names if not name.startswith(_LAYERS))
+            writer.add({name: checkpoint.tensor(name) for name in others})
             writer.finish(plan.source)
             writer.folder.rename(plan.target)
     except (OSError, SafetensorError) as error:
@@ -450,8 +452,8 @@ def _write_layers(
         output, inputs = collect_inputs(layer, heads, by_float, step)
         assert output is not None
         by_float = output
-        for name, tensor in _round_layer(layer, about.shape, rows, inputs, step, dtypes).items():
-            writer.add(f"{prefix}.{name}", tensor)
+        tensors = _round_layer(layer, about.shape, rows, inputs, step, dtypes)
+        writer.add({f"{prefix}.{name}": tensor for name, tensor in tensors.items()})
         rows = layer(rows, step)
         if not torch.isfinite(rows).all():
             raise UnsupportedModelError(f"{prefix} of {plan.source} returns non-finite values")
@@ -469,8 +471,8 @@ def _round_layer(
 ) -> dict[str, Tensor]:
     """Round a layer in place; return the tensors to write, by name.
 
-    rows: outputs of the preceding quantized layers. by_float: the inputs `[rows, inputs]` of its
-    linear layers in the float model; emptied here. dtypes: the dtypes in the model's file.
+    rows: outputs of the preceding quantized layers. by_float: the inputs `[rows, inputs]` of the
+    linear layers in the float model; it is emptied. dtypes: of the layer's tensors in the file.
     """
     sizes = {name: inputs.abs().mean(dim=0) for name, inputs in by_float.items()}
     units = apply_units(layer, shape, sizes, dtypes["post_attention_layernorm.weight"])
@@ -480,7 +482,7 @@ def _round_layer(
         statistics = Rows.of(inputs.pop(names[0]), by_float.pop(names[0]).div_(units[names[0]]))
         layers = [_linear_of(layer, name) for name in names]
         dtype = dtypes[f"{names[0]}.weight"]
-        # Steps in float32 would cost half a bit more per weight.
+        # Steps are stored in 16 bits, since float32 would cost half a bit more per weight.
         dtype = torch.float16 if dtype != torch.bfloat16 else dtype
         grouped = round_weight(torch.cat([part.weight for part in layers]), statistics, dtype)
         rounded = grouped.split([part.out_features for part in layers])
@@ -496,7 +498,7 @@ def _round_layer(
 
 
 def pack(name: str, weight: Grouped, stored_dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the stored tensors of the weight of layer `name`."""
+    """Return the tensors to store for the weight of the linear layer `name`."""
     return {
         f"{name}.weight_packed": _words(weight.values),
         f"{name}.weight_scale": weight.steps.to(stored_dtype),
@@ -512,52 +514,37 @@ def _words(values: Tensor) -> Tensor:
 
 
 class _Writer:
-    """Writer of a checkpoint's files, with transformers' names."""
+    """Writer of a checkpoint with transformers' file names."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, num_files: int) -> None:
+        self.folder, self._num_files = folder, num_files
         folder.mkdir()
-        self._tensors: dict[str, Tensor] = {}
-        self._held = self._size = 0  # bytes of `_tensors`, and of all tensors so far
-        self._shards: list[list[str]] = []
+        self._num_written = self._size = 0
+        self._files: dict[str, str] = {}
+        """The file of each tensor."""
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor; write a file when there are enough bytes for it."""
-        if self._tensors and self._held + tensor.nbytes > _SHARD:
-            self._write()
-        self._tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
-        self._held += tensor.nbytes
-        self._size += tensor.nbytes
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors to the next file."""
+        self._num_written += 1
+        file = f"model-{self._num_written:05}-of-{self._num_files:05}.safetensors"
+        path = self.folder / file
+        # safetensors does not write tensors that share memory.
+        copies = {
+            name: tensor.clone(memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
+        }
+        save_file(copies, path, {"format": "pt"})
+        path.chmod(self.folder.stat().st_mode & 0o666)  # safetensors lets only the owner read it
+        self._files |= dict.fromkeys(tensors, file)
+        self._size += sum(tensor.nbytes for tensor in copies.values())
 
     def finish(self, source: Path) -> None:
-        """Write the remaining tensors and the index, and copy the other files from `source`."""
-        self._write()
-        count = len(self._shards)
-        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-        for number, name in enumerate(names if count > 1 else ["model.safetensors"]):
-            (self.folder / f"{number}.safetensors").rename(self.folder / name)
-        if count > 1:
-            where = {
-                tensor: name
-                for name, tensors in zip(names, self._shards, strict=True)
-                for tensor in tensors
-            }
-            index = {"metadata": {"total_size": self._size}, "weight_map": where}
-            self._write_json("model.safetensors.index.json", index)
+        """Write index and configuration, and copy the other files from `source`."""
         for file in sorted({file for pattern in _COPIED for file in source.glob(pattern)}):
             if file.is_file() and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, self.folder / file.name)
-        config = read_json(source / "config.json")
-        self._write_json("config.json", {**config, "quantization_config": SCHEME})
-
-    def _write(self) -> None:
-        path = self.folder / f"{len(self._shards)}.safetensors"
-        save_file(self._tensors, path, {"format": "pt"})
-        path.chmod(self.folder.stat().st_mode & 0o666)  # safetensors lets only the owner read it
-        self._shards.append(list(self._tensors))
-        self._tensors.clear()
-        self._held = 0
-
-    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        text = json.dumps(content, indent=2) + "\n"
-        (self.folder / name).write_text(text, encoding="utf-8")
+        index = {"metadata": {"total_size": self._size}, "weight_map": self._files}
+        config = {**read_json(source / "config.json"), "quantization_config": SCHEME}
+        for name, content in (("model.safetensors.index", index), ("config", config)):
+            text = json.dumps(content, indent=2) + "\n"
+            (self.folder / f"{name}.json").write_text(text, encoding="utf-8")

@@ -1,15 +1,16 @@
-"""GPTQ: rounding of a weight input by input, where later inputs compensate for earlier errors.
+"""GPTQ: rounding of a weight input by input. Later inputs compensate for earlier errors.
 
-Frantar et al. 2022, https://arxiv.org/abs/2210.17323. An output is a sum over inputs, so the
-rounding error of one element can be compensated by elements whose inputs correlate with its input.
+The method is by Frantar et al. 2022, https://arxiv.org/abs/2210.17323. An output is a sum over
+inputs, so the error of one element can be compensated by elements whose inputs correlate with its
+input.
 `products` has these correlations: the mean of x x^T over the rows x of a text. Inputs are rounded
-in order. The error of each is distributed over all later inputs, by the Cholesky factor of the
+in order. The error of an input is distributed over all later inputs, by the Cholesky factor of the
 inverse of `products`. The grid of a group (its step and zero point) is chosen when its first input
-is reached. At the end, the steps of each output are fitted by least squares, with fixed values.
+is reached. At the end, the steps of each output are fitted by least squares to the rounded values.
 
-Rows x of a quantized model differ from the rows y of the float model. As in GPTAQ, the weight is
-corrected by `shifts`, the mean of (y - x) x^T, so that its product with x approximates the product
-of the original weight with y (Li et al. 2025, https://arxiv.org/abs/2504.02692).
+Rows x of the quantized model differ from rows y of the float model. As in GPTAQ (Li et al. 2025,
+https://arxiv.org/abs/2504.02692), the weight is corrected by `shifts`, the mean of (y - x) x^T. Its
+product with x then approximates the product of the original weight with y.
 
 The cost is about 3 * inputs^2 * outputs multiplications.
 """
@@ -33,7 +34,7 @@ _SPANS = (1.0, 1.1, 0.9)  # widths of grids to try, relative to the range of the
 
 
 class _Grid(NamedTuple):
-    """Steps and zero points, each `[outputs]`."""
+    """The steps and zero points of a group, each `[outputs]`."""
 
     steps: Tensor
     zeros: Tensor
@@ -55,7 +56,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor, by_float: Tensor) -> "Rows":
-        """Compute them from rows `[rows, inputs]` of the quantized and of the float model."""
+        """Return the statistics of rows `[rows, inputs]` of the quantized and the float model."""
         return cls(rows.T @ rows / len(rows), (by_float - rows).T @ rows / len(rows))
 
 
@@ -117,8 +118,8 @@ def _fit_steps(
 ) -> Tensor:
     """Return the steps `[groups, outputs]` that best reproduce the target's outputs.
 
-    The steps of an output solve a system with one equation per group. A step that would become less
-    than half or more than twice its old value is noise, and does not change.
+    The steps of an output solve a system with one equation per group. A solution below half or
+    above twice the old step is noise, and is not used.
     """
     count, outputs = steps.shape
     units = values.reshape(count, GROUP, outputs) - zeros.unsqueeze(1)
@@ -135,7 +136,7 @@ def _fit_steps(
 
 
 def _limits(stored_dtype: torch.dtype) -> tuple[float, float]:
-    """Return the least and the largest step."""
+    """Return the smallest and the largest step."""
     limits = torch.finfo(stored_dtype)
     return limits.smallest_normal, limits.max
 
@@ -143,8 +144,8 @@ def _limits(stored_dtype: torch.dtype) -> tuple[float, float]:
 def _choose_grid(elements: Tensor, sizes: Tensor, stored_dtype: torch.dtype) -> _Grid:
     """Return the grid with the smallest error for elements `[group, outputs]`.
 
-    A grid contains zero. It may be wider or narrower than the range of the elements, which the
-    errors of earlier inputs will change.
+    A grid contains zero. Grids that are wider or narrower than the range of the elements are tried
+    too, since the errors of earlier inputs will change the elements.
     """
     low, high = elements.amin(dim=0).clamp_max_(0), elements.amax(dim=0).clamp_min_(0)
     least, best = None, None

@@ -11,7 +11,6 @@ same weights under two names are one adapter, and new weights under an old name 
 """
 
 import hashlib
-import json
 import math
 import re
 import struct
@@ -28,17 +27,23 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 
-from headstart.errors import AdapterNotFoundError, DamagedAdapterError, UnsupportedAdapterError
+from headstart.errors import (
+    AdapterNotFoundError,
+    DamagedAdapterError,
+    DamagedModelError,
+    UnsupportedAdapterError,
+)
 from headstart.models.decoder import DecoderModel, Widths
+from headstart.models.files import read_json
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 
 
-# Options that may only have these values; the first is the default.
+# The allowed values of options. The first value is the default.
 _FIXED = {"peft_type": (None, "LORA"), "task_type": (None, "CAUSAL_LM"), "bias": ("none",)}
-# Options of training, merging and provenance; they have no effect on a forward pass.
+# Options of training, merging and provenance, which do not affect a forward pass.
 _SKIPPED = {
     *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
     *("lora_dropout", "eva_config", "corda_config", "loftq_config", "runtime_config"),
@@ -71,7 +76,7 @@ class LoraSettings:
 
     @property
     def is_all_linear(self) -> bool:
-        """True if all linear layers but the output layer are changed."""
+        """True if the adapter changes all linear layers except the output layer."""
         return str(self.target_modules).lower() == ALL_LINEAR
 
     def is_target(self, name: str) -> bool:
@@ -92,7 +97,7 @@ class LoraSettings:
         return False
 
     def rank_of(self, name: str) -> int:
-        """Return the rows of A, which are the columns of B."""
+        """Return the number of rows of A, which is the number of columns of B."""
         return int(_by_pattern(self.rank_pattern, name, self.r))
 
     def scale_of(self, name: str) -> float:
@@ -119,19 +124,17 @@ def _by_pattern(patterns: Mapping[str, float], name: str, default: float) -> flo
 def read_settings(folder: Path, max_rank: int) -> LoraSettings:
     """Read the configuration of the adapter in `folder`.
 
-    Raises AdapterNotFoundError, DamagedAdapterError, and UnsupportedAdapterError for an adapter
-    that is not LoRA on linear layers or has a rank above `max_rank`.
+    Raises `AdapterNotFoundError`, `DamagedAdapterError`, or `UnsupportedAdapterError` for an
+    adapter that is not LoRA on linear layers or has a rank above `max_rank`.
     """
     file = folder / CONFIG_NAME
     if not file.is_file():
         problem = "is not a folder" if not folder.is_dir() else f"has no {CONFIG_NAME}"
         raise AdapterNotFoundError(f"{folder} is not an adapter, as it {problem}")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedAdapterError(f"{file} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise DamagedAdapterError(f"{file} is a {type(content).__name__}; allowed: a JSON object")
+        content = read_json(file)
+    except DamagedModelError as error:
+        raise DamagedAdapterError(str(error)) from error
     _check_options(file, content)
     names = {option.name for option in fields(LoraSettings)}
     options = {name: content[name] for name in names if content.get(name) is not None}
@@ -186,9 +189,9 @@ def _check_options(file: Path, content: Mapping[str, Any]) -> None:
 
 
 class LoraPair(NamedTuple):
-    """One layer's update `x @ down.T @ up.T`, with `[rank, inputs]` and `[outputs, rank]`.
+    """The matrices of one layer's update `x @ down.T @ up.T`.
 
-    The adapter's scale is multiplied into `up`.
+    down: `[rank, inputs]`. up: `[outputs, rank]`, multiplied by the adapter's scale.
     """
 
     down: Tensor
@@ -205,8 +208,8 @@ class LoraWeights(NamedTuple):
 def read_weights(folder: Path, model: DecoderModel, max_rank: int) -> LoraWeights:
     """Read the adapter in `folder` and check it against its configuration and the model.
 
-    The files are read once and completely; later changes to them have no effect. Raises
-    AdapterNotFoundError, DamagedAdapterError or UnsupportedAdapterError.
+    The files are read completely, so later changes have no effect. Raises `AdapterNotFoundError`,
+    `DamagedAdapterError` or `UnsupportedAdapterError`.
     """
     settings = read_settings(folder, max_rank)
     file = folder / WEIGHTS_NAME
@@ -265,14 +268,14 @@ def _read_matrices(file: Path, model: DecoderModel) -> dict[str, dict[str, Tenso
     return matrices
 
 
-# The decoder's name in a model with other parts, in an old form of these, and in a text model.
+# The decoder's prefix in models with other parts, in their old format, and in text models.
 _BODIES = ("model.language_model.", "language_model.model.", "model.")
 
 
 def _match_names(layers: Set[str], linear: Set[str]) -> dict[str, str]:
-    """Return the file's name of each of the model's linear layers. layers: the file's names.
+    """Return the name in the file for each linear layer of the model. layers: the file's names.
 
-    An adapter may be for a model with several parts, of which only the decoder runs here.
+    An adapter may be for a model with several parts, of which headstart runs only the decoder.
     """
     theirs, ours = (
         next((body for body in _BODIES if any(name.startswith(body) for name in names)), "")
@@ -292,7 +295,7 @@ def _check_layers(
     stored_names: Mapping[str, str],
     model: DecoderModel,
 ) -> None:
-    """Raise an error unless the file's layers are those that the configuration selects."""
+    """Raise an error unless the file has exactly the layers that the configuration selects."""
     linear = set(stored_names.values())
     unknown = layers - linear
     if within := {name for name in unknown if name.startswith(model.without_adapters)}:

@@ -1,4 +1,4 @@
-"""LoRA adapters on a running model: each row of a batch gets its own adapter, or none.
+"""LoRA adapters on a running model. Each row of a batch has its own adapter, or none.
 
 The model's modules and weights do not change. In steps with adapters, forward hooks add the update
 to a layer's output. A step without adapters removes the hooks, so it runs the same code as a model
@@ -10,12 +10,12 @@ input (q, k and v; gate and up) share one product with their stacked A matrices,
 all adapters are concatenated:
 
     hidden = x @ down.T     [rows, ranks of all]    down: A of every layer and adapter
-    hidden[another's ranks] = 0
+    hidden[ranks of other adapters] = 0
     out += hidden @ up.T                            up: B of every adapter
 
 A row is also multiplied by the ranks of other adapters, without effect. This costs little, since
-the layer's own product is a hundred times wider. For few rows the number of products dominates the
-cost, and it does not grow with the number of adapters.
+the layer's own product is a hundred times wider. For few rows the cost depends mostly on the number
+of products, which does not grow with the number of adapters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ from headstart.models.lora_files import LoraPair, LoraWeights
 from headstart.weights.bf16 import PackedWeight, can_pack
 from headstart.weights.products import choose_product
 
-# The first of the layers that are called with the same input, by the other layers.
+# Names of layers, and of the earlier layer with the same input.
 _FIRST = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
 # Up to this many rows the compiled kernel is faster than torch's product.
@@ -70,7 +70,7 @@ class Product:
 
 
 class StackedLayer(NamedTuple):
-    """A layer in a stack: its group, its columns of the group's `hidden`, and B as `up`."""
+    """A layer in a stack: its group, its columns of the group's hidden rows, and B as `up`."""
 
     group: str
     columns: slice
@@ -80,8 +80,8 @@ class StackedLayer(NamedTuple):
 class AdapterStack:
     """The matrices of some adapters, by layer and by group of layers with the same input.
 
-    down: A `[ranks, inputs]` by group. owners: for each distinct assignment of ranks to adapters, a
-    tensor with the adapter's number of each rank. owner_of: a group's index in `owners`.
+    down: A `[ranks, inputs]` by group. owners: tensors with the number of the adapter of each rank,
+    one for each distinct assignment. owner_of: a group's index in `owners`.
     """
 
     def __init__(self, adapters: Sequence[Mapping[str, LoraPair]]) -> None:
@@ -90,7 +90,7 @@ class AdapterStack:
         self.owners: list[Tensor] = []
         self.owner_of: dict[str, int] = {}
         self.num_ranks = 0
-        """The sum of the ranks of all groups, which is the cost of a row."""
+        """The sum of the ranks of all groups, which determines the cost of a row."""
         indices: dict[tuple[int, ...], int] = {}
         groups: dict[str, list[str]] = {}
         for layer in dict.fromkeys(layer for pairs in adapters for layer in pairs):
@@ -143,7 +143,7 @@ _LONG_RUN = 32
 
 
 class AdapterRun(NamedTuple):
-    """Consecutive rows of the batch with one adapter, or none. logits: how many need logits."""
+    """Consecutive rows of the batch with one adapter, or none; `logits` of them need logits."""
 
     adapter: ResidentAdapter | None
     rows: int
@@ -153,9 +153,9 @@ class AdapterRun(NamedTuple):
 class _Piece:
     """Rows that are multiplied by one stack.
 
-    rows: a range of the batch, or row numbers. masks: one `[rows, ranks]` for each entry of the
-    stack's `owners`, True for ranks of other adapters, which are set to zero; None if all rows and
-    ranks belong to one adapter.
+    rows: a range of the batch, or row numbers. masks: `[rows, ranks]` for each entry of the stack's
+    `owners`, True for ranks of adapters that the row does not have. These are set to zero. None if
+    all rows and ranks have one adapter.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class LoraLayers:
                 self._hooks[layer] = module.register_forward_hook(add)
 
     def end_step(self) -> None:
-        """Release the tensors of the pass."""
+        """Release the tensors of the step."""
         self._body, self._head = [], []
 
     def reset(self) -> None:
@@ -243,12 +243,12 @@ class LoraLayers:
         self._model.calls_each_layer = False
 
     def forget(self, adapter: ResidentAdapter) -> None:
-        """Forget an adapter that leaves memory. Call only between steps."""
+        """Release the stack of several adapters if it has this one. Call only between steps."""
         if adapter in self._mixed:
             self._mixed, self._mixed_stack = (), None
 
     def _mix(self, adapters: set[ResidentAdapter]) -> None:
-        """Stack these adapters, or reuse the last stack if it has them and is not too wide."""
+        """Stack these adapters. Reuse the last stack if it has all of them and is not too wide."""
         num_ranks = sum(adapter.stack.num_ranks for adapter in adapters)
         last = self._mixed_stack
         if last is not None and adapters <= set(self._mixed) and last.num_ranks <= 2 * num_ranks:
@@ -261,7 +261,7 @@ class LoraLayers:
         return [*(_Piece(adapter.stack, span) for adapter, span in rows.long), *short]
 
     def _short_piece(self, runs: list[tuple[ResidentAdapter, slice]]) -> _Piece:
-        """Return one piece for all short runs: a range, or row numbers if they are sparse in it."""
+        """Return one piece for all short runs: rows in a range, or by number if runs are sparse."""
         adapters = {adapter for adapter, _ in runs}
         count = sum(span.stop - span.start for _, span in runs)
         first, last = runs[0][1].start, runs[-1][1].stop

@@ -16,17 +16,18 @@ from headstart.native.pages import ReadyMemory
 
 __all__ = ["ReadyMemory", "read_ahead"]
 
-# At most 1 / 4 of the machine's memory is prepared: mixtures of experts leave most weights in the
-# file, and large models wait for the disk.
+# Nothing is prepared for files larger than 1 / 4 of the machine's memory. Mixtures of experts leave
+# most weights in the file, and large models wait for the disk.
 _SHARE = 4
 
 
 def read_ahead(
     model: str | Path, dtype: str, device: str, weights: str = "auto"
 ) -> ReadyMemory | None:
-    """Start to prepare memory for the model of this path or hub name; None for a large model.
+    """Start to prepare memory for a model, and return it; None for a large model.
 
-    Checks the model's files as `load_model` does. Raises `ModelNotFoundError`, `DamagedModelError`.
+    model: a local path or hub name. Checks the files as `load_model` does. Raises
+    `ModelNotFoundError`, `DamagedModelError`.
     """
     folder = find_folder(model)
     check_files(folder)

@@ -58,8 +58,9 @@ def compile_layers(
 class CompiledLayers:
     """All layers of a decoder, for rows in `dtype` and products in `product`.
 
-    Float32 rows need AVX2. The call computes only few of them, for which the 40 torch operations
-    per layer between products take long in modules. Bfloat16 rows need AVX-512.
+    Float32 rows need AVX2, and are computed only if they are few: otherwise the products take most
+    of the time, and the 40 torch operations per layer of the modules matter little. Bfloat16 rows
+    need AVX-512.
 
     With products in bfloat16, a layer whose attention is not compiled runs as two compiled calls,
     before and after attention. The last layer also runs as two calls if only some rows are needed

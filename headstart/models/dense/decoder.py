@@ -83,23 +83,18 @@ class DenseModules(nn.Module):
     The class names of modules are part of a model's identity; see `DecoderModel.products`.
     """
 
+    body: _Body
+    """The embedding, layers and last norm."""
+
     def __init__(self, shape: DecoderShape, read: Reader) -> None:
         super().__init__()
         body = _Body(shape, read)
-        self._body = shape.path("model")
-        outer, *inner = self._body.split(".")
+        self.__dict__["body"] = body  # registered only below `model`
+        _, *inner = shape.path("model").split(".")
         self.model = nn.ModuleDict({inner[0]: body}) if inner else body
-        assert outer == "model"
         tied = body.embed_tokens if shape.tied else None
         self.lm_head = read.head(tied, "lm_head", shape.vocab_size, shape.hidden_size)
         read.release()
-
-    @property
-    def body(self) -> _Body:
-        """The embedding, layers and last norm."""
-        body = self.get_submodule(self._body)
-        assert isinstance(body, _Body)
-        return body
 
 
 class DenseDecoder(DecoderModel):

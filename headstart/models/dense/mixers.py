@@ -25,7 +25,7 @@ class CausalConv(nn.Module):
     def __init__(self, channels: int, width: int, bias: bool, name: str, read: Reader) -> None:
         super().__init__()
         weight = read.tensor(f"{name}.weight", (channels, 1, width))
-        # The kernel reads it tap by tap.
+        # Stored tap by tap, as the kernel reads it.
         weight = weight.transpose(0, 2).contiguous().transpose(0, 2)
         self.weight = _parameter(weight)
         self.bias = None

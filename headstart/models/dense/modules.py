@@ -48,7 +48,7 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
     head_dim = next(widths, None) or shape.head_dim
     rope, part = parameters["rope_type"], parameters.get("partial_rotary_factor", 1.0)
     if part != 1.0 and not shape.partial_rotary and rope != "proportional":
-        raise UnsupportedLayerError(f"a part of a head is rotated ({part})")
+        raise UnsupportedLayerError(f"only a part of a head is rotated ({part})")
     if rope == "default":
         width = int(head_dim * part)
         powers = torch.arange(0, width, 2, dtype=torch.float32) / width
@@ -150,7 +150,7 @@ class LayerStep:
     """The arguments that all layers share in a step.
 
     angles: of the rows, by `LayerShape.angles`. hooked: linear layers may have hooks, which need
-    all rows at once. states: of recurrent layers. inputs: `[rows, layers, width]` of
+    all rows at once. states: those of recurrent layers. inputs: `[rows, layers, width]` of
     `DecoderShape.layer_inputs`. shared: K and V of the step that later layers read, by `layer_idx`.
     kept: the numbers of the rows that the layers compute; None for all.
     """

@@ -1,10 +1,9 @@
 """A transformers causal language model as a decoder over paged K/V.
 
-In deterministic mode the bits of a row must not depend on the other rows. In transformers each
-expert of a mixture computes only the rows that chose it. The number of these rows is a dimension of
-the expert's matrix products, which determines their last bits. So in this mode every chosen expert
-computes all rows, and only the results of the rows that chose it are used. With a block of 16 rows
-no more weights are read than before; only computing the additional rows takes time.
+In deterministic mode, the bits of a row must not depend on other rows. In transformers' modules an
+expert computes only the rows that chose it, and the number of these rows changes the last bits of
+its products. In this mode, every chosen expert computes all rows, and the results of the other rows
+are discarded. With a block of 16 rows this reads no additional weights.
 """
 
 import hashlib
@@ -47,9 +46,9 @@ _ANY_LENGTH = 1 << 20  # tokens, for a model without positions
 
 
 def compute_all_rows(model: PreTrainedModel) -> str | None:
-    """Let every expert compute all rows from now on. Return the name of the earlier implementation.
+    """Let every expert compute all rows from now on; return the name of the old implementation.
 
-    Return None, and change nothing, for a model whose experts transformers cannot replace.
+    Returns None and changes nothing if transformers cannot replace the model's experts.
     """
     if not model._can_set_experts_implementation():
         return None
@@ -60,9 +59,9 @@ def compute_all_rows(model: PreTrainedModel) -> str | None:
 
 
 def check_rows(model: PreTrainedModel, mixers: MixerStates | None = None) -> None:
-    """Raise `UnsupportedModelError` if the bits of rows change when later rows change.
+    """Raise `UnsupportedModelError` if the bits of a row depend on later rows.
 
-    Recurrent layers also compute a second block, from the states after the first block.
+    A model with recurrent layers also computes a second block from the states after the first.
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = torch.randint(0, vocabulary, (_ROWS,), generator=torch.Generator().manual_seed(0))
@@ -97,7 +96,7 @@ def _compute(experts: Any, hidden_states: Tensor, *routing: Tensor, **named: Ten
     ones = weights.new_ones((len(hidden_states), 1))
     output = torch.zeros_like(hidden_states)
     for expert in torch.unique(chosen).tolist():
-        if not 0 <= expert < experts.num_experts:  # an id for no expert
+        if not 0 <= expert < experts.num_experts:  # other ids mean no expert
             continue
         rows, places = torch.where(chosen == expert)
         every = compute(experts, hidden_states, chosen.new_full((len(ones), 1), expert), ones)
@@ -134,19 +133,19 @@ class TransformersDecoder(DecoderModel):
         rows = model.get_input_embeddings().num_embeddings if head is None else head.out_features
         self.vocab_size = int(cast("int", rows))
         self.output_layer = next((n for n, part in model.named_modules() if part is head), None)
-        generation = getattr(model, "generation_config", None)  # a model without a head has none
+        generation = getattr(model, "generation_config", None)  # missing without an LM head
         eos = getattr(generation, "eos_token_id", None)
         if eos is None:
             eos = getattr(model.config.get_text_config(), "eos_token_id", None)
         eos = [eos] if isinstance(eos, int) else eos
         self.eos_token_ids: frozenset[int] = frozenset(eos or ())
         self._attention: str | None = None
-        self._experts: str | None = None  # the implementation to return to
+        self._experts: str | None = None  # the implementation that `detach` restores
         self._pass_hook: RemovableHandle | None = None
 
     def linear_widths(self) -> dict[str, Widths]:
         widths = {}
-        # Rows of single experts and of a vision tower are not tokens.
+        # The rows of an expert or of a vision tower are not the rows of the batch.
         rows = {*text_part(self.module).modules(), self.module.get_output_embeddings()}
         for name, module in self.module.named_modules():
             if module not in rows or ".experts." in name or name.startswith(self.without_adapters):
@@ -164,7 +163,7 @@ class TransformersDecoder(DecoderModel):
 
     def products(self) -> str:
         products = super().products()
-        # Recurrences are computed in chunks, which a version of transformers may change.
+        # Chunks of recurrences affect rounding, and a new version of transformers may change them.
         return products if self._mixers is None else f"{products}, transformers {__version__}"
 
     def attach(self, backend: AttentionBackend, states: StateMemory | None = None) -> None:
@@ -182,7 +181,7 @@ class TransformersDecoder(DecoderModel):
     def fix_rows(self) -> None:
         self.detach()
         self._experts = compute_all_rows(text_part(self.module))
-        if self.output_layer is not None:  # a stage of a pipeline computes its logits itself
+        if self.output_layer is not None:  # stages of a pipeline have no LM head here
             check_rows(self.module, self._mixers)
 
     def detach(self) -> None:
@@ -222,10 +221,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part with paged attention: a text model, or the decoder of a vision model.
-
-    A vision tower keeps transformers' own attention.
-    """
+    """Return the part with paged attention: a text model, or the decoder of a vision model."""
     if model.config.get_text_config() is model.config:
         return model
     decoder = model.get_decoder()
@@ -240,10 +236,9 @@ def forward_rows(
     logit_rows: Tensor,
     embeddings: EmbeddingOverlay | None = None,
 ) -> Tensor:
-    """Run one flat batch; return logits `[rows, vocab]` in the model's dtype.
+    """Run one flat batch; return logits `[rows, vocab]` of `logit_rows`, in the model's dtype.
 
-    The rows are chosen between decoder and LM head, inside transformers, so that a model's changes
-    to its logits (capping, scaling) apply to them.
+    transformers computes the logits, so that a model's capping or scaling of logits applies.
     """
     inputs: dict[str, Tensor] = {}
     with torch.inference_mode():

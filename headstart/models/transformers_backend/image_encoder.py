@@ -1,14 +1,14 @@
-"""Images for a vision model: from a picture to the embeddings of its placeholders.
+"""Image processing and encoding for vision models.
 
-transformers' image processors (with Pillow) make pixel values, and the model's own vision tower and
-projection make embeddings from them. headstart determines the number of an image's placeholders and
-the tokens around them from the configuration and the tokenizer alone:
+transformers' image processors (with Pillow) make pixel values. The model's vision tower and
+projection make embeddings from them. The number of an image's placeholders, and the tokens around
+them, follow from configuration and tokenizer alone:
 
-    llava                  all images are cropped to one size: one row per patch
-    qwen2_vl, qwen2_5_vl   a grid of patches that follows the image's size, merged 2 x 2;
-                           M-RoPE gives each token a place in time, height and width
-    idefics3, smolvlm      the image in tiles, each with tokens that say its row and column,
-                           and a small copy of the whole
+    llava                  all images are cropped to one size; one embedding per patch
+    qwen2_vl, qwen2_5_vl   the image's size determines a grid of patches, merged 2 x 2;
+                           M-RoPE positions in time, height and width
+    idefics3, smolvlm      the image in tiles, each after tokens for its row and column,
+                           and a small copy of the whole image
 """
 
 import hashlib
@@ -34,10 +34,10 @@ from headstart.models.transformers_tools import silence_transformers
 
 
 class ImageFamily(ABC):
-    """The differences between model families; made of a configuration and a tokenizer.
+    """The placeholders and positions of images in a family of vision models.
 
-    extra_rows: number of embeddings of an image minus its number of patches, set at load. It is 0
-    except in LLaVA, where a class token adds 1 and a dropped first patch subtracts 1.
+    extra_rows: an image's number of embeddings minus its number of patches, set at load. It differs
+    from 0 only in LLaVA: a class token adds 1, and a dropped first patch subtracts 1.
     """
 
     def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -58,12 +58,12 @@ class ImageFamily(ABC):
         """Return the tokens that replace one placeholder."""
 
     def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        """Return position ids int64 `[axes, tokens]` of a prompt, None if they are 0, 1, 2, ..."""
+        """Return int64 position ids `[axes, tokens]` of a prompt; None if they are 0, 1, 2, ..."""
         return None
 
 
 class Fixed(ImageFamily):
-    """LLaVA: every image has the processor's crop size."""
+    """LLaVA: every image has the crop size of the image processor."""
 
     def shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         height, width = inputs["pixel_values"].shape[-2:]
@@ -88,14 +88,12 @@ class Grid(ImageFamily):
         return [self._token] * (int(np.prod(shape)) // self._merge**2)
 
     def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        """Return M-RoPE's positions.
+        """Return M-RoPE positions.
 
-        Positions of text are equal on all axes. Positions in an image are its frames, rows and
-        columns, counted from the end of the text before it. Positions of the text after it begin
-        after the largest position in the image.
-
-        The result equals that of the model's `get_rope_index`, except that `get_rope_index` cannot
-        separate two adjacent images.
+        Text positions are equal on all axes. Image positions are frame, row and column, counted
+        from the end of the preceding text. The following text begins after the largest position in
+        the image. transformers' `get_rope_index` returns the same, except for adjacent images,
+        which it cannot separate.
         """
         parts: list[NDArray[np.int64]] = []
         end = position = 0
@@ -116,8 +114,8 @@ class Tiles(ImageFamily):
     def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
         if tokenizer is None:
             raise UnsupportedModelError(
-                f"the {config.model_type} model has no tokenizer, which the text around an image "
-                "needs"
+                f"the {config.model_type} model has no tokenizer, which is needed for the tokens "
+                "around an image"
             )
         super().__init__(config, tokenizer)
         side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
@@ -216,7 +214,7 @@ class TransformersVision(ImageProcessor):
     def __init__(
         self, decoder: TransformersDecoder, folder: Path, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
-        """Load the image processor and try it on a blank image.
+        """Load the image processor, and encode a blank image.
 
         Raises `DamagedModelError` or `UnsupportedModelError`.
         """
@@ -242,9 +240,9 @@ class TransformersVision(ImageProcessor):
         return rows
 
     def fingerprint(self) -> bytes:
-        with self._fingerprinting:  # otherwise concurrent first images would each read all weights
+        with self._fingerprinting:  # so that only one thread reads all weights
             if self._fingerprint is None:
-                # From the weights' files: weights in memory may be packed, cast, or both.
+                # Fingerprint the files, since weights in memory may be packed or cast.
                 weights = self._decoder.fingerprint()
                 parts = [transformers.__version__, str(self._model.dtype), weights]
                 digest = hashlib.sha256()
@@ -258,7 +256,7 @@ class TransformersVision(ImageProcessor):
         return VisionFacts(self.fingerprint(), self.bytes_per_row, self._family.extra_rows)
 
     def _try(self) -> int:
-        """Encode a blank image; returns the bytes of one embedding."""
+        """Encode a blank image; return the bytes of one embedding."""
         blank = np.zeros((64, 64, 3), dtype=np.uint8) + 99
         name = type(self._model).__name__
         try:
@@ -272,11 +270,11 @@ class TransformersVision(ImageProcessor):
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"{name} fails over a blank image: {type(error).__name__}: {error}"
+                f"{name} cannot encode a blank image: {type(error).__name__}: {error}"
             ) from error
         if len(rows) != image.num_rows:
             raise DamagedModelError(
                 f"{name} has {len(rows)} embeddings for an image of {image.num_rows} "
-                "placeholders: its config.json and its image processor do not fit"
+                "placeholders: its config.json does not fit its image processor"
             )
         return rows[0].nbytes

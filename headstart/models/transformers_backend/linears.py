@@ -2,9 +2,9 @@
 
 To pack weights for the compiled kernels, every plain `nn.Linear` is replaced by a `Linear` over a
 `PackedWeight`, and an `nn.Embedding` that shares the LM head's weight by an `Embedding`. Each
-replacement is compared with the original on a few rows. If the model then does not run, because
-other code reads the weights, all replacements are undone. Weights are replaced one at a time, so at
-most one is in memory twice.
+replacement is compared with the original on a few rows. All replacements are undone if the model no
+longer runs, or its logits change, since other code may read the weights. Weights are replaced one
+at a time, so at most one is in memory twice.
 """
 
 from collections import defaultdict
@@ -34,10 +34,9 @@ _NEAR = 0.03
 
 
 def pack_linears(model: PreTrainedModel, ready_memory: ReadyMemory | None = None) -> None:
-    """Pack weights where possible, in `ready_memory` if it is given and large enough.
+    """Pack weights where possible, in `ready_memory` if that is large enough.
 
-    Does nothing without the compiled kernels, on a device other than the CPU or in a dtype other
-    than bfloat16.
+    Does nothing unless weights are bfloat16 on the CPU, and the compiled kernels are usable.
     """
     if choose_product("bfloat16", model.dtype, model.device) != "bfloat16":
         return
@@ -47,7 +46,7 @@ def pack_linears(model: PreTrainedModel, ready_memory: ReadyMemory | None = None
         if expected is None:
             return
         num_bytes, logits = _pack(model, ready_memory), _logits(model)
-        # Rounding error grows with depth, and a near tie of experts may be decided the other way.
+        # Rounding errors grow with depth, and may decide a near tie of two experts differently.
         if logits is None or not float(rows_apart(logits, expected).median()) < 10 * _NEAR:
             _unpack(model)
         else:
@@ -60,17 +59,13 @@ def _logits(model: PreTrainedModel) -> Tensor | None:
     try:
         places = torch.arange(_PROMPT)
         return forward_rows(model, tokens, places if takes_positions(model) else None, places)
-    # The model misses a weight, works only with nn.Linear, or is one that the probe refuses later
-    # with its reason.
+    # Other code may need nn.Linear. The probe will raise any other error with its reason.
     except Exception:
         return None
 
 
 def _pack(model: PreTrainedModel, ready_memory: ReadyMemory | None) -> int:
-    """Pack plain linear layers and embeddings that share their weight; returns the weights' bytes.
-
-    Packs one weight at a time, so that at most one is in memory twice.
-    """
+    """Pack plain linear layers and embeddings that share their weight; return the bytes packed."""
     users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     weights: dict[int, Tensor] = {}
     for parent in model.modules():
@@ -95,10 +90,10 @@ def _pack(model: PreTrainedModel, ready_memory: ReadyMemory | None) -> int:
 
 
 def _find_fixed(model: PreTrainedModel) -> set[nn.Module]:
-    """Return the linear layers that stay plain, since other code reads their `weight`.
+    """Return the linear layers that are not replaced, since other code reads their `weight`.
 
-    Mamba itself multiplies by the weight of `dt_proj`. Models without attention read the dtype of
-    the LM head.
+    Mamba's code multiplies by the weight of `dt_proj`. Models without attention read the dtype of
+    the LM head's weight.
     """
     fixed = {part for name, part in model.named_modules() if name.endswith(".dt_proj")}
     head = model.get_output_embeddings()
@@ -165,9 +160,8 @@ def _unpack(model: PreTrainedModel) -> None:
 def leave_file(tensors: Iterable[Tensor], replaced_bytes: int) -> None:
     """Copy the weights that were not replaced, so that their file can be unmapped.
 
-    A single view of a mapped file keeps the whole file mapped. If the weights that were not
-    replaced have more bytes than the others (experts of a mixture), they are not copied. Subclasses
-    of `Tensor` are not copied either.
+    A single view of a mapped file keeps the whole file mapped. Nothing is copied if these weights
+    have more bytes than the replaced weights (experts of a mixture).
     """
     left = list(filter(has_memory, tensors))
     if sum(tensor.nbytes for tensor in left) < replaced_bytes:
@@ -176,17 +170,16 @@ def leave_file(tensors: Iterable[Tensor], replaced_bytes: int) -> None:
                 tensor.data = tensor.data.clone()
 
 
-# They choose among experts: small, and a near tie decided the other way is another expert.
+# Layers that choose experts. They are small, and rounding could make them choose other experts.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
 def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
     """Round the weights of the text part's linear layers, and of the LM head.
 
-    Weights are rounded one at a time, so that at most one is in memory twice. Each layer has its
-    `kind_of_layer`; the LM head, and embeddings that share its weight, are int8 for every kind.
-    Other embeddings, norms, routers, a vision tower and modules that are not plain `nn.Linear` (the
-    stacked weights of experts) do not change.
+    `kind_of_layer` gives the format of each layer. The LM head, and an embedding that shares its
+    weight, are always int8. Other embeddings, norms, routers, a vision tower and modules that are
+    not plain `nn.Linear` (the stacked weights of experts) do not change.
     """
     head, replaced_bytes = model.get_output_embeddings(), 0
     fixed = _find_fixed(model)

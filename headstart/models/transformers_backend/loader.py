@@ -1,7 +1,7 @@
-"""Loading of transformers' models, and the proof that a decoder works over paged K/V.
+"""Loading of models into transformers' modules.
 
-Weights are compared with the configuration twice. Before a model is built, the names and shapes in
-the headers of the files must have the configuration's number of layers, vocabulary and hidden size.
+Weights are compared with the configuration twice. Before a model is built, the shapes in the
+headers of the files must fit the configuration's sizes, so that a wrong size does not fill memory.
 Afterwards, transformers' loading report must list no parameter that was initialized randomly, and
 no weight of a layer that was not loaded.
 """
@@ -9,17 +9,14 @@ no weight of a layer that was not loaded.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -40,24 +37,23 @@ from headstart.models.transformers_tools import silence_transformers
 from headstart.native.pages import ReadyMemory
 from headstart.weights.format import WeightKind
 
-# Multi-token prediction: layers after the last one that draft tokens and are not run here.
+# The key for the number of draft layers (multi-token prediction), which follow the last layer and
+# are not loaded.
 _DRAFT_LAYERS = "num_nextn_predict_layers"
-_MATRIX = ("num_hidden_layers", "hidden_size")  # of every layer, times what it makes of a row
+_MATRIX = ("num_hidden_layers", "hidden_size")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.(.*(weight|bias))")
 _LEARNED_POSITIONS = re.compile(r".*(wpe|embed_positions|position_embeddings)\.weight")
 
 
-def check_decoder(folder: Path, config: PreTrainedConfig, ignored: Collection[str] = ()) -> None:
+def check_decoder(folder: Path, config: PreTrainedConfig) -> None:
     """Raise `DamagedModelError` unless the weights in `folder` fit the decoder of `config`.
 
-    `ignored` are patterns of names that the model's class does not load. Only safetensors files
-    have headers to check; weights in other formats are not checked.
+    Checks only safetensors files, which have headers.
     """
     text = config.get_text_config()
     shapes = tensor_shapes(folder)
     if not shapes:
         return
-    _check_layers(folder, text, [n for n in shapes if not any(re.search(p, n) for p in ignored)])
     if getattr(config, "quantization_config", None) is None:  # its tensors have other shapes
         _check_experts(folder, shapes)
         _check_sizes(folder, text, shapes)
@@ -71,56 +67,42 @@ def check_decoder(folder: Path, config: PreTrainedConfig, ignored: Collection[st
 
 
 def check_speaker(folder: Path, config: Any) -> None:
-    """Run `check_decoder` for a thinker and its talker; raises for a model without a talker."""
+    """Run `check_decoder` for the thinker and the talker of an omni model.
+
+    Raises `UnsupportedModelError` for a model without a talker.
+    """
     if not config.enable_audio_output:
         raise UnsupportedModelError(f"{folder} has no talker, so it cannot generate speech")
     for part in (config.thinker_config, config.talker_config):
         check_decoder(folder, part)
 
 
-def _check_layers(folder: Path, config: PreTrainedConfig, names: Iterable[str]) -> None:
-    """Check the number of layers; the first number in a parameter's name is its layer's."""
-    num_layers = getattr(config, "num_hidden_layers", None)
-    if num_layers is None:
-        return
-    drafts = getattr(config, _DRAFT_LAYERS, None)
-    counts = {num_layers, num_layers + drafts} if isinstance(drafts, int) else {num_layers}
-    stacks: dict[str, set[int]] = defaultdict(set)
-    for stack, layer in map(_split_layer, names):
-        if layer is not None:
-            stacks[stack].add(layer)
-    if any(len(layers) in counts and max(layers) < len(layers) for layers in stacks.values()):
-        return
-    counts_text = ", ".join(f"{len(layers)} in {stack}" for stack, layers in sorted(stacks.items()))
-    raise DamagedModelError(
-        f"{_unfit(folder)}: num_hidden_layers is {num_layers}, and the weights have these layers: "
-        f"{counts_text or 'none'}"
-    )
-
-
 def _check_experts(folder: Path, names: Iterable[str]) -> None:
-    """Check that all experts of a list have the same parameters; transformers ignores gaps."""
+    """Raise an error unless all experts of a layer have the same parameters.
+
+    transformers does not report missing experts.
+    """
     numbers_by_parameter: dict[tuple[str, str], set[int]] = defaultdict(set)
     counts: dict[str, int] = defaultdict(int)
     for match in filter(None, map(_EXPERT.fullmatch, names)):
         numbers_by_parameter[match[1], match[3]].add(int(match[2]))
         counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
-    missing = (
+    missing = [
         f"{experts}.{number}.{parameter}"
         for (experts, parameter), numbers in numbers_by_parameter.items()
         for number in range(counts[experts])
         if number not in numbers
-    )
-    if first := list(islice(missing, 4)):
+    ]
+    if missing:
         raise DamagedModelError(
-            f"{_unfit(folder)}: parameters of experts are missing, {_some(first)}"
+            f"{_unfit(folder)}: parameters of experts are missing, {_some(missing)}"
         )
 
 
 def _check_sizes(
     folder: Path, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Check that tensors have the configuration's sizes, and enough elements for all layers."""
+    """Raise an error unless tensors have the configuration's sizes, and enough elements."""
     sides = {side for shape in shapes.values() for side in shape}
     for name in ("hidden_size", "vocab_size"):
         value = getattr(config, name, None)
@@ -129,7 +111,7 @@ def _check_sizes(
                 f"{_unfit(folder)}: {name} is {value}, and no tensor has a dimension of this size"
             )
     total = sum(map(math.prod, shapes.values()))
-    # Such a configuration refuses to read names that differ between layers.
+    # If layers differ in a value, reading it from the configuration raises an error.
     is_varied = getattr(config, "is_heterogeneous", False)
     layers = config.to_dict()["per_layer_config"].values() if is_varied else ()
     varied = {name for layer in layers for name in layer}
@@ -146,9 +128,9 @@ def _check_sizes(
 
 
 def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Raise `DamagedModelError` if loading left a parameter at random or skipped a weight.
+    """Raise `DamagedModelError` if a parameter is random, or a weight was not loaded.
 
-    `report` is transformers' loading info.
+    report: transformers' loading info.
     """
     mismatched = [
         f"{name} is {list(shape)} and not {list(expected)}"
@@ -157,7 +139,7 @@ def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]
     for names, problem in (
         (sorted(report["missing_keys"]), "are missing"),
         (mismatched, "have another shape"),
-        (_needed(model, report["unexpected_keys"]), "do not belong to this model"),
+        (_needed_weights(model, report["unexpected_keys"]), "do not belong to this model"),
     ):
         if names:
             raise DamagedModelError(
@@ -165,12 +147,12 @@ def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]
             )
 
 
-def _needed(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+def _needed_weights(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     """Return the names of weights that were not loaded and would change the answers.
 
     These are parameters of a module that has other parameters, or of a list of layers. Three kinds
-    of weights do not matter: draft layers, parts of other models (a vision tower, another head),
-    and buffers of old versions, which belong to modules without parameters.
+    of weights do not matter: draft layers, other parts (a vision tower, another head), and buffers
+    that old versions stored, whose modules have no parameters.
     """
     modules = dict(model.named_modules())
     drafts = getattr(model.config.get_text_config(), _DRAFT_LAYERS, None) or 0
@@ -196,7 +178,7 @@ def _needed(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
 
 
 def _split_layer(name: str) -> tuple[str, int | None]:
-    """Return the list of layers that a parameter belongs to, and its layer's number in it.
+    """Return the name of a parameter's list of layers, and the number of its layer in the list.
 
     >>> _split_layer("model.layers.7.mlp.up_proj.weight")
     ('model.layers', 7)
@@ -218,8 +200,8 @@ def _some(names: list[str]) -> str:
 def load_config(folder: Path) -> PreTrainedConfig:
     """Return transformers' configuration of the model in `folder`.
 
-    Raises `DamagedModelError`, `UnsupportedModelError` for an architecture, or a way to quantize
-    weights, that transformers does not have, and `OutOfMemoryError`.
+    Raises `DamagedModelError`, `OutOfMemoryError`, or `UnsupportedModelError` for an architecture
+    or a quantization method that transformers lacks.
     """
     raw = read_json(folder / "config.json")
     kind = raw.get("model_type")
@@ -234,7 +216,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         assert isinstance(config, PreTrainedConfig)
         for part in (config, config.get_text_config(decoder=True)):
-            # transformers loads unknown kinds as they are, without their scales.
+            # transformers would load integers of an unknown method without their scales.
             scheme = getattr(part, "quantization_config", None)
             method = scheme.get("quant_method") if isinstance(scheme, dict) else None
             if method is not None and not (
@@ -249,12 +231,12 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 @contextmanager
 def reading_config(folder: Path, kind: str) -> Iterator[None]:
-    """Convert errors of transformers' configuration of this type to `DamagedModelError`."""
+    """Convert errors while a configuration is read to `DamagedModelError`. kind: its model_type."""
     try:
         yield
     except HeadstartError:
         raise
-    # The exception for a wrong value depends on the architecture's own checks.
+    # Each architecture has its own checks, which raise exceptions of any type.
     except Exception as error:
         check_memory(error, f"to read {folder / 'config.json'}")
         raise DamagedModelError(
@@ -265,7 +247,7 @@ def reading_config(folder: Path, kind: str) -> Iterator[None]:
 def load_weights(
     from_pretrained: Callable[..., Any], folder: Path, **options: Any
 ) -> PreTrainedModel:
-    """Load a model of a transformers class with `from_pretrained`; no parameter stays random.
+    """Load a model with `from_pretrained` of a transformers class, and check the loading report.
 
     Raises `DamagedModelError` if weights and configuration differ, `UnsupportedModelError` if a
     package is missing, and `OutOfMemoryError`.
@@ -280,7 +262,7 @@ def load_weights(
         )
     except ImportError as error:
         raise UnsupportedModelError(f"{folder} needs a package that is missing: {error}") from error
-    # transformers raises OSError, RuntimeError, ValueError, KeyError, and safetensors its own.
+    # transformers raises OSError, RuntimeError, ValueError, KeyError; safetensors its own errors.
     except Exception as error:
         check_memory(error, f"for the model in {folder}")
         raise DamagedModelError(
@@ -299,7 +281,7 @@ def load_transformers(
     ready_memory: ReadyMemory | None = None,
     weights: WeightKind | None = None,
 ) -> TransformersDecoder:
-    """Load the model in `folder` if transformers has its architecture and it runs over paged K/V.
+    """Load the model in `folder` into transformers' modules, and check that it runs over paged K/V.
 
     Raises `DamagedModelError`, `UnsupportedModelError` or `OutOfMemoryError`.
     """
@@ -317,10 +299,8 @@ def load_transformers(
             )
         sees = config.model_type in VISION_MODELS
         auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        families = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING
-        family: Any = families[type(config)]
         with reading_config(folder, config.model_type):
-            check_decoder(folder, config, family._keys_to_ignore_on_load_unexpected or ())
+            check_decoder(folder, config)
         eager = {"text_config": "eager"} if sees else "eager"
         loaded = load_weights(
             auto.from_pretrained, folder, config=config, dtype=dtype, attn_implementation=eager

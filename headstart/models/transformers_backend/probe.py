@@ -1,25 +1,25 @@
 """Checks of a loaded model over paged K/V, before it serves requests.
 
-1. Its configuration: some kinds of layer have more state than K and V per token.
-2. One recorded pass with attention replaced by zeros: gives the widths of each layer's K and V, and
-   each layer's mask, which must equal the mask that we compute from positions.
-3. A prompt through transformers' own attention, and through ours cut into chunks, next to copies
-   of its beginning with other cuts. The results differ if a model keeps any state between tokens
-   outside K and V (convolutions, recurrences, relative biases, shared layers).
-4. The same prompt with positions from 0 on, and without any: the logits must not differ.
-5. A few rows at the last positions of a model, which must not depend on the index of a row in the
-   batch. A batch holds rows of many sequences, so this index is not a position. Some layers use it
-   nevertheless, plus the length of transformers' cache: in Llama 4, layers without rotary angles
-   scale their queries by it, with a visible effect from position 8,192 on. The oracle is
-   transformers' own decoding behind a cache that reports all earlier tokens. In both passes each
-   row attends only to itself, so the earlier tokens need not exist.
+1. The configuration. Some types of layers have more state than K and V per token.
+2. One pass with attention replaced by zeros. It records the widths of each layer's K and V. It also
+   records each layer's mask, which must equal the mask computed from positions.
+3. A prompt with transformers' own attention, and the same prompt over paged K/V in three steps, in
+   one batch with copies of its beginning. The logits differ if a model has any other state between
+   tokens (convolutions, recurrences, relative biases, shared layers).
+4. The same prompt without explicit positions. The logits must be those with positions from 0 on.
+5. A few rows at the last positions of the context. A result must not depend on a row's index in the
+   batch, which holds rows of many sequences. In Llama 4, layers without rotary positions scale
+   queries by this index plus the length of transformers' cache, visibly from position 8,192 on. The
+   reference is transformers' own decoding with a cache that reports all earlier tokens. In both
+   passes a row attends only to itself, so the earlier tokens need not exist.
 
-The tolerance depends on depth, width and dtype, so it is measured: the same step again, with each
-layer's attention changed by two units in the last place.
+The tolerance depends on depth, width and dtype, so it is measured: one step runs again, with the
+results of attention changed by two units in the last place.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -62,40 +62,40 @@ from headstart.models.transformers_backend.recurrent import (
 from headstart.weights.checkpoint import SAVED_SO
 from headstart.weights.format import Linear
 
+_Calls = Counter[int | None]
+"""The number of calls of attention by `layer_idx`."""
 
-class Attending:
-    """A context in which `function` is the model's attention; counts its calls per layer."""
 
-    def __init__(self, model: PreTrainedModel, function: AttentionFunction) -> None:
-        self._model = text_part(model)
-        self._function = function
-        self.calls: Counter[int | None] = Counter()
+@contextmanager
+def _replaced_attention(
+    model: PreTrainedModel, function: AttentionFunction
+) -> Iterator[tuple[str, _Calls]]:
+    """Use `function` as the model's attention; yield its registered name and counts of calls."""
+    part, calls = text_part(model), _Calls()
 
-    def __enter__(self) -> "Attending":
-        self.name = register(self._count)
-        self._model.set_attn_implementation(self.name)
-        if self._model.config._attn_implementation != self.name:
-            self.__exit__()
+    def count(call: LayerCall) -> Tensor:
+        calls[call.layer_idx] += 1
+        return function(call)
+
+    name = register(count)
+    try:
+        part.set_attn_implementation(name)
+        if part.config._attn_implementation != name:
             raise UnsupportedModelError(
-                f"{type(self._model).__name__} does not take its attention from transformers' "
+                f"{type(part).__name__} does not take its attention from transformers' "
                 "AttentionInterface"
             )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._model.set_attn_implementation("eager")
-        unregister(self.name)
-
-    def _count(self, call: LayerCall) -> Tensor:
-        self.calls[call.layer_idx] += 1
-        return self._function(call)
+        yield name, calls
+    finally:
+        part.set_attn_implementation("eager")
+        unregister(name)
 
 
 _ROWS = 3
 _PARTS = 4  # queries, keys, values, scaling
 
 _Recorded = list[tuple[str, Tensor]]
-"""The layers' inputs to attention, `_PARTS` per call, then the logits; the first axis is rows."""
+"""Titles and tensors `[rows, ...]`: `_PARTS` inputs per call of attention, then the logits."""
 
 
 class _CacheBehind(DynamicCache):
@@ -110,7 +110,7 @@ class _CacheBehind(DynamicCache):
 
 
 def check_far_positions(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` if the last rows differ from the same rows after a cache."""
+    """Raise `UnsupportedModelError` if the last positions differ with and without a cache."""
     last = context_length(model.config)
     first = max(0, last - _ROWS)
     without_cache = _run_at(model, first, last)
@@ -126,7 +126,7 @@ def check_far_positions(model: PreTrainedModel) -> None:
         if not torch.equal(actual, expected):
             size = expected.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
             difference = float(((actual.double() - expected.double()).norm(dim=-1) / size).max())
-        if not difference <= 4 * torch.finfo(model.dtype).eps:  # so that NaN is wrong
+        if not difference <= 4 * torch.finfo(model.dtype).eps:  # also true for NaN
             raise UnsupportedModelError(
                 f"{name} computes {title} from the index of a row in the batch and not from its "
                 f"position: from position {first} to {last - 1} they differ by {difference:.1e} of "
@@ -137,7 +137,7 @@ def check_far_positions(model: PreTrainedModel) -> None:
 def _run_at(
     model: PreTrainedModel, first: int, last: int, cache: DynamicCache | None = None
 ) -> _Recorded:
-    """Record a pass over the rows at positions `first` to `last - 1`; each row sees only itself."""
+    """Record a pass over positions `first` to `last - 1`, where each row attends only to itself."""
     recorded: _Recorded = []
 
     def attend_to_self(call: LayerCall) -> Tensor:
@@ -153,7 +153,7 @@ def _run_at(
     tokens = torch.arange(len(positions), device=model.device) % _text_config(model).vocab_size
     arguments: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     try:
-        with Attending(model, attend_to_self), torch.inference_mode():
+        with _replaced_attention(model, attend_to_self), torch.inference_mode():
             output: Any = model(
                 input_ids=tokens.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
@@ -165,43 +165,43 @@ def _run_at(
     except Exception as error:
         setting = "without a cache" if cache is None else f"with a cache of {first} tokens"
         raise UnsupportedModelError(
-            f"{type(model).__name__} fails over positions {first} to {last - 1}, the last that "
+            f"{type(model).__name__} fails at positions {first} to {last - 1}, the last that "
             f"it supports, {setting}: {type(error).__name__}: {error}"
         ) from error
     return [*recorded, ("the logits", output.logits[0])]
 
 
-_GOOD_LAYERS = (
+_SUPPORTED_LAYERS = (
     RECURRENT_KINDS | WITHOUT_ATTENTION | frozenset({"full_attention", "sliding_attention"})
 )
 _WHY_NOT = {
     "chunked_attention": "its context restarts at every chunk",
-    "indexed_attention": "it chooses the tokens that it sees by keys in addition to K and V",
+    "indexed_attention": "it selects tokens by additional keys, which are not stored",
 }
 
-# Cuts of the self-check's prompt and of the copies of its beginning: first the beginnings, then
-# one row each (which reads all earlier tokens from memory), then the rest.
+# The positions at which the prompt, and each copy of its beginning, is cut into three steps. The
+# second step has one row, which reads all earlier tokens from memory.
 _CUTS = ((0, 7, 8, 24), (0, 5, 6, 13), (0, 2, 3, 9), (0, 9, 10, 12), (0, 12, 13, 17))
 _BLOCK = 4
-# An error before the LM head shows in any part of a row's logits.
+# Logits of a row that are compared. An error before the LM head shows in any part of them.
 _LOGITS = 8192
-# Rounding may be this many times the effect of two units in the last place of attention ...
+# The tolerance, as a multiple of the effect of two units in the last place of attention.
 _NOISE_FACTOR = 4.0
-# ... in all but this share of a step's rows: a near tie of two experts may be decided either way.
+# Share of rows that may exceed the tolerance, since rounding may decide a near tie of experts.
 _LENIENT_ROWS = 0.25
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedModelError` if the configuration alone rules out paged K/V."""
+    """Raise `UnsupportedModelError` if the configuration excludes paged K/V."""
     name = type(config).__name__.removesuffix("Config")
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{name} is an encoder-decoder; only decoders, where all tokens share one causal "
-            "sequence, have a prefix to cache"
+            f"{name} is an encoder-decoder; allowed: decoders, where all tokens are one causal "
+            "sequence"
         )
     text = config.get_text_config()
     for kind in getattr(text, "layer_types", None) or ():
-        if kind not in _GOOD_LAYERS:
+        if kind not in _SUPPORTED_LAYERS:
             reason = _WHY_NOT.get(
                 kind, "it is neither full nor sliding-window attention, nor a recurrent layer"
             )
@@ -209,16 +209,16 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 class ProbedLayers(NamedTuple):
-    """The result of the checks: K and V of the layers with attention, and recurrent modules."""
+    """The K and V of each layer with attention, and the recurrent modules."""
 
     layouts: tuple[LayerLayout, ...]
     mixers: tuple[RecurrentMixer, ...]
 
 
 def probe_model(model: PreTrainedModel) -> ProbedLayers:
-    """Run all checks.
+    """Run all checks; raise `UnsupportedModelError` if one fails.
 
-    Leaves the model with transformers' eager attention. Raises `UnsupportedModelError`.
+    Leaves the model with transformers' eager attention.
     """
     accepted = signature(model.forward).parameters
     for name, reason in (
@@ -229,13 +229,12 @@ def probe_model(model: PreTrainedModel) -> ProbedLayers:
             raise UnsupportedModelError(f"{type(model).__name__} takes no {name}: {reason}")
     mixers = find_mixers(model, takes_positions(model))
     calls = _record(model, mixers)
-    layouts = tuple(call.layout for call in calls)
     for call in calls:
         _check_mask(model, call)
-    _check_pieces(model, calls, mixers)
+    _check_steps(model, calls, mixers)
     if calls:
         check_far_positions(model)
-    return ProbedLayers(layouts, mixers)
+    return ProbedLayers(tuple(call.layout for call in calls), mixers)
 
 
 class _Call(NamedTuple):
@@ -249,7 +248,7 @@ class _Call(NamedTuple):
 
 
 def _record(model: PreTrainedModel, mixers: tuple[RecurrentMixer, ...]) -> list[_Call]:
-    """Return the layers' calls of one pass over three tokens, in layer order.
+    """Return each layer's call of attention in a pass over three tokens, in layer order.
 
     A model with mixers may have layers without attention. Its calls are in the order of the pass.
     """
@@ -266,22 +265,22 @@ def _record(model: PreTrainedModel, mixers: tuple[RecurrentMixer, ...]) -> list[
         return call.query.new_zeros((1, tokens, call.query.shape[1], value_dim))
 
     tokens = torch.arange(3, device=model.device)
-    with Attending(model, return_zeros) as attending:
-        AttentionMaskInterface.register(attending.name, _mask_marker)
+    with _replaced_attention(model, return_zeros) as (name, counts):
+        AttentionMaskInterface.register(name, _mask_marker)
         try:
             positions = tokens if takes_positions(model) else None
             _run(model, tokens % _text_config(model).vocab_size, positions)
         finally:
-            AttentionMaskInterface._global_mapping.pop(attending.name)
+            AttentionMaskInterface._global_mapping.pop(name)
     if mixers:
         return calls
     calls.sort(key=lambda call: call.layer_idx or 0)
     if [call.layer_idx for call in calls] != list(range(_text_config(model).num_hidden_layers)):
-        _refuse_calls(model, attending.calls)
+        _refuse_calls(model, counts)
     return calls
 
 
-def _refuse_calls(model: PreTrainedModel, calls: Counter[int | None]) -> None:
+def _refuse_calls(model: PreTrainedModel, calls: _Calls) -> None:
     layers = _text_config(model).num_hidden_layers
     raise UnsupportedModelError(
         f"{type(model).__name__} has {layers} layers, of which {len(calls)} called attention "
@@ -293,14 +292,14 @@ def _refuse_calls(model: PreTrainedModel, calls: Counter[int | None]) -> None:
 def _mask_marker(
     *, mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **_: Any
 ) -> Tensor:
-    """Return an empty mask that carries the rule from which transformers makes the real one."""
+    """Return an empty mask that has transformers' mask function as an attribute."""
     marker = torch.zeros((1, 1, q_length, kv_length))
     marker.headstart_rule = mask_function  # type: ignore[attr-defined]
     return marker
 
 
 def _check_mask(model: PreTrainedModel, call: _Call) -> None:
-    """Compare the layer's own mask with a causal sliding window, also at far positions."""
+    """Raise an error unless the mask is causal with the call's window, also at far positions."""
     layer = f"layer {call.layer_idx} of {type(model).__name__}"
     if not call.is_causal:
         raise UnsupportedModelError(f"{layer} is not causal, as a token sees later tokens")
@@ -330,16 +329,16 @@ def _check_mask(model: PreTrainedModel, call: _Call) -> None:
     if not torch.equal(actual.cpu(), expected):
         differs = (actual.cpu() != expected).nonzero()[0].tolist()
         raise UnsupportedModelError(
-            f"the mask of {layer} is not the one of its call of attention (window: {window}): "
-            f"position {rows[differs[0]]} and position {columns[differs[1]]} differ"
+            f"the mask of {layer} does not fit its call of attention (window: {window}): it is "
+            f"wrong for query position {rows[differs[0]]} and key position {columns[differs[1]]}"
         )
 
 
 _Step = tuple[StepPlan, Tensor]
-"""One step of the self-check: its plan, and each row's position in the prompt."""
+"""A plan, and the position of each row in the prompt."""
 
 
-def _check_pieces(
+def _check_steps(
     model: PreTrainedModel, calls: list[_Call], mixers: tuple[RecurrentMixer, ...]
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -377,17 +376,15 @@ def _check_pieces(
         if float(is_wrong.float().mean()) > _LENIENT_ROWS:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not compute the same over paged K/V, in several "
-                "steps, "
-                f"as with transformers' own attention: {int(is_wrong.sum())} of {len(is_wrong)} "
-                "rows "
-                f"of logits differ by up to {float(differences.max()):.1e} of their size, where "
-                f"rounding explains {limit:.1e}; its layers use more than their "
+                f"steps, as with transformers' own attention: {int(is_wrong.sum())} of "
+                f"{len(is_wrong)} rows of logits differ by up to {float(differences.max()):.1e} of "
+                f"their size, and rounding explains {limit:.1e}; its layers use more than their "
                 + ("K, V and states" if mixers else "K and V")
             )
 
 
 def _steps(device: torch.device) -> tuple[list[_Step], int]:
-    """Return the steps and the number of blocks; sequences have separate, shuffled blocks."""
+    """Return the steps and the number of blocks. Each sequence has separate, shuffled blocks."""
     counts = [-(-cuts[-1] // _BLOCK) for cuts in _CUTS]
     blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
     ends = list(accumulate(counts))
@@ -407,7 +404,7 @@ def _steps(device: torch.device) -> tuple[list[_Step], int]:
 
 
 class _Paged:
-    """A model over paged K/V and slots for states, with the steps of the self-check."""
+    """A model over paged K/V and slots for states, and the steps that `_CUTS` describes."""
 
     def __init__(
         self, model: PreTrainedModel, calls: list[_Call], mixers: tuple[RecurrentMixer, ...]
@@ -422,9 +419,9 @@ class _Paged:
         self._states = self._mixers.make_memory(len(_CUTS))
 
     def run(self, step: _Step, prompt: Tensor, noise: float = 0.0) -> Tensor:
-        """Return the logits of one step, with results of attention and mixers changed by `noise`.
+        """Return the logits of one step.
 
-        noise: part of their size, up or down at random.
+        noise: the relative change of the results of attention and mixers, up or down at random.
         """
         plan, places = step
         number = CallOrder() if self._mixers.mixers else number_in_model
@@ -434,14 +431,13 @@ class _Paged:
             up_or_down = torch.randint(0, 2, out.shape, generator=signs) * 2 - 1
             return out * (1 + noise * up_or_down.to(out))
 
-        spans = enumerate(plan.spans)
         sequences = [
             SequenceRows(s.num_rows, slot if s.context > s.num_rows else -1, slot)
-            for slot, s in spans
+            for slot, s in enumerate(plan.spans)
         ]
         function = (lambda call: shake(attend(call))) if noise else attend
         with (
-            Attending(self._model, function) as attending,
+            _replaced_attention(self._model, function) as (_, calls),
             self._mixers.running(self._states, sequences, shake if noise else None),
         ):
             self._backend.begin_step(plan)
@@ -450,15 +446,15 @@ class _Paged:
                 logits = _run(self._model, prompt[places], positions)
             finally:
                 self._backend.end_step()
-        if attending.calls != self._calls:
-            _refuse_calls(self._model, attending.calls)
+        if calls != self._calls:
+            _refuse_calls(self._model, calls)
         return logits
 
 
 def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """Return the first logits of all rows in float32. Raise if the model fails over such a batch.
+    """Return the first `_LOGITS` logits of all rows in float32.
 
-    positions: None for the model's own counting.
+    positions: None for the model's default. Raises `UnsupportedModelError` if the model fails.
     """
     try:
         rows = torch.arange(len(tokens), device=tokens.device)
@@ -467,7 +463,7 @@ def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Te
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} fails over one row of tokens with explicit positions: {error}"
+            f"{type(model).__name__} fails with one row of tokens and explicit positions: {error}"
         ) from error
 
 
@@ -475,7 +471,7 @@ def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config()
 
 
-# The models that passed, by files, dtype, device and the classes of their modules.
+# The results of models, by files, dtype, device and the classes of their modules.
 _passed: dict[Hashable, ProbedLayers] = {}
 
 

@@ -1,13 +1,13 @@
 """Recurrent layers of transformers' models, with their states in slots.
 
-Such a layer is a module that transformers calls with a cache: the module reads the state of earlier
-tokens from the cache, convolves and scans its rows, and writes the state after them. Recurrent
-modules run over the rows of each sequence, all other modules over the flat batch. The cache of a
-recurrent module gets the states of the step's source slots before the call, and its states are
-copied to the target slots afterwards. Sequences with equally many rows run as one batch.
+transformers calls a recurrent module with a cache. The module reads the state of earlier tokens
+from the cache, and writes the state after its rows. Here, recurrent modules run over the rows of
+each sequence, and all other modules over the flat batch. Before a call, the states in the step's
+source slots are copied to the cache. After it, the states in the cache are copied to the target
+slots. Sequences with equal numbers of rows run as one batch.
 
-`find_mixers` finds the modules, and the shapes of their states, in one pass with transformers' own
-cache, so there is no table of architectures.
+`find_mixers` finds the recurrent modules, and the shapes of their states, by one pass with
+transformers' cache. It needs no table of architectures.
 """
 
 import math
@@ -30,7 +30,7 @@ from headstart.attention.recurrent import Recurrence
 from headstart.errors import UnsupportedModelError
 
 RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-"""Values of `layer_types` for layers with a state of fixed size; hybrid ones have K and V too."""
+"""Values of `layer_types` for layers with a state of fixed size. Hybrid ones also have K and V."""
 WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})
 """Values of `layer_types` for layers without K and V."""
 
@@ -43,8 +43,7 @@ class CachedState(NamedTuple):
     """A state in the cache of a layer.
 
     kind: the cache's attribute, `conv_states` or `recurrent_states`. number: the key in this
-    attribute. shape: the shape for one sequence. dtype: the dtype that the module reads; slots have
-    float32.
+    attribute. shape: of one sequence. dtype: of the state in the cache; slots have float32.
     """
 
     kind: str
@@ -56,9 +55,9 @@ class CachedState(NamedTuple):
 class RecurrentMixer(NamedTuple):
     """A module with states.
 
-    name: its dotted name. layer: its layer's number in the cache. argument: the name of its
-    argument for the cache. resumes_many: False if only calls with a single row read a state
-    (Mamba-1).
+    name: its dotted name. layer: the number of its layer in the cache. argument: the name of its
+    argument for the cache. resumes_many: False if a call with several rows ignores the state in the
+    cache (Mamba-1).
     """
 
     name: str
@@ -69,7 +68,7 @@ class RecurrentMixer(NamedTuple):
 
     @property
     def layout(self) -> StateLayout:
-        """The shapes of its states."""
+        """The shapes of the states."""
         return StateLayout(tuple(state.shape for state in self.states))
 
 
@@ -105,7 +104,7 @@ class _Tracer(DynamicCache):
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Follow the calls of all modules in a context."""
+        """Record in `calls` which modules are running, in a context."""
 
         def enter(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self.calls.append((name, kwargs))
@@ -129,8 +128,8 @@ def has_recurrent_layers(config: PreTrainedConfig) -> bool:
 def find_mixers(model: PreTrainedModel, takes_positions: bool) -> tuple[RecurrentMixer, ...]:
     """Return the modules with states, in the order of their calls.
 
-    takes_positions: False for a model without attention. Raises `UnsupportedModelError` if a layer
-    does not store its state in the cache.
+    takes_positions: the result of `takes_positions`. Raises `UnsupportedModelError` if a recurrent
+    layer does not store its state in the cache.
     """
     config = model.config.get_text_config()
     if not has_recurrent_layers(config):
@@ -164,7 +163,7 @@ def find_mixers(model: PreTrainedModel, takes_positions: bool) -> tuple[Recurren
 
 
 def _describe(model: PreTrainedModel, cache: _Tracer, name: str) -> RecurrentMixer:
-    """Return the mixer of this name after a pass with the cache."""
+    """Return the mixer of this name, from the records of a pass."""
     title = f"{name} of {type(model).__name__}"
     layers = {layer for layer, _, _ in cache.written[name]}
     if len(layers) > 1:
@@ -188,9 +187,9 @@ def _describe(model: PreTrainedModel, cache: _Tracer, name: str) -> RecurrentMix
 
 
 def _named_options(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that have a name in the module's signature.
+    """Return the arguments that the module's signature names.
 
-    Other arguments are for attention, or for kernels over padded batches.
+    The other arguments are for attention, or for kernels over padded batches.
     """
     named = signature(type(module).forward).parameters
     return {key: value for key, value in arguments.items() if key in named}
@@ -205,9 +204,9 @@ def _has_tensors(value: Any) -> bool:
 class _Group(NamedTuple):
     """Rows of several sequences that a mixer computes as one batch.
 
-    rows: their numbers in the flat batch `[sequences, rows]`. sources: the slots of the states
-    before them, None for zeros. writers, targets: sequences of the group by number, and the slots
-    that get the states after their rows.
+    rows: row numbers in the flat batch, `[sequences, rows]`. sources: the slot of each sequence's
+    state before these rows; None for zeros. Entry i of `writers` and `targets` means: the state
+    after sequence `writers[i]` of the group is written to slot `targets[i]`.
     """
 
     rows: Tensor
@@ -217,9 +216,9 @@ class _Group(NamedTuple):
 
 
 def _group_rows(recurrence: Recurrence, device: torch.device) -> list[_Group]:
-    """Return groups of rows, ordered so that each group's states are computed before the group.
+    """Return groups of rows, in an order in which states are written before they are read.
 
-    A sequence is divided after each row whose state is saved, and resumes from the saved state.
+    A sequence is divided after each row whose state is saved. It resumes from the saved state.
     """
     starts, saves = recurrence.starts.tolist(), dict(recurrence.saves.tolist())
     sources, targets = recurrence.sources.tolist(), recurrence.targets.tolist()
@@ -227,16 +226,16 @@ def _group_rows(recurrence: Recurrence, device: torch.device) -> list[_Group]:
     for number, (first, end) in enumerate(pairwise(starts)):
         source = sources[number]
         stops = [*(row + 1 for row in saves if first <= row < end - 1), end]
-        for turn, stop in enumerate(stops):
+        for part, stop in enumerate(stops):
             slots = [saves[stop - 1]] if stop - 1 in saves else []
             if stop == end:
                 slots.append(targets[number])
             piece = (first, source, slots)
-            groups.setdefault((turn, stop - first, source < 0), []).append(piece)
+            groups.setdefault((part, stop - first, source < 0), []).append(piece)
             first, source = stop, slots[0]
     return [
-        _make_group(length, is_new, groups[turn, length, is_new], device)
-        for turn, length, is_new in sorted(groups)
+        _make_group(length, is_new, groups[part, length, is_new], device)
+        for part, length, is_new in sorted(groups)
     ]
 
 
@@ -256,22 +255,22 @@ _UNLIMITED = (0.0, math.inf)
 
 
 def _limit_steps(module: Any) -> Callable[..., Tensor]:
-    """Return the module's `forward`, which also limits Mamba-2's steps in a call with one row.
+    """Return the module's `forward`, changed to apply Mamba-2's `time_step_limit` to single rows.
 
-    transformers applies `time_step_limit` to several rows but not to a single row, so the state
-    would depend on how a prompt is divided. Raises `UnsupportedModelError` for a module that
-    computes single rows by another function.
+    transformers applies it only in calls with several rows, so the state would depend on how a
+    prompt is divided. Raises `UnsupportedModelError` for a module that computes single rows by
+    another function.
     """
     limits = getattr(module, "time_step_limit", None)
-    forward = unwrap(type(module).forward)
     if limits in (None, _UNLIMITED):
         compute: Callable[..., Tensor] = module.forward
         return compute
+    forward = unwrap(type(module).forward)
     update = forward.__globals__.get(_UPDATE)
     if update is None or not signature(update).parameters.keys() >= _STEP_OPTIONS:
         raise UnsupportedModelError(
             f"{type(module).__name__} limits its steps to {limits}, and calls no {_UPDATE} with "
-            f"{' and '.join(sorted(_STEP_OPTIONS))}, where the limits can be applied to single rows"
+            f"{' and '.join(sorted(_STEP_OPTIONS))}, which could apply the limits to single rows"
         )
 
     def update_limited(
@@ -290,7 +289,7 @@ def _limit_steps(module: Any) -> Callable[..., Tensor]:
 
 
 class SequenceRows(NamedTuple):
-    """The rows of a sequence in a pass: their number, and the slots of the states around them."""
+    """The number of a sequence's rows in a pass, and the slots of the states before and after."""
 
     num_rows: int
     source: int
@@ -298,7 +297,7 @@ class SequenceRows(NamedTuple):
 
 
 class MixerStates:
-    """The mixers of a model, running over states in slots while `attached`."""
+    """The mixers of a model. They run over states in slots between `attach` and `detach`."""
 
     def __init__(self, model: PreTrainedModel, mixers: tuple[RecurrentMixer, ...]) -> None:
         self.mixers = mixers
@@ -318,7 +317,7 @@ class MixerStates:
             module.forward = partial(self._forward, number, _limit_steps(module))
 
     def detach(self) -> None:
-        """Let the mixers run as in transformers again; safe to call twice."""
+        """Restore the mixers' own `forward`; safe to call twice."""
         if self._memory is None:
             return
         self._memory = self._recurrence = None
@@ -338,10 +337,7 @@ class MixerStates:
         sequences: Sequence[SequenceRows],
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[None]:
-        """Run the mixers over slots of `memory`, for one pass in a context.
-
-        change: applied to the results of mixers.
-        """
+        """Run the mixers over slots of `memory` in one pass. change: applied to their results."""
         counts, sources, targets = zip(*sequences, strict=True)
         columns = ([0, *accumulate(counts)], sources, targets, [0] * len(counts))
         memory.recurrence = Recurrence(*(torch.tensor(c, dtype=torch.int32) for c in columns))
@@ -354,7 +350,7 @@ class MixerStates:
             self.detach()
 
     def reads_with_many(self, number: int) -> bool:
-        """Return True if a call with several rows reads each state of the mixer."""
+        """Return True if a call with several rows reads all states of the mixer."""
         mixer = self.mixers[number]
         module = self._model.get_submodule(mixer.name)
         device, generator = self._model.device, torch.Generator().manual_seed(0)
@@ -407,7 +403,7 @@ class MixerStates:
         states: list[Tensor],
         is_new: bool,
     ) -> Tensor:
-        """Compute rows `[sequences, rows, width]`; the states after them are in the cache."""
+        """Compute rows `[sequences, rows, width]`, and leave the states after them in the cache."""
         layer: Any = self._cache.layers[mixer.layer]
         for state, tensor in zip(mixer.states, states, strict=True):
             getattr(layer, state.kind)[state.number] = tensor.to(state.dtype)

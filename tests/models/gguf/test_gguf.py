@@ -394,7 +394,11 @@ def test_phi_3_has_two_sets_of_factors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "add", "said"),
     [
-        ("olmo2", lambda writer: writer.add_sliding_window(8), "a window, as OLMo 3"),
+        (
+            "olmo2",
+            lambda writer: writer.add_sliding_window(8),
+            "layers, like OLMo 3",
+        ),
         (
             "mistral3",
             lambda writer: writer.add_float32("mistral3.attention.temperature_scale", 0.1),

@@ -91,11 +91,9 @@ def words() -> tuple[list[str], list[str]]:
 
 # llama.cpp has no marks in the words of these, and tokenizer.json of their models has.
 MARKS = {"gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "tekken"}
-# Nor does it split these exactly as tokenizer.json does.
-OTHER = {"kimi-k2", "tiny_aya", "cohere2moe", "youtu", "afmoe"}
 
 
-@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS.keys() - OTHER))
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_tokens_are_those_of_llama_cpp(
     pre: str, words: tuple[list[str], list[str]], tmp_path: Path
 ) -> None:

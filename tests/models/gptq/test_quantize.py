@@ -88,16 +88,13 @@ def test_transformers_and_headstart_read_the_same_model(
     assert 0.01 < apart(expected, by_float) < 0.9 * apart(plain, by_float)
 
 
-def test_an_llm_answers_from_files_of_several_shards(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gptq, "_SHARD", 60_000)
+def test_an_llm_answers_from_one_file_per_layer(text: Path, tmp_path: Path) -> None:
     save_small(tmp_path / "float")
     told: list[int] = []
     quantize(plan_quantization(tmp_path / "float", tmp_path / "small", text), told.append)
     assert told == [1, 2]
     shards = sorted(path.name for path in (tmp_path / "small").glob("*.safetensors"))
-    assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
+    assert shards == [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
     with torch.no_grad():
         expected = loaded_by_transformers(tmp_path / "small")(TOKENS[None]).logits[0]
     llm = LLM(tmp_path / "small", dtype="float32", num_blocks=24, block_size=8, num_threads=1)

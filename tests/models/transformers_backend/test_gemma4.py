@@ -101,7 +101,7 @@ def test_an_error_of_a_configuration_names_the_model(
 ) -> None:
     save_gemma4(tmp_path, "experts")
 
-    def read_width(folder: Path, config: Any, ignored: Any) -> None:
+    def read_width(folder: Path, config: Any) -> None:
         _ = config.head_dim
 
     monkeypatch.setattr(loader, "check_decoder", read_width)

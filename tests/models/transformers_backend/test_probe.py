@@ -187,7 +187,7 @@ def test_a_mask_with_a_rule_of_its_own_is_found(monkeypatch: pytest.MonkeyPatch)
         return create_causal_mask(**kwargs, and_mask_function=every_other)
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", odd_mask)
-    with pytest.raises(UnsupportedModelError, match="is not the one of its call of attention"):
+    with pytest.raises(UnsupportedModelError, match="does not fit its call of attention"):
         probe_model(TINY["llama"]())
 
 
@@ -316,7 +316,7 @@ def test_a_length_that_the_model_cannot_reach_is_found(name: str) -> None:
     if name == "llama":
         probe_model(model)
         return
-    with pytest.raises(UnsupportedModelError, match="fails over positions 297 to 299, the last"):
+    with pytest.raises(UnsupportedModelError, match="fails at positions 297 to 299, the last"):
         probe_model(model)
 
 

@@ -229,27 +229,23 @@ class PagedKVMemory:
         """
         if not copies:
             return
-        self._copy([copy[:3] for copy in copies], is_window=False)
-        if self.num_window_blocks:
-            self._copy([(copy[3], copy[4], copy[2]) for copy in copies], is_window=True)
-
-    def _copy(self, copies: Sequence[tuple[int, ...]], *, is_window: bool) -> None:
-        """Copy rows in the layers of one pool."""
         size = self.block_size
-        slots = torch.tensor(
-            [
-                (source_block * size + row, target_block * size + row)
-                for source_block, target_block, num_rows in copies
-                for row in range(num_rows if min(source_block, target_block) >= 0 else 0)
-            ],
-            dtype=torch.int64,
-            device=self.device,
-        ).view(-1, 2)
-        source, target = slots.unbind(1)
-        for tensors in (self.keys, self.values, self.key_scales, self.value_scales):
-            for layer, tensor in enumerate(tensors):
-                if self.has_windows(layer) == is_window:
-                    tensor.index_copy_(0, target, tensor.index_select(0, source))
+        ends = [(0, 1), (3, 4)] if self.num_window_blocks else [(0, 1)]
+        for is_window, (source_end, target_end) in enumerate(ends):
+            slots = torch.tensor(
+                [
+                    (copy[source_end] * size + row, copy[target_end] * size + row)
+                    for copy in copies
+                    for row in range(copy[2] if min(copy[source_end], copy[target_end]) >= 0 else 0)
+                ],
+                dtype=torch.int64,
+                device=self.device,
+            ).view(-1, 2)
+            source, target = slots.unbind(1)
+            for tensors in (self.keys, self.values, self.key_scales, self.value_scales):
+                for layer, tensor in enumerate(tensors):
+                    if self.has_windows(layer) == is_window:
+                        tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 
 class StateMemory:

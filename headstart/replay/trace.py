@@ -49,9 +49,9 @@ _SESSION_ARRAYS = ("B", "t", "L", "out", "sess", "nblk", "leaf", "pdelta")
 class TraceRequest:
     """One request.
 
-    time: seconds since the trace began. parts: the ids of the prompt's full units; consecutive ids
-    are a range. num_tokens, num_output: tokens of the prompt and of the reply. session: equal for
-    the requests of one conversation. first_unit: added to each id.
+    time: seconds since the trace began. parts: the ids of the prompt's full units, in runs.
+    num_tokens, num_output: tokens of the prompt and of the reply. session: equal for the requests
+    of one conversation. first_unit: added to each id.
     """
 
     time: float
@@ -197,7 +197,7 @@ def _read_mooncake(location: str, name: str, ids: list[int], line: dict[str, Any
         )
     return TraceRequest(
         time=_number(location, line, "timestamp", 0) / 1000,
-        parts=_ranges(ids[:full]),
+        parts=(ids[:full],),
         num_tokens=length,
         num_output=_number(location, line, "output_length", 0),
         # All prompts of the published trace begin with the same block; the second one names a chat.
@@ -222,17 +222,6 @@ def _number(location: str, line: dict[str, Any], key: str, least: int) -> Any:
     if type(value) not in (int, float) or not least <= value < math.inf:
         raise ConfigError(f"{location}: {key} is {describe(value)}; allowed: at least {least}")
     return value
-
-
-def _ranges(ids: Sequence[int]) -> tuple[range, ...]:
-    """Return the ids as ranges. New blocks of a prompt have consecutive ids, so ranges are few."""
-    ranges: list[range] = []
-    for unit in ids:
-        if ranges and ranges[-1].stop == unit:
-            ranges[-1] = range(ranges[-1].start, unit + 1)
-        else:
-            ranges.append(range(unit, unit + 1))
-    return tuple(ranges)
 
 
 def _read_sessions(path: Path) -> Trace:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
@@ -62,6 +62,8 @@ def leave_out_hosted(tools: Sequence[Any] | None, request: Request, function_typ
         request.state.ignored = shorten(names)
 
 
+Item = TypeVar("Item")
+
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -103,6 +105,13 @@ class Tool:
         return {"type": "function", "function": function}
 
 
+def make_tools(items: Sequence[Item], make: Callable[[Item], Tool]) -> tuple[Tool, ...]:
+    """Return the tools of a request. Raises RequestError for too many, before it makes any."""
+    if len(items) > MAX_TOOLS:
+        raise RequestError(f"there are {len(items)} tools; allowed: {MAX_TOOLS} at most")
+    return tuple(map(make, items))
+
+
 @dataclass(frozen=True)
 class ToolUse:
     """The tools of a request, and how an answer may use them. Raises RequestError.
@@ -118,8 +127,6 @@ class ToolUse:
     allowed: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tools) > MAX_TOOLS:
-            raise RequestError(f"there are {len(self.tools)} tools; allowed: {MAX_TOOLS} at most")
         names = {tool.name for tool in self.tools}
         if len(names) < len(self.tools):
             raise RequestError("two tools have the same name; allowed: different names")

@@ -25,7 +25,7 @@ from headstart.server.bodies import (
 )
 from headstart.server.chats import ChatFields, chat_content
 from headstart.server.errors import ApiError
-from headstart.server.tools import HostedTool, Tool, ToolUse, tag_tool
+from headstart.server.tools import HostedTool, Tool, ToolUse, make_tools, tag_tool
 
 Parts = list[dict[str, Any]]
 """Parts of a chat's message, in OpenAI's form."""
@@ -390,8 +390,8 @@ class CountTokensRequest(ChatFields):
         return [*messages, *(message for turn in self.messages for message in turn.as_messages())]
 
     def read_tools(self) -> ToolUse:
-        definitions = (tool for tool in self.tools or () if isinstance(tool, ToolDefinition))
-        tools = tuple(tool.as_tool() for tool in definitions)
+        definitions = [tool for tool in self.tools or () if isinstance(tool, ToolDefinition)]
+        tools = make_tools(definitions, ToolDefinition.as_tool)
         choice = self.tool_choice
         if choice is None:
             return ToolUse(tools)

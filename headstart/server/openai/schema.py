@@ -26,7 +26,7 @@ from headstart.server.bodies import (
 )
 from headstart.server.chats import ChatCall, ChatFields
 from headstart.server.errors import ApiError
-from headstart.server.tools import Tool, ToolUse
+from headstart.server.tools import Tool, ToolUse, make_tools
 from headstart.validation import describe, shorten
 
 ACCEPTED = frozenset(
@@ -352,7 +352,7 @@ class TemplateFields(Body):
     documents: Many[dict[str, Any]] | None = None
 
     def as_tools(self) -> tuple[Tool, ...]:
-        return tuple(tool.function.as_tool() for tool in self.tools or ())
+        return make_tools([tool.function for tool in self.tools or ()], Function.as_tool)
 
     def read_template(self) -> dict[str, Any]:
         """Return the template options, without the tools."""
@@ -436,7 +436,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
         if self.functions is not None or self.function_call is not None:
             if self.tools is not None or self.tool_choice is not None:
                 raise RequestError("tools and functions are both set; allowed: one of them")
-            tools = tuple(function.as_tool() for function in self.functions or ())
+            tools = make_tools(self.functions or (), Function.as_tool)
             choice, parallel = self.function_call, False
         if isinstance(choice, ToolChoice):
             choice = choice.function

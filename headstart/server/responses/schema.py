@@ -6,7 +6,8 @@ conversations. Fields without meaning for a server of one model are accepted wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,7 +17,7 @@ from headstart.server.bodies import Body, Flag, Label, Many, Real, Whole, at_mos
 from headstart.server.chats import ChatFields
 from headstart.server.errors import ApiError
 from headstart.server.responses.items import AnyTool, CallKind, Item, NamespaceTool, spell_name
-from headstart.server.tools import HostedTool, Tool, ToolUse
+from headstart.server.tools import HostedTool, Tool, ToolUse, make_tools
 
 
 class NamedChoice(Body):
@@ -161,7 +162,7 @@ class InputTokensRequest(ChatFields):
         return extend(earlier, self.input)
 
     def read_tools(self) -> ToolUse:
-        tools = tuple(tool for _, tool in self._read_tools())
+        tools = make_tools([*self._tool_readers()], lambda read: read()[1])
         parallel = self.parallel_tool_calls is not False
         choice = self.tool_choice
         if isinstance(choice, NamedChoice):
@@ -174,14 +175,14 @@ class InputTokensRequest(ChatFields):
 
     def call_kinds(self) -> dict[str, CallKind]:
         """Return the kind of each tool's calls, by the name that the model sees."""
-        return {tool.name: kind for kind, tool in self._read_tools()}
+        return {tool.name: kind for kind, tool in (read() for read in self._tool_readers())}
 
-    def _read_tools(self) -> Iterator[tuple[CallKind, Tool]]:
+    def _tool_readers(self) -> Iterator[Callable[[], tuple[CallKind, Tool]]]:
         for tool in self.tools or ():
             if isinstance(tool, NamespaceTool):
-                yield from (inner.read(tool.name) for inner in tool.tools)
+                yield from (partial(inner.read, tool.name) for inner in tool.tools)
             elif not isinstance(tool, HostedTool):
-                yield tool.read()
+                yield tool.read
 
     def read_template(self) -> dict[str, Any]:
         if self.reasoning is None or self.reasoning.effort is None:

@@ -30,19 +30,19 @@ class LayerGroup:
     def clear(self) -> None:
         """Forget all content and all sequences."""
 
-    def resume(self, computed: ComputedBlocks, known: int) -> ComputedBlocks:
+    def resume(self, computed: ComputedBlocks, known_tokens: int) -> ComputedBlocks:
         """Return the lookup, cut to the deepest position where the group can resume.
 
-        known: the number of tokens with cached K/V, which bounds the position.
+        known_tokens: the number of tokens with cached K/V, which bounds the position.
         """
         if computed.sequence.is_loaded:
             return computed
-        position, state, writer = self.find(computed, known)
+        position, state, writer = self.find(computed, known_tokens)
         rows = position - len(computed.blocks) * computed.sequence.block_size
         partial = computed.partial if rows > 0 else None
         return computed._replace(
             num_tokens=position,
-            known_tokens=known,
+            known_tokens=known_tokens,
             state=state,
             writer=computed.writer or writer,
             is_fork=computed.writer is None,
@@ -50,9 +50,9 @@ class LayerGroup:
         )
 
     def find(
-        self, computed: ComputedBlocks, known: int
+        self, computed: ComputedBlocks, known_tokens: int
     ) -> tuple[int, Checkpoint | None, str | None]:
-        """Return the deepest position up to `known` to resume from, and its checkpoint, if any.
+        """Return the deepest position up to `known_tokens` to resume from, and its checkpoint.
 
         Also return the request that is writing a deeper checkpoint, if any.
         """

@@ -2,7 +2,7 @@
 
 A node whose block was evicted stays as a ghost, so that a miss can be explained as an eviction. The
 latest `max_ghosts` ghosts stay. Older ghosts stay only if they are the first evicted block of their
-prefix, because a lookup of the prefix ends there. Up to `TOPS * max_ghosts` of these stay. An
+prefix, because a lookup of the prefix ends there. Up to `OLD_GHOSTS * max_ghosts` of these stay. An
 evicted node also stays while one of its descendants is cached or a ghost.
 
 The node of a partial block (the last block of a finished request, if it is not full) has no
@@ -101,10 +101,10 @@ class PrefixTree:
             if salt is not None:
                 namespace = Namespace(namespace.adapter, salt)
             depth, nodes = start + 1, [node] if node.block is not None else []
-            while (only := node.child) is not None:
-                if isinstance(only, Branches) or cut_salt(only.key)[0] is not None:
+            while (only_child := node.child) is not None:
+                if isinstance(only_child, Branches) or cut_salt(only_child.key)[0] is not None:
                     break
-                node, depth = only, depth + 1
+                node, depth = only_child, depth + 1
                 if node.block is not None:
                     nodes.append(node)
             blocks = [node.block for node in nodes if node.block is not None]
@@ -132,22 +132,22 @@ class PrefixTree:
         self, parent: PrefixNode, key: BlockKey, kind: type[PrefixNode] = PrefixNode
     ) -> PrefixNode:
         """Return the child with this key, which must not be empty; create it if there is none."""
-        only = parent.child
-        if only is None:
+        child = parent.child
+        if child is None:
             parent.child = node = make_node(parent, key, kind)
             return node
-        if only.key == key:
-            return only
-        branches = only if isinstance(only, Branches) else self.branch(parent, only)
+        if child.key == key:
+            return child
+        branches = child if isinstance(child, Branches) else self.branch(parent, child)
         child = branches.nodes.get(key)
         if child is None:
             child = branches.nodes[key] = make_node(parent, key, kind)
         return child
 
-    def branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:
+    def branch(self, parent: PrefixNode, only_child: PrefixNode) -> Branches:
         """Replace an only child by `Branches` with this child."""
         branches = Branches(parent)
-        branches.nodes[only.key] = only
+        branches.nodes[only_child.key] = only_child
         parent.child = branches
         return branches
 
@@ -181,7 +181,7 @@ class PrefixTree:
         return parent
 
 
-TOPS = 5
+OLD_GHOSTS = 5
 """Limit of the older ghosts, as a multiple of `max_ghosts`."""
 
 
@@ -196,25 +196,25 @@ class PrefixIndex(PrefixTree):
         super().__init__()
         self.max_ghosts = max_ghosts
         self.unwritten: set[KVCacheBlock] = set()
-        self._unlisted: list[PrefixNode] = []  # unwritten siblings, in no `order` yet
+        self._unordered: list[PrefixNode] = []  # unwritten siblings, in no `order` yet
         self._ghosts: deque[PrefixNode] = deque()
-        self._tops: deque[PrefixNode] = deque()  # older ghosts: first evicted blocks of prefixes
+        self._old_ghosts: deque[PrefixNode] = deque()  # the first evicted blocks of prefixes
         self._ancestors: set[PrefixNode] = set()  # evicted nodes that stay for their descendants
 
     def clear(self) -> None:
         """Remove all nodes."""
         self._roots.clear()
         self.unwritten.clear()
-        self._unlisted.clear()
+        self._unordered.clear()
         self._ghosts.clear()
-        self._tops.clear()
+        self._old_ghosts.clear()
         self._ancestors.clear()
 
     def check(self, nodes: set[PrefixNode]) -> None:
         """Raise AssertionError if one of `nodes`, all nodes of the tree, should be removed."""
-        ghosts = {node for node in (*self._ghosts, *self._tops) if node.block is None}
+        ghosts = {node for node in (*self._ghosts, *self._old_ghosts) if node.block is None}
         assert len(self._ghosts) <= self.max_ghosts, "there are too many ghosts"
-        assert len(self._tops) <= TOPS * self.max_ghosts, "there are too many ghosts"
+        assert len(self._old_ghosts) <= OLD_GHOSTS * self.max_ghosts, "there are too many ghosts"
         assert PartialNode not in map(type, self._ghosts), "a partial block is a ghost"
         for node in nodes - ghosts:
             assert node.block is not None or node.child is not None, "an unused node is left"
@@ -242,14 +242,14 @@ class PrefixIndex(PrefixTree):
             node = child
         return node, blocks
 
-    def branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:
+    def branch(self, parent: PrefixNode, only_child: PrefixNode) -> Branches:
         """Replace an only child by `Branches`, whose `order` has its key if it is written."""
-        branches = super().branch(parent, only)
-        if only.block is not None:
-            if only.block in self.unwritten:
-                self._unlisted.append(only)
+        branches = super().branch(parent, only_child)
+        if only_child.block is not None:
+            if only_child.block in self.unwritten:
+                self._unordered.append(only_child)
             else:
-                branches.order.append(only.key)
+                branches.order.append(only_child.key)
         return branches
 
     def covered_partial(self, node: PrefixNode) -> PrefixNode | None:
@@ -271,9 +271,9 @@ class PrefixIndex(PrefixTree):
         parent = node.parent
         if parent is not None and isinstance(parent.child, Branches):
             if block in self.unwritten:
-                self._unlisted.append(node)
+                self._unordered.append(node)
             else:
-                _list(node, parent.child.order)
+                _add_key(node, parent.child.order)
 
     def replace(self, node: PrefixNode, block: KVCacheBlock) -> None:
         """Replace the node's block by another block with the same content."""
@@ -281,17 +281,17 @@ class PrefixIndex(PrefixTree):
         assert node.parent is not None
         branches = node.parent.child
         if isinstance(branches, Branches) and block in self.unwritten:
-            _unlist(node, branches.order)
-            self._unlisted.append(node)
+            _remove_key(node, branches.order)
+            self._unordered.append(node)
 
     def commit(self) -> None:
         """Mark all blocks as written, so that their rows may be copied."""
-        for node in self._unlisted:
+        for node in self._unordered:
             if node.block is not None and node.parent is not None:
                 branches = node.parent.child
                 if isinstance(branches, Branches):
-                    _list(node, branches.order)
-        self._unlisted.clear()
+                    _add_key(node, branches.order)
+        self._unordered.clear()
         self.unwritten.clear()
 
     def detach(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -303,7 +303,7 @@ class PrefixIndex(PrefixTree):
             node.block = block.node = None
             child = node.parent.child
             if child is not node and isinstance(child, Branches):
-                _unlist(node, child.order)
+                _remove_key(node, child.order)
             if node.__class__ is PartialNode:
                 self._prune(node)
             else:
@@ -313,7 +313,7 @@ class PrefixIndex(PrefixTree):
 
     def _drop_ghosts(self, count: int) -> None:
         """Drop the oldest `count` ghosts, but not the first evicted blocks of prefixes."""
-        ghosts, ancestors, tops = self._ghosts, self._ancestors, self._tops
+        ghosts, ancestors, old_ghosts = self._ghosts, self._ancestors, self._old_ghosts
         for _ in range(count):
             node = ghosts.popleft()
             if node.block is not None:
@@ -322,14 +322,14 @@ class PrefixIndex(PrefixTree):
             if node.child is not None:
                 ancestors.add(node)
             elif parent is None or parent.block is not None or parent.parent is None:
-                tops.append(node)
+                old_ghosts.append(node)
             elif parent.child is not node or (ancestors and parent in ancestors):
                 self._prune(node)
             else:  # the common case: an only child whose parent is a ghost
                 parent.child = None
         # Ancestors count as well, because a single old ghost may need a whole path of them.
-        while tops and len(tops) + len(ancestors) > TOPS * self.max_ghosts:
-            node = tops.popleft()
+        while old_ghosts and len(old_ghosts) + len(ancestors) > OLD_GHOSTS * self.max_ghosts:
+            node = old_ghosts.popleft()
             if node.block is None:
                 if node.child is not None:
                     ancestors.add(node)
@@ -346,13 +346,13 @@ class PrefixIndex(PrefixTree):
             node = parent
 
 
-def _list(node: PrefixNode, order: list[BlockKey]) -> None:
+def _add_key(node: PrefixNode, order: list[BlockKey]) -> None:
     i = bisect_left(order, node.key)
     if i == len(order) or order[i] != node.key:
         order.insert(i, node.key)
 
 
-def _unlist(node: PrefixNode, order: list[BlockKey]) -> None:
+def _remove_key(node: PrefixNode, order: list[BlockKey]) -> None:
     i = bisect_left(order, node.key)
     if i < len(order) and order[i] == node.key:
         del order[i]

@@ -102,7 +102,7 @@ class KVCacheManager:
         self.pool.group = self.group
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
-        self._mark = object()  # the `holder` of sequences that hold blocks here
+        self._holder = object()  # the `holder` of sequences that hold blocks here
         # The sequence that will compute a full block next, by the block's (parent, key). One entry
         # per sequence suffices: another prompt with the same prefix hits the blocks before it.
         self._in_progress: dict[tuple[PrefixNode | Namespace, BlockKey], TokenSequence] = {}
@@ -133,7 +133,7 @@ class KVCacheManager:
 
     def is_known(self, sequence: TokenSequence) -> bool:
         """Return True if this sequence object holds blocks; an equal id is not enough."""
-        return sequence.holder is self._mark
+        return sequence.holder is self._holder
 
     @property
     def _version(self) -> int:
@@ -173,8 +173,9 @@ class KVCacheManager:
     def cut(self, computed: ComputedBlocks, count: int) -> ComputedBlocks:
         """Return a lookup truncated to its first `count` blocks."""
         computed = computed.cut(count, self.block_size)
-        known = computed.known_tokens
-        return computed if self.group is None else self.group.resume(computed, known)
+        if self.group is None:
+            return computed
+        return self.group.resume(computed, computed.known_tokens)
 
     def save_fork(self, computed: ComputedBlocks) -> bool:
         """Let the step under way save a checkpoint where the lookup's cached K/V end.
@@ -277,7 +278,7 @@ class KVCacheManager:
         if sequence.is_counted:
             self.stats.admit(sequence, hit_tokens, missed)
         self._sequences[sequence.request_id] = sequence
-        sequence.holder = self._mark
+        sequence.holder = self._holder
         self.pool.touch(hits)
         partial = computed.partial if computed is not None else None
         window = group.window_block(partial.block) if group is not None and partial else -1
@@ -354,13 +355,13 @@ class KVCacheManager:
         if num_new_tokens < 1 or end > len(sequence.token_ids):
             check_count(sequence, num_new_tokens, sequence.num_computed_tokens)
         stop = end + num_drafted
-        has_slots = stop < sequence.capacity and sequence.holder is self._mark
+        has_slots = stop < sequence.capacity and sequence.holder is self._holder
         group = self.group
         if has_slots and (group is None or group.has_slots(sequence, stop)):
             sequence.step = self._step
             sequence.num_computed_tokens = end
             return True
-        if sequence.holder is not self._mark:
+        if sequence.holder is not self._holder:
             raise CacheError(f"{sequence.request_id!r} holds no blocks: allocate_slots comes first")
         if self._caching:
             sequence.cut(self.block_size)  # before any change, because it may raise
@@ -506,18 +507,18 @@ class KVCacheManager:
             self._check_known(sequence)
         unwritten = self.pool.index.unwritten
         held = Counter(block for sequence in sequences for block in sequence.blocks)
-        computed: dict[KVCacheBlock, None] = {}  # in this step, or since the admission
+        new: dict[KVCacheBlock, None] = {}  # computed in this step, or since the admission
         for sequence in sequences:
-            computed.update(dict.fromkeys(b for b in sequence.blocks if b in unwritten))
-            computed.update(dict.fromkeys(sequence.blocks[sequence.num_reused :]))
+            new.update(dict.fromkeys(b for b in sequence.blocks if b in unwritten))
+            new.update(dict.fromkeys(sequence.blocks[sequence.num_reused :]))
         # Forget all blocks before any is freed: the identity of a freed block passes to a copy,
         # which may be one of these blocks.
-        self.pool.forget([b for b in computed if b.node is not None and b.ref_cnt == held[b]])
+        self.pool.forget([b for b in new if b.node is not None and b.ref_cnt == held[b]])
         for sequence in sequences:
             if self.group is not None:
                 self.group.discard(sequence)
             self._give_back(sequence)
-        unwritten.difference_update([b for b in computed if b.node is None])
+        unwritten.difference_update([b for b in new if b.node is None])
 
     def _check_known(self, sequence: TokenSequence) -> None:
         if not self.is_known(sequence):

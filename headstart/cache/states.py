@@ -92,7 +92,7 @@ class StatePool(LayerGroup):
         self.only_borders = only_borders
         self.unsaved: dict[Checkpoint, None] = {}
         self._free: list[int] = []
-        self._at: dict[PrefixNode, dict[BlockKey, Checkpoint]] = {}
+        self._by_node: dict[PrefixNode, dict[BlockKey, Checkpoint]] = {}
         self._states: dict[TokenSequence, SequenceState] = {}
         # A heap of (value, number of the entry, checkpoint); the values may be old.
         self._queue: list[tuple[int, int, Checkpoint]] = []
@@ -103,7 +103,7 @@ class StatePool(LayerGroup):
     def clear(self) -> None:
         self._free = list(range(self.num_slots))[::-1]
         self.unsaved.clear()
-        self._at.clear()
+        self._by_node.clear()
         self._states.clear()
         self._queue.clear()
         self._clock = 0
@@ -111,7 +111,7 @@ class StatePool(LayerGroup):
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """All written checkpoints."""
-        return [c for here in self._at.values() for c in here.values() if c.writer is None]
+        return [c for by_key in self._by_node.values() for c in by_key.values() if c.writer is None]
 
     @property
     def num_working(self) -> int:
@@ -130,7 +130,7 @@ class StatePool(LayerGroup):
     # Lookup
 
     def find(
-        self, computed: ComputedBlocks, known: int
+        self, computed: ComputedBlocks, known_tokens: int
     ) -> tuple[int, Checkpoint | None, str | None]:
         """See `LayerGroup.find`. A deeper checkpoint must save at least `MIN_GAIN` more tokens."""
         sequence, blocks = computed.sequence, computed.blocks
@@ -138,14 +138,14 @@ class StatePool(LayerGroup):
         position_of_writer = 0
         if self.num_slots == 1:  # to resume, a sequence needs a checkpoint and a working slot
             return 0, None, None
-        for depth in range(min(known // self.block_size, len(blocks)), 0, -1):
+        for depth in range(min(known_tokens // self.block_size, len(blocks)), 0, -1):
             node = blocks[depth - 1].node
-            here = self._at.get(node) if node is not None else None
-            if not here:
+            by_key = self._by_node.get(node) if node is not None else None
+            if not by_key:
                 continue
             key = _next_key(sequence, depth, self.block_size)
-            for checkpoint in sorted(here.values(), key=_position, reverse=True):
-                if checkpoint.position > known or not key.startswith(checkpoint.key):
+            for checkpoint in sorted(by_key.values(), key=_position, reverse=True):
+                if checkpoint.position > known_tokens or not key.startswith(checkpoint.key):
                     continue
                 if checkpoint.writer is None:
                     is_near = position_of_writer - checkpoint.position < MIN_GAIN
@@ -160,19 +160,20 @@ class StatePool(LayerGroup):
         source = computed.state if computed is not None else None
         return bool(self._free) or any(
             checkpoint.writer is None and checkpoint is not source and not checkpoint.users
-            for here in self._at.values()
-            for checkpoint in here.values()
+            for by_key in self._by_node.values()
+            for checkpoint in by_key.values()
         )
 
     def start(self, sequence: TokenSequence, computed: ComputedBlocks | None, end: int) -> None:
-        source, known = (computed.state, computed.known_tokens) if computed else (None, 0)
+        source, known_tokens = (computed.state, computed.known_tokens) if computed else (None, 0)
         if source is not None:
             source.users += 1
         slot = self._take()
         assert slot >= 0, "start was called although can_start is False"
         length = len(sequence.token_ids)
         start = source.position if source is not None else 0
-        wanted = {length - 1, known, *sequence.forks, *(m.num_tokens for m in sequence.marks)}
+        marks = [mark.num_tokens for mark in sequence.marks]
+        wanted = {length - 1, known_tokens, *sequence.forks, *marks}
         if sequence.is_loaded:
             wanted = set()
         if self.only_borders:
@@ -182,8 +183,8 @@ class StatePool(LayerGroup):
         interval = self.interval * -(-length // (self.interval * most))
         state = SequenceState(slot, source, ahead, interval, length)
         self._states[sequence] = state
-        if known in ahead and sequence.is_stored:
-            checkpoint = self._place(sequence, known)
+        if known_tokens in ahead and sequence.is_stored:
+            checkpoint = self._place(sequence, known_tokens)
             if checkpoint is not None:
                 state.announced.append(checkpoint)
 
@@ -229,18 +230,18 @@ class StatePool(LayerGroup):
         return True
 
     def save_fork(self, computed: ComputedBlocks, step: int) -> bool:
-        known, blocks = computed.known_tokens, computed.blocks
-        depth = known // self.block_size
-        is_far = known - computed.num_tokens >= MIN_GAIN
-        if not is_far or not computed.is_fork or known % self.block_size:
+        known_tokens, blocks = computed.known_tokens, computed.blocks
+        depth = known_tokens // self.block_size
+        is_far = known_tokens - computed.num_tokens >= MIN_GAIN
+        if not is_far or not computed.is_fork or known_tokens % self.block_size:
             return False
         for sequence, state in self._states.items():
             if (
                 sequence.step == step
-                and state.step_start < known <= sequence.num_computed_tokens
+                and state.step_start < known_tokens <= sequence.num_computed_tokens
                 and sequence.blocks[depth - 1] is blocks[depth - 1]
             ):
-                return self.save(sequence, known)
+                return self.save(sequence, known_tokens)
         return False
 
     def load(self, sequence: TokenSequence, *, is_saved: bool) -> None:
@@ -295,8 +296,8 @@ class StatePool(LayerGroup):
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
         for block in blocks:
             node = block.node
-            if node is not None and node in self._at:
-                for checkpoint in list(self._at[node].values()):
+            if node is not None and node in self._by_node:
+                for checkpoint in list(self._by_node[node].values()):
                     self._drop(checkpoint)
 
     # Slots
@@ -316,10 +317,10 @@ class StatePool(LayerGroup):
         if node is None:
             return None
         key = sequence.cut_partial(position, self.block_size) if rows else _BORDER
-        here = self._at.setdefault(node, {})
-        if key in here:
+        by_key = self._by_node.setdefault(node, {})
+        if key in by_key:
             return None
-        checkpoint = here[key] = Checkpoint(node, key, position, sequence.request_id)
+        checkpoint = by_key[key] = Checkpoint(node, key, position, sequence.request_id)
         return checkpoint
 
     def _take(self, gain: int | None = None) -> int:
@@ -331,7 +332,7 @@ class StatePool(LayerGroup):
         """
         if self._free:
             return self._free.pop()
-        passed = []
+        skipped = []
         slot = -1
         while self._queue:
             bound, number, checkpoint = heappop(self._queue)
@@ -341,7 +342,7 @@ class StatePool(LayerGroup):
             if value > bound:
                 heappush(self._queue, (value, number, checkpoint))
             elif checkpoint.users or (gain is not None and value > self._clock + LAST * gain):
-                passed.append((bound, number, checkpoint))
+                skipped.append((bound, number, checkpoint))
                 if not checkpoint.users:
                     break
             else:
@@ -350,7 +351,7 @@ class StatePool(LayerGroup):
                 self._drop(checkpoint)
                 slot = self._free.pop()
                 break
-        for entry in passed:
+        for entry in skipped:
             heappush(self._queue, entry)
         return slot
 
@@ -359,7 +360,7 @@ class StatePool(LayerGroup):
         node, key = checkpoint.node, checkpoint.key
         while node is not None:
             deepest: Checkpoint | None = None
-            for other in self._at[node].values() if node in self._at else ():
+            for other in self._by_node[node].values() if node in self._by_node else ():
                 is_before = other.writer is None and other.position < checkpoint.position
                 if is_before and key.startswith(other.key):
                     deepest = (
@@ -409,10 +410,10 @@ class StatePool(LayerGroup):
         node = checkpoint.node
         if node is None:
             return
-        here = self._at[node]
-        del here[checkpoint.key]
-        if not here:
-            del self._at[node]
+        by_key = self._by_node[node]
+        del by_key[checkpoint.key]
+        if not by_key:
+            del self._by_node[node]
         checkpoint.node = None
         self.unsaved.pop(checkpoint, None)
         if checkpoint.slot >= 0 and checkpoint.writer is None and not checkpoint.users:
@@ -428,10 +429,10 @@ class StatePool(LayerGroup):
         assert self.unsaved.keys() <= set(self.checkpoints), "a dropped checkpoint is to be saved"
         queued = {checkpoint for _, _, checkpoint in self._queue}
         sources = [state.source for state in self._states.values()]
-        for node, here in self._at.items():
-            assert here, "a prefix has an entry but no checkpoint"
+        for node, by_key in self._by_node.items():
+            assert by_key, "a prefix has an entry but no checkpoint"
             assert node.block is not None, "a checkpoint's block is not cached"
-            for key, checkpoint in here.items():
+            for key, checkpoint in by_key.items():
                 assert checkpoint.node is node and checkpoint.key == key, (
                     "a checkpoint is misplaced"
                 )

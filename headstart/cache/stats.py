@@ -129,8 +129,10 @@ class PrefixCacheStats:
                 self.queried_tokens += admission.queried_tokens
                 self.hit_tokens += admission.hit_tokens
                 self.missed[admission.missed.reason] += 1
-                known = admission.missed.known_tokens  # 0 unless a state or window was missing
-                self.recomputed_tokens += max(0, known - admission.hit_tokens)
+                known_tokens = (
+                    admission.missed.known_tokens
+                )  # 0 unless a state or window was missing
+                self.recomputed_tokens += max(0, known_tokens - admission.hit_tokens)
         self._admitted.clear()
 
     def take_back(self) -> None:

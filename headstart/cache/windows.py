@@ -40,8 +40,8 @@ class WindowPool(LayerGroup):
         self._owners: list[KVCacheBlock | None] = []  # the block of each window block
         self._users: list[int] = []  # number of sequences that use each window block
         self._empty: list[int] = []
-        self._passed: OrderedDict[int, None] = OrderedDict()  # unused, evicted first
-        self._ends: OrderedDict[int, None] = OrderedDict()  # unused, evicted last
+        self._evict_first: OrderedDict[int, None] = OrderedDict()  # unused, evicted first
+        self._evict_last: OrderedDict[int, None] = OrderedDict()  # unused, evicted last
         self._fresh: set[int] = set()  # attached in the step under way
         self._sequences: dict[TokenSequence, SequenceWindow] = {}
         self.clear()
@@ -51,15 +51,15 @@ class WindowPool(LayerGroup):
         self._owners = [None] * self.num_blocks
         self._users = [0] * self.num_blocks
         self._empty = list(range(self.num_blocks))[::-1]
-        self._passed.clear()
-        self._ends.clear()
+        self._evict_first.clear()
+        self._evict_last.clear()
         self._fresh.clear()
         self._sequences.clear()
 
     @property
     def num_free(self) -> int:
         """The number of window blocks that no sequence uses, cached blocks included."""
-        return len(self._empty) + len(self._passed) + len(self._ends)
+        return len(self._empty) + len(self._evict_first) + len(self._evict_last)
 
     @property
     def num_empty(self) -> int:
@@ -78,10 +78,10 @@ class WindowPool(LayerGroup):
         return max(0, start - self.width + 1) // self.block_size
 
     def find(
-        self, computed: ComputedBlocks, known: int
+        self, computed: ComputedBlocks, known_tokens: int
     ) -> tuple[int, Checkpoint | None, str | None]:
         blocks, partial = computed.blocks, computed.partial
-        end = known
+        end = known_tokens
         if partial is not None and not self._is_written(partial.block):
             end = min(end, len(blocks) * self.block_size)
         for index in range(min(len(blocks), -(-end // self.block_size)) - 1, -1, -1):
@@ -123,9 +123,10 @@ class WindowPool(LayerGroup):
         return stop - first - num_used <= self.num_free
 
     def start(self, sequence: TokenSequence, computed: ComputedBlocks | None, end: int) -> None:
-        start, known = (computed.num_tokens, computed.known_tokens) if computed else (0, 0)
+        start, known_tokens = (computed.num_tokens, computed.known_tokens) if computed else (0, 0)
         length = len(sequence.token_ids)
-        wanted = [length - 1, known, *sequence.forks, *(m.num_tokens for m in sequence.marks)]
+        marks = [mark.num_tokens for mark in sequence.marks]
+        wanted = [length - 1, known_tokens, *sequence.forks, *marks]
         per_window = self.width // self.block_size + 2
         most = max(1, self.num_blocks // (4 * per_window))  # windows at intervals
         interval = max(4 * self.width, -(-length // (most + 1)))
@@ -141,7 +142,7 @@ class WindowPool(LayerGroup):
         window = self._sequences[sequence]
         first = self.first(sequence.num_computed_tokens)
         for index in range(window.first, first):
-            self._release(window.ids[index], is_end=self._is_wanted(window, index))
+            self._release(window.ids[index], evict_last=self._is_wanted(window, index))
             window.shared.discard(index)
             window.ids[index] = 0
         window.first = max(first, window.first)
@@ -196,7 +197,7 @@ class WindowPool(LayerGroup):
                     self._fresh.add(own)
             elif attached != own:
                 self._claim(attached)
-                self._release(own, is_end=False)
+                self._release(own, evict_last=False)
                 window.ids[index] = attached
                 window.shared.add(index)
 
@@ -204,7 +205,7 @@ class WindowPool(LayerGroup):
         self.commit()
         ids = self._sequences[sequence].ids
         while len(ids) > num_blocks:
-            self._release(ids.pop(), is_end=False)
+            self._release(ids.pop(), evict_last=False)
 
     def commit(self) -> None:
         self._fresh.clear()
@@ -223,7 +224,7 @@ class WindowPool(LayerGroup):
     def end(self, sequence: TokenSequence, *, is_cached: bool) -> None:
         window = self._sequences.pop(sequence)
         for block_id in window.ids[window.first :]:
-            self._release(block_id, is_end=True)
+            self._release(block_id, evict_last=True)
 
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
         for block in blocks:
@@ -235,25 +236,25 @@ class WindowPool(LayerGroup):
 
     def _claim(self, block_id: int) -> None:
         if not self._users[block_id]:
-            self._passed.pop(block_id, None)
-            self._ends.pop(block_id, None)
+            self._evict_first.pop(block_id, None)
+            self._evict_last.pop(block_id, None)
         self._users[block_id] += 1
 
-    def _release(self, block_id: int, *, is_end: bool) -> None:
+    def _release(self, block_id: int, *, evict_last: bool) -> None:
         self._users[block_id] -= 1
         if self._users[block_id]:
             return
         if self._owners[block_id] is None:
             self._empty.append(block_id)
-        elif is_end:
-            self._ends[block_id] = None
+        elif evict_last:
+            self._evict_last[block_id] = None
         else:
-            self._passed[block_id] = None
+            self._evict_first[block_id] = None
 
     def _take(self) -> int:
         """Return an empty window block; evict a cached one if none is empty."""
         if not self._empty:
-            block_id, _ = (self._passed or self._ends).popitem(last=False)
+            block_id, _ = (self._evict_first or self._evict_last).popitem(last=False)
             self.num_dropped += 1
             self._empty.append(block_id)
             self._unlink(block_id)
@@ -273,8 +274,8 @@ class WindowPool(LayerGroup):
             return
         self._unlink(block_id)
         if not self._users[block_id]:
-            self._passed.pop(block_id, None)
-            self._ends.pop(block_id, None)
+            self._evict_first.pop(block_id, None)
+            self._evict_last.pop(block_id, None)
             self._empty.append(block_id)
 
     def check(self) -> None:
@@ -285,7 +286,7 @@ class WindowPool(LayerGroup):
             for index in range(window.first, len(window.ids)):
                 users[window.ids[index]] += 1
         assert users == self._users, "a window block has another number of users"
-        unused = [*self._empty, *self._passed, *self._ends]
+        unused = [*self._empty, *self._evict_first, *self._evict_last]
         expected = [i for i, count in enumerate(users) if not count]
         assert sorted(unused) == expected, "a window block is lost"
         for block, block_id in self._attached.items():
@@ -293,4 +294,5 @@ class WindowPool(LayerGroup):
             assert block.node is not None, "a block that is not cached has a window block"
         assert len(self._attached) == self.num_blocks - self._owners.count(None)
         assert all(self._owners[i] is None for i in self._empty), "an empty block is attached"
-        assert all(self._owners[i] for i in (*self._passed, *self._ends)), "a block is not attached"
+        unused = [*self._evict_first, *self._evict_last]
+        assert all(self._owners[i] for i in unused), "a cached window block is not attached"

@@ -1,6 +1,6 @@
 """The block pool as a picture in the terminal.
 
-    ■ held: in the block table of a request     □ cached: free, but would be hit     · empty
+    ■ held: in the block table of a request     □ cached: free, but can be hit     · empty
 
 The color shows which request computed the block. In a large pool, a cell stands for several
 blocks.

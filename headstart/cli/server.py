@@ -63,7 +63,7 @@ def run_server(
         if _speaks(model):
             address.speaks, address.shows_pool = True, False
             _check_speech(options, replicas, adapters, engine)
-            config = read_config(engine)  # dtype and device are of the model, others of its stages
+            config = read_config(engine)  # dtype and device, and options of stages
             of_model = {name: config.pop(name) for name in ("dtype", "device") if name in config}
             with waiting(announce(model, engine)):
                 make = load_module("headstart.omni.omni").AsyncOmni
@@ -243,7 +243,7 @@ def rm(name: str, folder: str | None) -> None:
 
 
 def _describe_memory(llm: AsyncLLM) -> str:
-    """Describe the greatest memory of an engine's caches."""
+    """Describe the memory limits of an engine's caches."""
     facts, tiers = llm.frontend.facts, llm.tiers
     parts = []
     if llm.kv_cache_bytes:  # without K/V, all layers are recurrent

@@ -146,7 +146,7 @@ def _fit(text: str, stream: TextIO, indent: str = "") -> str:
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object], *signals: int) -> Iterator[None]:
-    """Handle signals within a context. Outside of the main thread, do nothing."""
+    """Set a handler of signals within a context. Outside of the main thread, do nothing."""
     is_main = threading.current_thread() is threading.main_thread()
     old_handlers = {number: signal.signal(number, handler) for number in signals if is_main}
     try:

@@ -36,9 +36,9 @@ def snapshot(manager: KVCacheManager, *others: TokenSequence) -> tuple[object, .
         (pool.version, pool.num_evicted, len(pool.events), manager._step),
         {node: tuple(blocks) for node, blocks in pool.copies.items()},
         tuple(_of_node(root) for root in pool.index.roots()),
-        (tuple(pool.index._ghosts), tuple(pool.index._tops)),
+        (tuple(pool.index._ghosts), tuple(pool.index._old_ghosts)),
         tuple(_of_sequence(sequence) for sequence in (*manager.sequences, *others)),
         dict(manager._in_progress),
-        (frozenset(pool.index.unwritten), tuple(pool.index._unlisted)),
+        (frozenset(pool.index.unwritten), tuple(pool.index._unordered)),
         (counts(manager), tuple(manager.stats._admitted)),
     )

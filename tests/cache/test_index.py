@@ -4,7 +4,7 @@ import pytest
 
 from headstart.cache import KVCacheManager, MissReason, Namespace, TokenSequence
 from headstart.cache.block import PrefixNode
-from headstart.cache.index import TOPS
+from headstart.cache.index import OLD_GHOSTS
 from tests.cache.steps import admit, finish, hits, make_manager, start
 
 
@@ -37,7 +37,9 @@ def test_there_are_no_more_ghosts_than_was_said(ghosts: int, eviction: str) -> N
         finish(manager, f"request {at}", numbered(at))
         manager.check()
         first_blocks = max(0, (4 * at - ghosts) // 4)  # of prefixes that are no ghosts any more
-        assert evicted_nodes(manager) == min(ghosts, 4 * at) + min(TOPS * ghosts, first_blocks)
+        assert evicted_nodes(manager) == min(ghosts, 4 * at) + min(
+            OLD_GHOSTS * ghosts, first_blocks
+        )
 
 
 def test_there_is_a_ghost_for_every_ten_blocks_by_default() -> None:
@@ -67,7 +69,7 @@ def test_siblings_are_cut_off_one_by_one() -> None:
     for at in range(30):
         finish(manager, f"other {at}", numbered(at + 1))
         manager.check()
-    assert len(all_nodes(manager)) <= 6 + 1 + TOPS
+    assert len(all_nodes(manager)) <= 6 + 1 + OLD_GHOSTS
     assert manager.explain(TokenSequence("probe", [*head, 9])).reason is MissReason.UNSEEN
 
 
@@ -119,7 +121,7 @@ def test_a_node_that_is_a_ghost_twice_is_cut_off_once() -> None:
     manager.check()
     probe = TokenSequence("probe", [4] * 4, salt="s")
     assert manager.explain(probe).reason is MissReason.EVICTED
-    for at in range(6, 6 + (1 + TOPS) * 2 + 1):
+    for at in range(6, 6 + (1 + OLD_GHOSTS) * 2 + 1):
         finish(manager, f"request {at}", [at] * 4)
         manager.check()
     assert manager.pool.index.root(Namespace(None, "s")) is None

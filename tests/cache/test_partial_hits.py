@@ -193,7 +193,7 @@ def test_an_admission_does_not_look_at_the_unwritten_siblings_of_its_step() -> N
             assert manager.allocate_slots(other, 5, manager.get_computed_blocks(other)) is not None
         sequence = TokenSequence("next", [7] * 5)
         index = manager.pool.index
-        index._unlisted = unwalked(index._unlisted)
+        index._unordered = unwalked(index._unordered)
         manager._sequences = unwalked(manager._sequences)
         with Interruption() as counted:
             assert manager.allocate_slots(sequence, 5, manager.get_computed_blocks(sequence))

@@ -412,7 +412,10 @@ class Loads:
     # Between two steps
 
     def take_in(self) -> Counter[str]:
-        """Write arrived blocks to the pool; return their tokens by tier. The caller commits."""
+        """Write arrived blocks to the pool; return their tokens by tier.
+
+        If the result is not empty, the caller commits. A tier may have 0 tokens.
+        """
         written: Counter[str] = Counter()
         preferred: LoadJob | None = None
         for load in list(dict.fromkeys(self.waiting.values())):
@@ -451,8 +454,10 @@ class Loads:
             self.payload.write(load.sequence, load.next, ids, payloads)
         load.next += len(blocks)
         load.written += [block.tier for block in blocks]
-        for block in blocks if load.job.state is None else ():  # else the state counts below
-            written[block.tier] += self.manager.block_size
+        # Tokens before a state are counted below; an entry of 0 shows that blocks were written.
+        tokens = self.manager.block_size if load.job.state is None else 0
+        for block in blocks:
+            written[block.tier] += tokens
         if state is not None:
             self._write_state(load, load.sequence, state)
             written[state.tier] += load.position - load.start

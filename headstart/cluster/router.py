@@ -66,7 +66,6 @@ class MeasuredRate:
         self.mean = tokens / seconds if seconds else 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Add a measurement."""
         decay: float = 0.5 ** (seconds / _HALF_LIFE)
         self.tokens = decay * self.tokens + tokens
         self.seconds = decay * self.seconds + seconds
@@ -95,7 +94,6 @@ class ReplicaLoad:
 
     @property
     def active(self) -> int:
-        """The number of unfinished requests."""
         return self.waiting + self.running
 
     @property
@@ -232,7 +230,6 @@ class RoundRobin(RoutingPolicy):
         self._turns = count()
 
     def choose(self, choice: Choice) -> ReplicaLoad:
-        """Return the next replica."""
         return choice.alive[next(self._turns) % len(choice.alive)]
 
 
@@ -242,7 +239,6 @@ class LeastLoaded(RoutingPolicy):
     needs_prefixes = needs_keys = False
 
     def choose(self, choice: Choice) -> ReplicaLoad:
-        """Return the least loaded replica."""
         return min(choice.alive, key=lambda load: (load.active, load.queued_tokens))
 
 
@@ -253,7 +249,6 @@ class SessionAffinity(LeastLoaded):
     """
 
     def choose(self, choice: Choice) -> ReplicaLoad:
-        """Return the session's replica."""
         session = choice.request.session
         if session is None:
             return super().choose(choice)
@@ -267,7 +262,6 @@ class PrefixAffinity(RoutingPolicy):
     """The replica with the longest prefix, regardless of load; among equals, the least loaded."""
 
     def choose(self, choice: Choice) -> ReplicaLoad:
-        """Return the replica with the longest match."""
         assert choice.match is not None
         expected = choice.match.expected
         return max(choice.alive, key=lambda load: (expected[load.replica], -load.active))

@@ -119,7 +119,7 @@ class Body(BaseModel):
                 raise refuse(text, name, "unknown_field")
             if not _is_in(value[name], refusal.allowed):
                 allowed = ", ".join(map(json.dumps, (None, *refusal.allowed)))
-                text = f"{name} is {_show(value[name])}; allowed: {allowed}; {refusal.note}"
+                text = f"{name} is {_describe(value[name])}; allowed: {allowed}; {refusal.note}"
                 raise refuse(text, name)
         return {name: v for name, v in value.items() if name in fields}
 
@@ -136,7 +136,7 @@ def hint(name: str, names: Iterable[str], refused: Mapping[str, RefusedField] = 
     return f"; allowed: {', '.join(names)}" if 0 < len(names) <= _FEW else ""
 
 
-def _show(value: object) -> str:
+def _describe(value: object) -> str:
     """Describe a value without its texts: they may be prompts, which must not be logged."""
     if isinstance(value, int | float):
         return json.dumps(value) if isinstance(value, bool) else describe(value)

@@ -257,7 +257,6 @@ class Dialect:
     hidden: tuple[str, ...] | None = None
 
     def parser(self) -> AnswerParser:
-        """Return a parser for one answer."""
         most = None if self.tools.parallel else 1
         forced = self.tools.is_forced
         return AnswerParser(self._read, self.hidden or (), max_calls=most, only_calls=forced)

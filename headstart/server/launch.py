@@ -118,7 +118,6 @@ class HttpServer:
     """Granian for one application, in the running event loop."""
 
     def __init__(self, app: FastAPI, listener: socket.socket) -> None:
-        """Configure Granian. app: from `create_app`. listener: from `listen`."""
         options: ServerOptions = app.state.service.options
         host, port = listener.getsockname()[:2]
         self._server = _Granian(
@@ -138,7 +137,6 @@ class HttpServer:
         self._server.listener = listener
 
     async def start(self) -> None:
-        """Begin to accept connections."""
         self._server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._server.listener.listen(_BACKLOG)
         self._task = asyncio.create_task(self._server.serve())

@@ -110,7 +110,6 @@ class Calls:
 
     @property
     def num_places(self) -> int:
-        """Return the number of places in use."""
         return self._places.total()
 
     @contextmanager
@@ -209,7 +208,6 @@ class BaseService(ABC, Generic[Work, Output]):
 
     @property
     def is_running(self) -> bool:
-        """True until the engine is closed."""
         return self._engine.is_running
 
     @abstractmethod
@@ -230,7 +228,6 @@ class BaseService(ABC, Generic[Work, Output]):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of adapters that a request may use as its model."""
         return ()
 
     @property
@@ -300,7 +297,6 @@ class BaseService(ABC, Generic[Work, Output]):
             self._end(work, reason)
 
     async def answer(self, work: Work) -> Output:
-        """Return the whole answer to a request."""
         async with aclosing(self.run(work)) as outputs:
             async for output in outputs:
                 if output.finished:
@@ -414,20 +410,17 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         will_run: False for a request that is only tokenized, which takes no place.
         """
         if will_run:
-            self._admit(options)
+            self.check_ready()
+            call, priority = current_call(), options.get("priority") or 0
+            if priority < 0 and call is not None and not call.tenant.is_admin:
+                raise ApiError(
+                    403,
+                    f"priority is {priority}; allowed: at least 0, or a key that was made with "
+                    "--admin",
+                    param="priority",
+                )
+            self.calls.count_prompt()
         return await self.llm.prepare(prompt, params, request_id, **options)
-
-    def _admit(self, options: Mapping[str, Any]) -> None:
-        self.check_ready()
-        call = current_call()
-        if call is not None and not call.tenant.is_admin and (options.get("priority") or 0) < 0:
-            raise ApiError(
-                403,
-                f"priority is {options['priority']}; allowed: at least 0, or a key that was made "
-                "with --admin",
-                param="priority",
-            )
-        self.calls.count_prompt()
 
 
 def stopped() -> ApiError:

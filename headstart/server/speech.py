@@ -278,7 +278,6 @@ class SpeechService(BaseService["AsyncOutputStream[OmniOutput]", "OmniOutput"]):
     async def start(
         self, prompt: OmniPrompt, params: OmniParams, salt: str | None
     ) -> AsyncOutputStream[OmniOutput]:
-        """Begin an answer. Raises RequestError."""
         self.check_ready()
         self.calls.count_prompt()
         return await self.omni.start(prompt, params, cache_salt=salt)
@@ -383,7 +382,6 @@ class _Usage(Usage):
     speech: int = 0
 
     def count(self, output: OmniOutput) -> None:
-        """Set the counts from the latest output."""
         cached = output.metrics["thinker"].cached_tokens if output.finished else 0
         self.prompts = {output.request_id: (len(output.prompt_token_ids), cached)}
         self.speech = len(output.codes)
@@ -417,7 +415,6 @@ class _Answer(Chunks):
         self._num_chunks = 0  # sent chunks of the speech
 
     def whole(self, output: OmniOutput) -> dict[str, Any]:
-        """Return the whole answer at once."""
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         if self._form is not None:
             spoken = write_sound(output.audio, output.sample_rate, self._form)

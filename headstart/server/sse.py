@@ -35,12 +35,10 @@ class Usage:
 
     @property
     def prompt(self) -> int:
-        """Return the number of tokens of all prompts."""
         return sum(count for count, _ in self.prompts.values())
 
     @property
     def cached(self) -> int:
-        """Return the number of cached tokens of all prompts."""
         return sum(cached for _, cached in self.prompts.values())
 
     def add(self, output: RequestOutput) -> None:

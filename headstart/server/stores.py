@@ -76,7 +76,6 @@ class TenantStore(Generic[Value]):
         return end
 
     def get(self, name: Hashable, tenant: str | None) -> Value | None:
-        """Return a tenant's value; None if it has none of this name."""
         with self._lock:
             entries = self._entries.get(tenant)
             entry = entries.get(name) if entries is not None else None

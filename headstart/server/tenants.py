@@ -44,7 +44,6 @@ class Tenant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The unique name of the tenant."""
         return f"{self.kind} {self.name}"
 
 
@@ -63,7 +62,6 @@ class Tenants:
 
     @property
     def requires_keys(self) -> bool:
-        """True if a request needs a key."""
         return self._ring is not None
 
     def of(self, headers: Mapping[bytes, bytes]) -> Tenant:

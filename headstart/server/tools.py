@@ -93,7 +93,6 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Return the schema of the arguments."""
         return {"type": "object", **(self.parameters or {"properties": {}})}
 
     def for_template(self) -> dict[str, Any]:

@@ -149,17 +149,14 @@ class Dispatcher:
         return replica
 
     def catch_up(self) -> None:
-        """Record the blocks that the last request will compute."""
         with self._lock:
             self._router.catch_up()
 
     def first_token(self, request_id: str) -> None:
-        """Note that the request's prompt is computed."""
         with self._lock:
             self._router.first_token(request_id, time.monotonic())
 
     def finish(self, request_id: str) -> None:
-        """Note that the request is answered or abandoned."""
         with self._lock:
             self._waiting.pop(request_id, None)
             self._router.finish(request_id)
@@ -183,7 +180,6 @@ class Dispatcher:
             time.sleep(0)  # let a thread run that waits for the lock
 
     def note_metrics(self, replica: str, metrics: list[Metric]) -> None:
-        """Store a replica's metrics."""
         with self._lock:
             if replica in self._numbers:
                 self._metrics[replica] = metrics

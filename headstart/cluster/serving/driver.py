@@ -181,7 +181,6 @@ class _Running:
         self.task.cancel()
 
     def send(self, update: Update) -> None:
-        """Send the last update."""
         with suppress(Exception):  # the receiver may not exist any more
             self.receive(update)
 
@@ -298,7 +297,6 @@ class ReplicaDriver:
         self._order(forget)
 
     def abort(self, request_id: str) -> None:
-        """Stop a request; its last update has finish reason "abort". Returns at once."""
 
         def abort() -> None:
             running = self._running.get(request_id)
@@ -322,7 +320,6 @@ class ReplicaDriver:
         asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
 
     def close(self) -> None:
-        """End every request with an EngineError, and every feed. Idempotent."""
         self._frontend.close()
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()

@@ -66,11 +66,9 @@ class Heartbeats:
         self._times: dict[str, float] = {}
 
     def beat(self, name: str) -> None:
-        """Record a heartbeat."""
         self._times[name] = self._clock()
 
     def forget(self, name: str) -> None:
-        """Expect no more heartbeats."""
         self._times.pop(name, None)
 
     def restart(self) -> None:

@@ -69,7 +69,6 @@ class ServerImages(ImagePrompts):
             self._encoded.add(key, image.num_tokens)
 
     def clear(self) -> None:
-        """Forget all images. For any thread."""
         super().clear()
         self._encoded.clear()
 

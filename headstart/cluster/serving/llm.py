@@ -76,7 +76,6 @@ class ReplicatedLLM(AsyncLLM):
             _LOG.info("adapter %r could not be unloaded from every replica: %s", name, error)
 
     async def forget_inputs(self) -> None:
-        """Forget inputs of the server and of every replica: `AsyncLLM.forget_inputs`."""
         await super().forget_inputs()
         if self.takes_images:
             await asyncio.to_thread(self._replicas.call_all, "forget_inputs")

@@ -42,7 +42,6 @@ from headstart.cluster.serving.messages import (
 )
 from headstart.engine.adapter_names import Adapter
 from headstart.engine.metrics import MEANINGS, Counter, Gauge, Histogram, Metric
-from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.engine.parts import ObservedManager
 from headstart.engine.request import PreparedPrompt
@@ -86,7 +85,6 @@ class CachePublisher:
             self._task = asyncio.ensure_future(self._publish_periodically())
 
     def end(self) -> None:
-        """Note the end of a request."""
         self._num_running -= 1
         # Start no task here: a loop that ends closes generators after its last task.
         self._is_busy.set()
@@ -112,7 +110,6 @@ class CachePublisher:
                 queue.put_nowait(report)
 
     def add_progress(self, follower: str, key: RequestKey, part: RequestDelta) -> None:
-        """Add tokens of a follower's request."""
         self._progress.setdefault(follower, {}).setdefault(key, []).append(part)
         if self._sending is None or self._sending.done():
             self._sending = asyncio.ensure_future(self._send_progress())
@@ -295,33 +292,27 @@ class EngineReplica:
             self._llm.set_share(*request.owner)
         self._publisher.begin()
         self._server_of[group] = request.server
+        counts: Counts[int] = Counts()
+        later: list[RequestDelta] = []
         try:
             async with aclosing(self._llm.outputs(group)) as outputs:
-                async for part in self._parts(outputs, request):
+                async for output in outputs:
                     if group not in self._server_of:  # the server is dead
                         return  # without an error, which Ray would try for a second to send
-                    yield part
+                    is_first = not counts
+                    part = RequestDelta.of(output, counts, is_first=is_first)
+                    if is_first:
+                        await self._publisher.publish()  # the next request may hit these blocks
+                        yield part
+                        continue
+                    later.append(part)
+                    if part.finished:
+                        yield RequestDelta.joined(later)
+                    elif request.every_step:
+                        self._publisher.add_progress(request.server, request.key, part)
         finally:
             self._server_of.pop(group, None)
             self._publisher.end()
-
-    async def _parts(
-        self, outputs: AsyncGenerator[RequestOutput], request: AnswerRequest
-    ) -> AsyncGenerator[RequestDelta]:
-        counts: Counts[int] = Counts()
-        later: list[RequestDelta] = []
-        async for output in outputs:
-            is_first = not counts
-            part = RequestDelta.of(output, counts, is_first=is_first)
-            if is_first:
-                await self._publisher.publish()  # the next request may hit these blocks
-                yield part
-                continue
-            later.append(part)
-            if part.finished:
-                yield RequestDelta.joined(later)
-            elif request.every_step:
-                self._publisher.add_progress(request.server, request.key, part)
 
     async def _prepare(self, request: AnswerRequest, params: SamplingParams) -> RequestGroup:
         """Prepare a request, and load its adapter if necessary.

@@ -28,7 +28,6 @@ class PrefixRouter(RequestRouter):
         self._dispatcher = dispatcher_of(options["application"])
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Set the running replicas."""
         super().update_replicas(replicas)
         self._notify()
 

@@ -1,9 +1,12 @@
-"""Stages and prompts that all families of omni models share."""
+"""The base of all families of omni models: loading, prompts and shared stages."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from headstart.cache import MultiModalItem
 from headstart.engine.params import SamplingParams
@@ -12,42 +15,71 @@ from headstart.engine.request import (
     PrecomputedEmbeddings,
     PreparedPrompt,
     PromptExtras,
+    RotaryPositions,
 )
 from headstart.errors import DamagedModelError, RequestError
+from headstart.models.dtypes import fast_dtype, find_device, find_dtype
+from headstart.models.files import check_files, stamp_files
 from headstart.models.tokenizer import load_tokenizer
+from headstart.models.transformers_backend.loader import check_speaker, load_config, load_weights
+from headstart.models.transformers_tools import silence_transformers
 from headstart.omni.engine_stage import EngineStage, Feed, PromptFeed, StagePrompt
-from headstart.omni.media import as_items, as_rgb, read_features
+from headstart.omni.media import Media, PlacedItem, as_items, as_rgb, read_features
 from headstart.omni.output_cache import ContentCache, OutputCache, content_digest
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.pipeline import Factory, StageNode, stage_config
 from headstart.omni.stage import Input, OmniRequest, Stage
-from headstart.omni.stage_decoder import OmniModel
+from headstart.omni.stage_decoder import StageCheckpoint, StageDecoder
 
 
-class OmniStages:
-    """Makes the stages of one loaded model, and prompts for these stages.
+class OmniModel:
+    """A checkpoint of an omni model in transformers' modules. Makes stages, and prompts for them.
 
-    audio, codes: the outputs with the waveform and the codes. spelling: the text of the placeholder
-    of a sound ("audio") and of an image ("image"). A request has the option `voice` for `talker`.
-    Embeddings of audio and images are cached in `cache`, and in the thinker's tiers if it has any.
+    kind: the model's class in transformers. audio, codes: the outputs with the waveform and the
+    codes. spelling: the text of the placeholder of a sound ("audio") and of an image ("image"). A
+    request has the option `voice` for `talker`. Embeddings of audio and images are cached in
+    `cache`, and in the thinker's tiers if it has any. Raises ConfigError or ModelError.
     """
 
+    kind: Any
     graph: str
     audio: Input
     codes: Input
+    media: Media
+    sample_rate = 24_000
     text_params = SamplingParams(max_tokens=1024, temperature=0.0)
     speech_params: SamplingParams
     spelling: Mapping[str, str]
     factories: Mapping[str, Factory]
 
-    def __init__(self, model: OmniModel, folder: str | Path, cache: OutputCache) -> None:
-        if not model.voices:
-            raise DamagedModelError(f"{folder} has no voices (speaker_id)")
-        self.model = model
+    def __init__(self, folder: Path, dtype: str, device: str, cache: OutputCache) -> None:
+        weights_dtype, target_device = find_dtype(dtype), find_device(device)
+        check_files(folder)
+        self.checkpoint = StageCheckpoint(folder, stamp_files(folder))
+        options = {
+            "dtype": fast_dtype(weights_dtype, folder, target_device),
+            "attn_implementation": "eager",
+        }
+        with silence_transformers():
+            self.config: Any = load_config(folder)
+            check_speaker(folder, self.config)
+            self.voices = self._load_voices(folder)
+            if not self.voices:
+                raise DamagedModelError(f"{folder} has no voices")
+            # `from_pretrained` of the class may read voices, and returns no loading report.
+            load = super(self.kind, self.kind).from_pretrained  # type: ignore[misc]
+            loaded: Any = load_weights(load, folder, config=self.config, **options)
+        self._whole = loaded.to(target_device).eval()
+        self._thinker, self._talker = self._whole.thinker, self._whole.talker
+        self.talker_config: Any = self._talker.config
+        self.tokenizer = load_tokenizer(folder)
         self._cache = cache
         self._encoded = ContentCache(cache, "encoder")
-        self.tokenizer = load_tokenizer(folder)
-        self.voices = tuple(model.voices)
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the text vocabulary."""
+        return int(self._thinker.get_input_embeddings().weight.shape[0])
 
     def prepare(
         self, text: PreparedPrompt, inputs: Mapping[str, Any], salt: str | None
@@ -57,27 +89,26 @@ class OmniStages:
         inputs: `features` of transformers' processor, or `audio` and `images`. An item that was
         encoded before with the same salt is not encoded again.
         """
-        media = self.model.media
         features = read_features(inputs.get("features", {}))
         images = [as_rgb(image) for image in as_items(inputs.get("images", []))]
         sounds = as_items(inputs.get("audio", []))
         for name, encoded_items in (
-            ("audio", media.encode_audio(sounds)),
-            ("images", media.encode_images(images)),
+            ("audio", self.media.encode_audio(sounds)),
+            ("images", self.media.encode_images(images)),
         ):
             if encoded_items.keys() & features.keys():
                 raise RequestError(
                     f"the prompt has {name}, and features of {name}; allowed: one of them"
                 )
             features |= encoded_items
-        token_ids, placed = media.place(text.token_ids, features)
+        token_ids, placed = self.media.place(text.token_ids, features)
         items, rows = [], []
         for item in placed:
             content = (item.content[name] for name in sorted(item.content))
             digest = content_digest(item.kind, *content)
             items.append(MultiModalItem(digest, item.offset, item.length))
             try:
-                encoded = self._encoded.recall(digest, partial(self.model.encode, item), salt)
+                encoded = self._encoded.recall(digest, partial(self.encode, item), salt)
             except (RuntimeError, ValueError, IndexError) as error:  # features of another model
                 raise RequestError(
                     f"an {item.kind} cannot be encoded: {type(error).__name__}: {error}"
@@ -89,7 +120,7 @@ class OmniStages:
             rows.append(PlacedRows(item.offset, encoded))
         extras = None
         if placed:
-            positions = self.model.positions(token_ids, features)
+            positions = self.positions(token_ids, features)
             extras = PromptExtras(tuple(items), PrecomputedEmbeddings(rows), positions)
         return SpokenPrompt(PreparedPrompt(token_ids, text.text, extras), features)
 
@@ -100,7 +131,7 @@ class OmniStages:
             params = request.params.get("thinker", self.text_params)
             return PromptFeed(StagePrompt(request.prompt.prepared, params, request.salt))
 
-        decoder, config = self.model.thinker(), stage_config(node)
+        decoder, config = self.thinker(), stage_config(node)
         stage = EngineStage(node.spec, decoder, feed, config, self._cache, self.tokenizer)
         tiers = stage.engine.tiers
         if tiers is not None:
@@ -109,7 +140,49 @@ class OmniStages:
 
     def voice(self, request: OmniRequest) -> str:
         """Return a request's voice, by default the first voice. Raises RequestError."""
-        name = request.options.get("talker", {}).get("voice") or self.voices[0]
+        name = request.options.get("talker", {}).get("voice") or next(iter(self.voices))
         if name not in self.voices:
             raise RequestError(f"there is no voice {name!r}; allowed: {', '.join(self.voices)}")
         return str(name)
+
+    def embed_text(self, token_id: int) -> Tensor:
+        """Return the thinker's embedding `[hidden]` of a token, in host memory."""
+        ids = torch.tensor([token_id], device=self._whole.device)
+        with torch.inference_mode():
+            row: Tensor = self._thinker.get_input_embeddings()(ids)[0].cpu()
+        return row
+
+    def positions(
+        self, token_ids: Sequence[int], features: Mapping[str, Tensor], *, of_talker: bool = False
+    ) -> RotaryPositions:
+        """Return the rotary positions of a prompt and the offset for later tokens."""
+        ids = torch.tensor([list(token_ids)])
+        mask = features.get("feature_attention_mask")
+        table, deltas = self._rope_model(of_talker=of_talker).get_rope_index(
+            ids,
+            image_grid_thw=features.get("image_grid_thw"),
+            attention_mask=torch.ones_like(ids),
+            audio_seqlens=mask.sum(-1) if mask is not None else None,
+        )
+        return RotaryPositions(table[:, 0].long().numpy(), int(deltas.view(-1)[0]))
+
+    def _on_device(self, content: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(self._whole.device) for name, value in content.items()}
+
+    # Defined by each family
+
+    def _load_voices(self, folder: Path) -> dict[str, Any]:
+        """Return the voices by name. Raises DamagedModelError."""
+        raise NotImplementedError
+
+    def thinker(self) -> StageDecoder:
+        """Return a decoder that generates text."""
+        raise NotImplementedError
+
+    def encode(self, placed: PlacedItem) -> Tensor:
+        """Return the rows `[length, width]` that replace an item's placeholders."""
+        raise NotImplementedError
+
+    def _rope_model(self, *, of_talker: bool) -> Any:
+        """Return the module that computes positions."""
+        raise NotImplementedError

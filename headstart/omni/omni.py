@@ -18,12 +18,12 @@ from headstart.frontend.streams import AsyncOutputStream, OutputStream, run_all
 from headstart.frontend.text import TextLimit
 from headstart.models.files import OMNI_TYPES, find_folder, read_json
 from headstart.omni.engine_stage import EngineStage
-from headstart.omni.family import OmniStages
+from headstart.omni.family import OmniModel
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt
 from headstart.omni.pipeline import Progress, check_options, read_graph
-from headstart.omni.qwen2_5 import Qwen25Omni, Qwen25Stages
-from headstart.omni.qwen3 import Qwen3Omni, Qwen3Stages
+from headstart.omni.qwen2_5 import Qwen25Omni
+from headstart.omni.qwen3 import Qwen3Omni
 from headstart.omni.stage import TOKENS, Chunk, Input, OmniRequest
 from headstart.validation import check_fields, describe
 
@@ -68,23 +68,23 @@ class Omni:
         if threads is not None:
             torch.set_num_threads(threads)
         self.cache = OutputCache(cache_bytes)
-        self._stages = _load(model, dtype, device, self.cache)
-        self.graph = pipeline or self._stages.graph
+        self._model = _load(model, dtype, device, self.cache)
+        self.graph = pipeline or self._model.graph
         """The pipeline's graph."""
         graph = graph or read_graph(self.graph)
-        self.pipeline = graph.with_options(settings).build(self._stages.factories)
+        self.pipeline = graph.with_options(settings).build(self._model.factories)
         thinker = self.pipeline.stages["thinker"]
         assert isinstance(thinker, EngineStage)
         self._thinker = thinker
-        self.voices = self._stages.voices
+        self.voices = tuple(self._model.voices)
         """The names of the voices."""
-        self.text_params = self._stages.text_params
+        self.text_params = self._model.text_params
         """Default sampling parameters of the text."""
-        self.speech_params = self._stages.speech_params
+        self.speech_params = self._model.speech_params
         """Default sampling parameters of speech."""
-        self.spelling = self._stages.spelling
+        self.spelling = self._model.spelling
         """The text of the placeholder of a sound ("audio") and of an image ("image")."""
-        self.tokenizer = self._stages.tokenizer
+        self.tokenizer = self._model.tokenizer
         """The model's tokenizer; None if the model has none."""
         self.max_model_len = thinker.engine.max_model_len
         """Maximum number of tokens of a prompt and its text answer."""
@@ -92,7 +92,7 @@ class Omni:
         """Maximum number of requests in a step of the thinker."""
         self._inputs = InputProcessor(
             self.tokenizer,
-            self._stages.model.vocab_size,
+            self._model.vocab_size,
             TextLimit(self.tokenizer, self.max_model_len),
         )
         self._names = itertools.count()
@@ -102,7 +102,7 @@ class Omni:
     @property
     def sound_rate(self) -> int:
         """Samples per second of sounds in prompts. Raises ModelError if the model takes none."""
-        return self._stages.model.media.sound_rate
+        return self._model.media.sound_rate
 
     def generate(
         self,
@@ -171,7 +171,7 @@ class Omni:
                 )
             media = {key: prompt[key] for key in _MEDIA if prompt.get(key) is not None}
             prompt = {key: prompt[key] for key in _TEXT if key in prompt}
-        spoken = self._stages.prepare(self._inputs.process(prompt), media, salt)
+        spoken = self._model.prepare(self._inputs.process(prompt), media, salt)
         sampling = {"thinker": params.text or self.text_params, "talker": params.speech}
         if any(each is not None and each.n != 1 for each in sampling.values()):
             raise RequestError("n is above 1; allowed: 1 for a spoken answer")
@@ -180,7 +180,7 @@ class Omni:
             request_id=f"omni-{next(self._names)}",
             prompt=spoken,
             params={name: each for name, each in sampling.items() if each is not None},
-            options={"talker": voice, self._stages.audio.stage: {"seed": params.seed}},
+            options={"talker": voice, self._model.audio.stage: {"seed": params.seed}},
             stages=None if params.audio else frozenset(["thinker"]),
             salt=salt,
         )
@@ -198,9 +198,9 @@ class Omni:
             request_id=progress.request_id,
             text=text,
             token_ids=_joined(chunks.get(Input("thinker", TOKENS), [])).tolist(),
-            codes=_joined(chunks.get(self._stages.codes, [])),
-            audio_chunks=tuple(chunk.rows for chunk in chunks.get(self._stages.audio, [])),
-            sample_rate=self._stages.model.sample_rate,
+            codes=_joined(chunks.get(self._model.codes, [])),
+            audio_chunks=tuple(chunk.rows for chunk in chunks.get(self._model.audio, [])),
+            sample_rate=self._model.sample_rate,
             finished=progress.finished,
             finish_reason=reason,
             metrics=dict(progress.metrics),
@@ -275,13 +275,13 @@ def _as_list(prompts: OmniPrompt | Sequence[OmniPrompt]) -> list[OmniPrompt]:
     return list(cast("Sequence[OmniPrompt]", prompts))
 
 
-def _load(model: str | Path, dtype: str, device: str, cache: OutputCache) -> OmniStages:
+def _load(model: str | Path, dtype: str, device: str, cache: OutputCache) -> OmniModel:
     folder = find_folder(model)
     match read_json(folder / "config.json").get("model_type"):
         case "qwen2_5_omni":
-            return Qwen25Stages(Qwen25Omni(folder, dtype, device), folder, cache)
+            return Qwen25Omni(folder, dtype, device, cache)
         case "qwen3_omni_moe":
-            return Qwen3Stages(Qwen3Omni(folder, dtype, device), folder, cache)
+            return Qwen3Omni(folder, dtype, device, cache)
         case kind:
             raise UnsupportedModelError(
                 f"model_type {kind!r} is not an omni model; allowed: {' and '.join(OMNI_TYPES)}"

@@ -27,16 +27,15 @@ from transformers import Qwen2_5OmniForConditionalGeneration
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import RotaryPositions
 from headstart.errors import DamagedModelError
-from headstart.models.files import find_folder
 from headstart.omni.engine_stage import EngineStage, Feed, TalkerFeed
-from headstart.omni.family import OmniStages
+from headstart.omni.family import OmniModel
 from headstart.omni.function_stage import StageCall, WholeStage
 from headstart.omni.media import Media, PlacedItem
 from headstart.omni.output_cache import ContentCache, OutputCache, content_digest
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.pipeline import StageNode, no_options, stage_config
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Stage
-from headstart.omni.stage_decoder import OmniModel, PassTensors, StageDecoder, StageParts
+from headstart.omni.stage_decoder import PassTensors, StageDecoder, StageParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,128 +47,16 @@ class Voice:
     reference_mel: Tensor
 
 
-Recall = Callable[[Tensor, Callable[[], Tensor]], Tensor]
-"""Returns the cached result for a tensor, or calls the function and caches its result."""
-
-
-class _Remembered(nn.Module):
+class _Cached(nn.Module):
     """A module that runs once per distinct input."""
 
-    def __init__(self, inner: nn.Module, recall: Recall) -> None:
+    def __init__(self, inner: nn.Module, cache: ContentCache) -> None:
         super().__init__()
-        self._inner = inner
-        self._recall = recall
+        self._inner, self._cache = inner, cache
 
     def forward(self, tensor: Tensor) -> Tensor:
-        return self._recall(tensor, lambda: self._inner(tensor)).to(tensor.device)
-
-
-class Qwen25Omni(OmniModel):
-    """A loaded model. Raises ConfigError or ModelError."""
-
-    voices: dict[str, Voice]
-
-    def __init__(self, model: str | Path, dtype: str = "auto", device: str = "cpu") -> None:
-        folder = find_folder(model)
-        self.voices = _load_voices(folder / "spk_dict.pt")
-        super().__init__(folder, dtype, device, Qwen2_5OmniForConditionalGeneration)
-        self._token2wav = self._whole.token2wav.float()
-        config = self._config.thinker_config
-        tower = self._thinker.model.audio_tower
-        self.media = Media(
-            folder,
-            {"audio": config.audio_token_id, "image": config.image_token_id},
-            lambda counts: tower._get_feat_extract_output_lengths(counts)[1],
-            self._thinker.model.spatial_merge_size,
-            padding="max_length",
-        )
-        self.ids: Any = self._talker.config
-        """The configuration with the special token ids of speech: `tts_..._token_id`."""
-        self.end_codes = (self.ids.tts_codec_end_token_id, self.ids.tts_codec_pad_token_id)
-
-    def thinker(self) -> StageDecoder:
-        """Return a decoder that generates text, with the output `spoken` `[tokens, hidden]`.
-
-        A text token's row is its last hidden row plus its embedding; a placeholder's row is the
-        hidden row alone.
-        """
-
-        def give(tensors: PassTensors) -> dict[str, Tensor]:
-            return {"spoken": tensors.hidden + tensors.embedded * tensors.is_own[:, None]}
-
-        eos = self._thinker.generation_config.eos_token_id
-        return StageDecoder(
-            StageParts(
-                text_model=self._thinker.model.language_model,
-                head=self._thinker.lm_head,
-                give=give,
-                eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
-                checkpoint=self.checkpoint,
-            )
-        )
-
-    def talker(self) -> StageDecoder:
-        """Return a decoder that generates codes, with inputs of the thinker's width."""
-        return StageDecoder(
-            StageParts(
-                text_model=self._talker.model,
-                head=self._talker.codec_head,
-                give=lambda tensors: {},
-                eos_token_ids=frozenset(self.end_codes),
-                project=self._talker.thinker_to_talker_proj,
-                hidden_ids=(self.ids.tts_codec_start_token_id,),
-                checkpoint=self.checkpoint,
-            )
-        )
-
-    def encode(self, placed: PlacedItem) -> Tensor:
-        """Return the embeddings `[length, hidden]` that replace an item's placeholders."""
-        content = self._on_device(placed.content)
-        with torch.inference_mode():
-            if placed.kind == "audio":
-                heard: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
-                return heard
-            return torch.cat(self._thinker.get_image_features(**content).pooler_output)
-
-    def _rope_model(self, *, of_talker: bool) -> Any:
-        return self._talker if of_talker else self._thinker.model
-
-    def remember_speakers(self, recall: Recall) -> None:
-        """Cache the embedding of each voice, which every step of the vocoder needs."""
-        inputs = self._token2wav.code2wav_dit_model.input_embed
-        inputs.spk_encoder = _Remembered(inputs.spk_encoder, recall)
-
-    def make_wave(self, codes: Tensor, voice: Voice, seed: int) -> Tensor:
-        """Return the waveform, float32 `[samples]`, of codes int64 `[codes]`.
-
-        seed: seed of the noise from which the vocoder starts.
-        """
-        if not len(codes):
-            return torch.empty(0)
-        device = self._whole.device
-        mel = voice.reference_mel.to(device)
-        with torch.random.fork_rng(), torch.inference_mode():
-            torch.manual_seed(seed)
-            wave: Tensor = self._token2wav(
-                codes[None].to(device),
-                conditioning=voice.conditioning.to(device).view(1, -1),
-                reference_mel=mel[None] if mel.ndim == 2 else mel,
-            )
-        return wave.reshape(-1).float().cpu()
-
-
-def _load_voices(file: Path) -> dict[str, Voice]:
-    if not file.is_file():
-        raise DamagedModelError(f"{file.parent} has no {file.name}, which holds the voices")
-    try:
-        entries = torch.load(file, map_location="cpu", weights_only=True)
-        return {
-            str(name): Voice(int(e["bos_token"]), e["cond"].float(), e["ref_mel"].float())
-            for name, e in entries.items()
-        }
-    # A damaged file raises many types.
-    except Exception as error:
-        raise DamagedModelError(f"{file} has no voices: {type(error).__name__}: {error}") from error
+        digest = content_digest(tensor)
+        return self._cache.recall(digest, lambda: self._inner(tensor)).to(tensor.device)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -233,10 +120,10 @@ gives = { audio = { alignment = "request", dtype = "float32" } }
 """
 
 
-class Qwen25Stages(OmniStages):
-    """Makes the stages of Qwen2.5-Omni. A request also has the option `seed` for `token2wav`."""
+class Qwen25Omni(OmniModel):
+    """Qwen2.5-Omni. A request also has the option `seed` for `token2wav`."""
 
-    model: Qwen25Omni
+    kind = Qwen2_5OmniForConditionalGeneration
     graph = _GRAPH
     audio = Input("token2wav", "audio")
     codes = Input("talker", TOKENS)
@@ -250,29 +137,120 @@ class Qwen25Stages(OmniStages):
         }
     )
 
-    def __init__(self, model: Qwen25Omni, folder: str | Path, cache: OutputCache) -> None:
-        super().__init__(model, folder, cache)
+    def __init__(self, folder: Path, dtype: str, device: str, cache: OutputCache) -> None:
+        super().__init__(folder, dtype, device, cache)
         self.factories = {
             "thinker": self.make_thinker,
             "talker": self._make_talker,
             "token2wav": self._make_token2wav,
         }
+        self._token2wav = self._whole.token2wav.float()
+        config = self.config.thinker_config
+        tower = self._thinker.model.audio_tower
+        self.media = Media(
+            folder,
+            {"audio": config.audio_token_id, "image": config.image_token_id},
+            lambda counts: tower._get_feat_extract_output_lengths(counts)[1],
+            self._thinker.model.spatial_merge_size,
+            padding="max_length",
+        )
+        ids = self.talker_config
+        self.end_codes = (ids.tts_codec_end_token_id, ids.tts_codec_pad_token_id)
+
+    def _load_voices(self, folder: Path) -> dict[str, Voice]:
+        file = folder / "spk_dict.pt"
+        if not file.is_file():
+            raise DamagedModelError(f"{file.parent} has no {file.name}, which holds the voices")
+        try:
+            entries = torch.load(file, map_location="cpu", weights_only=True)
+            return {
+                str(name): Voice(int(e["bos_token"]), e["cond"].float(), e["ref_mel"].float())
+                for name, e in entries.items()
+            }
+        except Exception as error:  # a damaged file raises many types
+            reason = f"{type(error).__name__}: {error}"
+            raise DamagedModelError(f"{file} has no voices: {reason}") from error
+
+    def thinker(self) -> StageDecoder:
+        """Return a decoder that generates text, with the output `spoken` `[tokens, hidden]`.
+
+        A text token's row is its last hidden row plus its embedding; a placeholder's row is the
+        hidden row alone.
+        """
+
+        def give(tensors: PassTensors) -> dict[str, Tensor]:
+            return {"spoken": tensors.hidden + tensors.embedded * tensors.is_own[:, None]}
+
+        eos = self._thinker.generation_config.eos_token_id
+        return StageDecoder(
+            StageParts(
+                text_model=self._thinker.model.language_model,
+                head=self._thinker.lm_head,
+                give=give,
+                eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+                checkpoint=self.checkpoint,
+            )
+        )
+
+    def talker(self) -> StageDecoder:
+        """Return a decoder that generates codes, with inputs of the thinker's width."""
+        return StageDecoder(
+            StageParts(
+                text_model=self._talker.model,
+                head=self._talker.codec_head,
+                give=lambda tensors: {},
+                eos_token_ids=frozenset(self.end_codes),
+                project=self._talker.thinker_to_talker_proj,
+                hidden_ids=(self.talker_config.tts_codec_start_token_id,),
+                checkpoint=self.checkpoint,
+            )
+        )
+
+    def encode(self, placed: PlacedItem) -> Tensor:
+        """Return the embeddings `[length, hidden]` that replace an item's placeholders."""
+        content = self._on_device(placed.content)
+        with torch.inference_mode():
+            if placed.kind == "audio":
+                heard: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
+                return heard
+            return torch.cat(self._thinker.get_image_features(**content).pooler_output)
+
+    def _rope_model(self, *, of_talker: bool) -> Any:
+        return self._talker if of_talker else self._thinker.model
+
+    def make_wave(self, codes: Tensor, voice: Voice, seed: int) -> Tensor:
+        """Return the waveform, float32 `[samples]`, of codes int64 `[codes]`.
+
+        seed: seed of the noise from which the vocoder starts.
+        """
+        if not len(codes):
+            return torch.empty(0)
+        device = self._whole.device
+        mel = voice.reference_mel.to(device)
+        with torch.random.fork_rng(), torch.inference_mode():
+            torch.manual_seed(seed)
+            wave: Tensor = self._token2wav(
+                codes[None].to(device),
+                conditioning=voice.conditioning.to(device).view(1, -1),
+                reference_mel=mel[None] if mel.ndim == 2 else mel,
+            )
+        return wave.reshape(-1).float().cpu()
 
     def _make_talker(self, node: StageNode) -> Stage:
-        model, ids = self.model, self.model.ids
-        decoder, config = model.talker(), stage_config(node)
-        pad, eos = map(model.embed_text, (ids.tts_text_pad_token_id, ids.tts_text_end_token_id))
+        ids = self.talker_config
+        decoder, config = self.talker(), stage_config(node)
+        pad, eos = map(self.embed_text, (ids.tts_text_pad_token_id, ids.tts_text_end_token_id))
 
         def feed(request: OmniRequest) -> Feed:
             voice = self.voice(request)
-            bos = model.voices[voice].bos_token
+            bos = self.voices[voice].bos_token
             return CodecTalkerFeed(
                 request=request,
                 rows=node.spec.takes[0],
                 block_size=config.block_size,
                 mask_id=ids.tts_codec_mask_token_id,
                 lead_ids=(ids.tts_codec_pad_token_id, ids.tts_codec_start_token_id),
-                bos=model.embed_text(bos),
+                bos=self.embed_text(bos),
                 eos=eos,
                 pad=pad,
                 embed=decoder.embed,
@@ -291,28 +269,26 @@ class Qwen25Stages(OmniStages):
         if prompt.prepared.extras is None:
             return None
         ids = [*prompt.prepared.token_ids, bos, bos]
-        return self.model.positions(ids, prompt.features, of_talker=True)
+        return self.positions(ids, prompt.features, of_talker=True)
 
     def _make_token2wav(self, node: StageNode) -> Stage:
         no_options(node)
 
         def arguments(job: StageCall) -> tuple[Tensor, Voice, int]:
             codes = job.inputs[self.codes]
-            if len(codes) and int(codes[-1]) in self.model.end_codes:
+            if len(codes) and int(codes[-1]) in self.end_codes:
                 codes = codes[:-1]
             seed = int(job.request.options.get("token2wav", {}).get("seed", 0))
-            return codes, self.model.voices[self.voice(job.request)], seed
+            return codes, self.voices[self.voice(job.request)], seed
 
         def make(job: StageCall) -> dict[str, Tensor]:
-            return {"audio": self.model.make_wave(*arguments(job))}
+            return {"audio": self.make_wave(*arguments(job))}
 
         def identity(job: StageCall) -> bytes:
             codes, voice, seed = arguments(job)
             return content_digest(codes, voice.conditioning, voice.reference_mel, seed)
 
-        if node.spec.enable_prefix_caching:
-            speakers = ContentCache(self._cache, "speakers")
-            self.model.remember_speakers(
-                lambda mel, make: speakers.recall(content_digest(mel), make)
-            )
+        if node.spec.enable_prefix_caching:  # each step of the diffusion embeds the voice
+            inputs, cache = self._token2wav.code2wav_dit_model.input_embed, self._cache
+            inputs.spk_encoder = _Cached(inputs.spk_encoder, ContentCache(cache, "speakers"))
         return WholeStage(node.spec, make, identity, self._cache)

@@ -48,9 +48,8 @@ from headstart.engine.request import RotaryPositions
 from headstart.engine.sampling import Sampler, SamplingState
 from headstart.engine.step import Batch
 from headstart.errors import EngineError, RequestError
-from headstart.models.files import find_folder
 from headstart.omni.engine_stage import EngineStage, Feed, TalkerFeed
-from headstart.omni.family import OmniStages
+from headstart.omni.family import OmniModel
 from headstart.omni.function_stage import FramesPlan, FramesStage
 from headstart.omni.media import Media, PlacedItem
 from headstart.omni.output_cache import OutputCache
@@ -58,7 +57,6 @@ from headstart.omni.params import SpokenPrompt
 from headstart.omni.pipeline import StageNode, no_options, stage_config
 from headstart.omni.stage import Chunk, Input, OmniRequest, Stage, StageSpec
 from headstart.omni.stage_decoder import (
-    OmniModel,
     PassTensors,
     StageCheckpoint,
     StageDecoder,
@@ -67,127 +65,6 @@ from headstart.omni.stage_decoder import (
 
 _UNSPOKEN = 1024
 """The last token ids of the talker, this many, are no codes; only the end token may be sampled."""
-
-
-class Qwen3Omni(OmniModel):
-    """A loaded model. Raises ConfigError or ModelError."""
-
-    voices: dict[str, int]
-
-    def __init__(self, model: str | Path, dtype: str = "auto", device: str = "cpu") -> None:
-        super().__init__(model, dtype, device, Qwen3OmniMoeForConditionalGeneration)
-        self.config = self._config
-        """The configuration with the thinker's special token ids: `..._token_id`."""
-        self.codec: Any = self._talker.config
-        """The configuration with the talker's special token ids: `codec_..._id`."""
-        config = self.config.thinker_config
-        seen, heard = config.vision_config, config.audio_config
-        self._num_deep = len(seen.deepstack_visual_indexes)
-        self.placeholders = {"audio": config.audio_token_id, "image": config.image_token_id}
-        self.media = Media(
-            find_folder(model),
-            self.placeholders,
-            lambda counts: _get_feat_extract_output_lengths(counts, heard.n_window),
-            seen.spatial_merge_size,
-            padding=True,
-        )
-        self.voices = dict(self.codec.speaker_id or {})
-        self._predictor = self._talker.code_predictor
-        self.num_others = int(self._predictor.config.num_code_groups) - 1
-        """Number of codes of a frame after the first."""
-        self.num_codes = int(self._predictor.config.vocab_size)
-        """Number of values of each of these codes."""
-        self.vocoder = CausalVocoder(self._whole.code2wav)
-
-    def thinker(self) -> StageDecoder:
-        """Return a decoder that generates text, with the output `handed`."""
-        ends = frozenset([int(self.config.im_end_token_id)])
-        accept = int(self.codec.accept_hidden_layer)
-        return thinker_decoder(
-            self._thinker, accept, ends, self._num_deep, checkpoint=self.checkpoint
-        )
-
-    def talker(self) -> StageDecoder:
-        """Return a decoder that generates first codes, with the predictor's input `hidden`."""
-        count, end = int(self.codec.text_config.vocab_size), int(self.codec.codec_eos_token_id)
-        unspoken = set(range(count - _UNSPOKEN, count)) - {end}
-        return StageDecoder(
-            StageParts(
-                text_model=self._talker.model,
-                head=self._talker.codec_head,
-                give=lambda tensors: {"hidden": tensors.hidden},
-                eos_token_ids=frozenset([end]),
-                hidden_ids=tuple(sorted(unspoken)),
-                checkpoint=self.checkpoint,
-            )
-        )
-
-    def embed_codes(self, ids: Tensor, other_codes: Tensor | None = None) -> Tensor:
-        """Return the embeddings `[n, hidden]` of the talker's token ids, int64 `[n]`.
-
-        other_codes: int64 `[n, others]`; with them, return the embeddings of whole frames.
-        """
-        device = self._whole.device
-        with torch.inference_mode():
-            rows: Tensor = self._talker.get_input_embeddings()(ids.to(device))
-            if other_codes is not None:
-                codes, tables = other_codes.to(device), self._predictor.get_input_embeddings()
-                embedded = [table(codes[:, index]) for index, table in enumerate(tables)]
-                rows = torch.cat([rows[:, None], torch.stack(embedded, dim=1)], dim=1).sum(1)
-        return rows
-
-    def predict_others(
-        self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor], Sequence[int]]
-    ) -> Tensor:
-        """Return the other codes, int64 `[n, others]`, of n frames, in host memory.
-
-        first: the first codes, int64 `[n]`. hidden: the talker's rows `[n, hidden]` from which they
-        were sampled. choose: samples one code per row of logits float32 `[n, codes]`.
-        """
-        tables, embedded = self._predictor.get_input_embeddings(), self.embed_codes(first)
-        past, codes_list = None, []
-        with torch.inference_mode():
-            inputs = torch.stack([hidden.to(embedded), embedded], dim=1)
-            for table, head in zip(tables, self._predictor.lm_head, strict=True):
-                output = self._predictor.model(
-                    inputs_embeds=inputs, past_key_values=past, use_cache=True
-                )
-                past = output.past_key_values
-                codes = torch.tensor(choose(head(output.last_hidden_state[:, -1]).float()))
-                codes_list.append(codes)
-                inputs = table(codes.to(embedded.device))[:, None]
-        return torch.stack(codes_list, dim=1)
-
-    def project(self, rows: Tensor, is_media: Tensor) -> Tensor:
-        """Return the thinker's rows `[n, hidden]`, projected for the talker.
-
-        is_media: bool `[n]`, true for rows of audio and images.
-        """
-        rows = rows.to(self._whole.device, self._whole.dtype)
-        with torch.inference_mode():
-            projected: Tensor = self._talker.text_projection(rows)
-            if is_media.any():
-                mask = is_media.to(rows.device)
-                projected[mask] = self._talker.hidden_projection(rows[mask])
-        return projected
-
-    def encode(self, placed: PlacedItem) -> Tensor:
-        """Return the rows of an item's placeholders, `[length, hidden * (1 + deep layers)]`.
-
-        A row is an embedding, followed by rows to add after the first layers (zeros for audio).
-        """
-        content = self._on_device(placed.content)
-        with torch.inference_mode():
-            if placed.kind == "audio":
-                audio: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
-                zeros = audio.new_zeros(len(audio), self._num_deep * audio.shape[1])
-                return torch.cat([audio, zeros], dim=1)
-            images = self._thinker.get_image_features(**content)
-            rows = [images.pooler_output[0], *(deep[0] for deep in images.deepstack_features)]
-            return torch.cat(rows, dim=1)
-
-    def _rope_model(self, *, of_talker: bool) -> Any:
-        return self._thinker  # for the talker too
 
 
 def thinker_decoder(
@@ -303,7 +180,7 @@ class FrameTalkerFeed(TalkerFeed):
     answer_start: int
     blank_id: int
     lead_ids: tuple[int, ...]
-    model: Qwen3Omni
+    model: "Qwen3Omni"
     generator: torch.Generator
 
     def __post_init__(self) -> None:
@@ -409,7 +286,7 @@ class FrameTalker(EngineStage):
         feeder: Callable[[OmniRequest], FrameTalkerFeed],
         config: EngineConfig,
         cache: OutputCache | None,
-        model: Qwen3Omni,
+        model: "Qwen3Omni",
     ) -> None:
         super().__init__(spec, decoder, feeder, config, cache)
         self._model = model
@@ -474,10 +351,10 @@ def vocoder_plan(vocoder: CausalVocoder) -> FramesPlan:
     return FramesPlan(function=vocoder, block=_BLOCK, context=_CONTEXT, segment=_SEGMENT)
 
 
-class Qwen3Stages(OmniStages):
-    """Makes the stages of Qwen3-Omni."""
+class Qwen3Omni(OmniModel):
+    """Qwen3-Omni."""
 
-    model: Qwen3Omni
+    kind = Qwen3OmniMoeForConditionalGeneration
     audio = Input("code2wav", "audio")
     codes = Input("talker", CODES)
     speech_params = SamplingParams(
@@ -490,21 +367,131 @@ class Qwen3Stages(OmniStages):
         }
     )
 
-    def __init__(self, model: Qwen3Omni, folder: str | Path, cache: OutputCache) -> None:
-        super().__init__(model, folder, cache)
-        self._seeds = itertools.count()
-        self.graph = _GRAPH.format(ratio=model.vocoder.ratio)
+    def __init__(self, folder: Path, dtype: str, device: str, cache: OutputCache) -> None:
+        super().__init__(folder, dtype, device, cache)
         self.factories = {
             "thinker": self.make_thinker,
             "talker": self._make_talker,
             "code2wav": self._make_code2wav,
         }
+        config = self.config.thinker_config
+        vision, audio = config.vision_config, config.audio_config
+        self._num_deep = len(vision.deepstack_visual_indexes)
+        self._placeholders = {"audio": config.audio_token_id, "image": config.image_token_id}
+        self.media = Media(
+            folder,
+            self._placeholders,
+            lambda counts: _get_feat_extract_output_lengths(counts, audio.n_window),
+            vision.spatial_merge_size,
+            padding=True,
+        )
+        self._predictor = self._talker.code_predictor
+        self.num_others = int(self._predictor.config.num_code_groups) - 1
+        """Number of codes of a frame after the first."""
+        self.num_codes = int(self._predictor.config.vocab_size)
+        """Number of values of each of these codes."""
+        self._vocoder = CausalVocoder(self._whole.code2wav)
+        self.graph = _GRAPH.format(ratio=self._vocoder.ratio)
+        self._seeds = itertools.count()
+
+    def _load_voices(self, folder: Path) -> dict[str, int]:
+        return dict(self.config.talker_config.speaker_id or {})
+
+    def thinker(self) -> StageDecoder:
+        """Return a decoder that generates text, with the output `handed`."""
+        ends = frozenset([int(self.config.im_end_token_id)])
+        accept = int(self.talker_config.accept_hidden_layer)
+        return thinker_decoder(
+            self._thinker, accept, ends, self._num_deep, checkpoint=self.checkpoint
+        )
+
+    def talker(self) -> StageDecoder:
+        """Return a decoder that generates first codes, with the predictor's input `hidden`."""
+        config = self.talker_config
+        count, end = int(config.text_config.vocab_size), int(config.codec_eos_token_id)
+        unspoken = set(range(count - _UNSPOKEN, count)) - {end}
+        return StageDecoder(
+            StageParts(
+                text_model=self._talker.model,
+                head=self._talker.codec_head,
+                give=lambda tensors: {"hidden": tensors.hidden},
+                eos_token_ids=frozenset([end]),
+                hidden_ids=tuple(sorted(unspoken)),
+                checkpoint=self.checkpoint,
+            )
+        )
+
+    def embed_codes(self, ids: Tensor, other_codes: Tensor | None = None) -> Tensor:
+        """Return the embeddings `[n, hidden]` of the talker's token ids, int64 `[n]`.
+
+        other_codes: int64 `[n, others]`; with them, return the embeddings of whole frames.
+        """
+        device = self._whole.device
+        with torch.inference_mode():
+            rows: Tensor = self._talker.get_input_embeddings()(ids.to(device))
+            if other_codes is not None:
+                codes, tables = other_codes.to(device), self._predictor.get_input_embeddings()
+                embedded = [table(codes[:, index]) for index, table in enumerate(tables)]
+                rows = torch.cat([rows[:, None], torch.stack(embedded, dim=1)], dim=1).sum(1)
+        return rows
+
+    def predict_others(
+        self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor], Sequence[int]]
+    ) -> Tensor:
+        """Return the other codes, int64 `[n, others]`, of n frames, in host memory.
+
+        first: the first codes, int64 `[n]`. hidden: the talker's rows `[n, hidden]` from which they
+        were sampled. choose: samples one code per row of logits float32 `[n, codes]`.
+        """
+        tables, embedded = self._predictor.get_input_embeddings(), self.embed_codes(first)
+        past, codes_list = None, []
+        with torch.inference_mode():
+            inputs = torch.stack([hidden.to(embedded), embedded], dim=1)
+            for table, head in zip(tables, self._predictor.lm_head, strict=True):
+                output = self._predictor.model(
+                    inputs_embeds=inputs, past_key_values=past, use_cache=True
+                )
+                past = output.past_key_values
+                codes = torch.tensor(choose(head(output.last_hidden_state[:, -1]).float()))
+                codes_list.append(codes)
+                inputs = table(codes.to(embedded.device))[:, None]
+        return torch.stack(codes_list, dim=1)
+
+    def project(self, rows: Tensor, is_media: Tensor) -> Tensor:
+        """Return the thinker's rows `[n, hidden]`, projected for the talker.
+
+        is_media: bool `[n]`, true for rows of audio and images.
+        """
+        rows = rows.to(self._whole.device, self._whole.dtype)
+        with torch.inference_mode():
+            projected: Tensor = self._talker.text_projection(rows)
+            if is_media.any():
+                mask = is_media.to(rows.device)
+                projected[mask] = self._talker.hidden_projection(rows[mask])
+        return projected
+
+    def encode(self, placed: PlacedItem) -> Tensor:
+        """Return the rows of an item's placeholders, `[length, hidden * (1 + deep layers)]`.
+
+        A row is an embedding, followed by rows to add after the first layers (zeros for audio).
+        """
+        content = self._on_device(placed.content)
+        with torch.inference_mode():
+            if placed.kind == "audio":
+                audio: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
+                zeros = audio.new_zeros(len(audio), self._num_deep * audio.shape[1])
+                return torch.cat([audio, zeros], dim=1)
+            images = self._thinker.get_image_features(**content)
+            rows = [images.pooler_output[0], *(deep[0] for deep in images.deepstack_features)]
+            return torch.cat(rows, dim=1)
+
+    def _rope_model(self, *, of_talker: bool) -> Any:
+        return self._thinker  # for the talker too
 
     def _make_talker(self, node: StageNode) -> Stage:
-        model, config = self.model, stage_config(node)
-        ids, codec = model.config, model.codec
+        config, ids, codec = stage_config(node), self.config, self.talker_config
         bos, eos, pad = map(
-            model.embed_text, (ids.tts_bos_token_id, ids.tts_eos_token_id, ids.tts_pad_token_id)
+            self.embed_text, (ids.tts_bos_token_id, ids.tts_eos_token_id, ids.tts_pad_token_id)
         )
 
         def feed(request: OmniRequest) -> FrameTalkerFeed:
@@ -515,7 +502,7 @@ class Qwen3Stages(OmniStages):
             token_ids = torch.tensor(prompt.prepared.token_ids)
             is_user, start = self._turns(token_ids)
             user = token_ids[is_user]
-            media = torch.tensor(list(model.placeholders.values()))
+            media = torch.tensor(list(self._placeholders.values()))
             return FrameTalkerFeed(
                 request=request,
                 rows=node.spec.takes[0],
@@ -528,14 +515,14 @@ class Qwen3Stages(OmniStages):
                     codec.codec_nothink_id,
                     codec.codec_think_bos_id,
                     codec.codec_think_eos_id,
-                    model.voices[voice],
+                    self.voices[voice],
                     codec.codec_pad_id,
                     codec.codec_bos_id,
                 ),
                 bos=bos,
                 eos=eos,
                 pad=pad,
-                model=model,
+                model=self,
                 params=params,
                 generator=torch.Generator().manual_seed(seed),
                 voice=voice,
@@ -543,18 +530,18 @@ class Qwen3Stages(OmniStages):
                 anonymous=not node.spec.enable_prefix_caching,
             )
 
-        return FrameTalker(node.spec, model.talker(), feed, config, self._cache, model)
+        return FrameTalker(node.spec, self.talker(), feed, config, self._cache, self)
 
     def _make_code2wav(self, node: StageNode) -> Stage:
         no_options(node)
-        return FramesStage(node.spec, vocoder_plan(self.model.vocoder), self._cache)
+        return FramesStage(node.spec, vocoder_plan(self._vocoder), self._cache)
 
     def _turns(self, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return a mask of the user's tokens in a prompt, and the start of the answer's turn.
 
         Raises RequestError unless the last turn is the assistant's.
         """
-        config = self.model.config
+        config = self.config
         starts = (ids == config.im_start_token_id).nonzero().flatten()
         if not len(starts) or ids[starts[-1] + 1 :][:1].tolist() != [config.assistant_token_id]:
             raise RequestError(
@@ -569,5 +556,5 @@ class Qwen3Stages(OmniStages):
         """Return the thinker's rotary positions of the user's turns and nine more tokens."""
         if "image_grid_thw" not in prompt.features:
             return None
-        ids = [*user, *[self.model.config.tts_pad_token_id] * 9]
-        return self.model.positions(ids, prompt.features)
+        ids = [*user, *[self.config.tts_pad_token_id] * 9]
+        return self.positions(ids, prompt.features)

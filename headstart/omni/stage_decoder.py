@@ -1,4 +1,4 @@
-"""Decoders whose passes also return rows for the next stage, and models made of these decoders.
+"""Decoders whose passes also return rows for the next stage.
 
 Rows are copied to host memory asynchronously:
 
@@ -18,17 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.attention.backend import LayerLayout
-from headstart.engine.request import RotaryPositions
 from headstart.errors import UnsupportedModelError
 from headstart.models.decoder import EmbeddingOverlay
-from headstart.models.dtypes import fast_dtype, find_device, find_dtype
-from headstart.models.files import FileStamp, check_files, find_folder, stamp_files
+from headstart.models.files import FileStamp
 from headstart.models.transformers_backend.decoder import TransformersDecoder, fingerprint_memory
-from headstart.models.transformers_backend.loader import check_speaker, load_config, load_weights
 from headstart.models.transformers_backend.probe import check_config
 from headstart.models.transformers_backend.recurrent import has_recurrent_layers
-from headstart.models.transformers_tools import silence_transformers
-from headstart.omni.media import Media, PlacedItem
 
 
 @dataclass(slots=True)
@@ -232,74 +227,3 @@ class StageDecoder(TransformersDecoder):
             "visual_pos_masks": ~is_own[None],
             "deepstack_visual_embeds": list(torch.split(in_order[:, width:], width, dim=1)),
         }
-
-
-class OmniModel:
-    """A checkpoint of an omni model in transformers' modules, from which stages are made.
-
-    media: reads audio and images of prompts. Raises ConfigError or ModelError.
-    """
-
-    sample_rate = 24_000
-    media: Media
-    voices: Mapping[str, Any]
-
-    def __init__(self, model: str | Path, dtype: str, device: str, kind: Any) -> None:
-        """Load a model. kind: the class of the model in transformers."""
-        weights_dtype, target_device = find_dtype(dtype), find_device(device)
-        folder = find_folder(model)
-        check_files(folder)
-        self.checkpoint = StageCheckpoint(folder, stamp_files(folder))
-        options = {
-            "dtype": fast_dtype(weights_dtype, folder, target_device),
-            "attn_implementation": "eager",
-        }
-        with silence_transformers():
-            self._config: Any = load_config(folder)
-            check_speaker(folder, self._config)
-            # `from_pretrained` of the class may read voices, and returns no loading report.
-            load = super(kind, kind).from_pretrained  # type: ignore[misc]
-            loaded: Any = load_weights(load, folder, config=self._config, **options)
-        self._whole = loaded.to(target_device).eval()
-        self._thinker, self._talker = self._whole.thinker, self._whole.talker
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the text vocabulary."""
-        return int(self._thinker.get_input_embeddings().weight.shape[0])
-
-    def thinker(self) -> StageDecoder:
-        """Return a decoder that generates text."""
-        raise NotImplementedError
-
-    def encode(self, placed: PlacedItem) -> Tensor:
-        """Return the rows `[length, width]` that replace an item's placeholders."""
-        raise NotImplementedError
-
-    def embed_text(self, token_id: int) -> Tensor:
-        """Return the thinker's embedding `[hidden]` of a token, in host memory."""
-        ids = torch.tensor([token_id], device=self._whole.device)
-        with torch.inference_mode():
-            row: Tensor = self._thinker.get_input_embeddings()(ids)[0].cpu()
-        return row
-
-    def positions(
-        self, token_ids: Sequence[int], features: Mapping[str, Tensor], *, of_talker: bool = False
-    ) -> RotaryPositions:
-        """Return the rotary positions of a prompt and the offset for later tokens."""
-        ids = torch.tensor([list(token_ids)])
-        mask = features.get("feature_attention_mask")
-        table, deltas = self._rope_model(of_talker=of_talker).get_rope_index(
-            ids,
-            image_grid_thw=features.get("image_grid_thw"),
-            attention_mask=torch.ones_like(ids),
-            audio_seqlens=mask.sum(-1) if mask is not None else None,
-        )
-        return RotaryPositions(table[:, 0].long().numpy(), int(deltas.view(-1)[0]))
-
-    def _rope_model(self, *, of_talker: bool) -> Any:
-        """Return the module that computes positions."""
-        raise NotImplementedError
-
-    def _on_device(self, content: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.to(self._whole.device) for name, value in content.items()}

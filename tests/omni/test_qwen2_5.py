@@ -230,11 +230,10 @@ def test_a_voice_is_embedded_once_and_known_by_its_sound_alone(
     check(omni.generate(PROMPTS["text"], ADA)[0], oracle("text"))
     check(omni.generate(PROMPTS["image"], ADA)[0], oracle("image"))
     assert len(calls) == 1  # transformers: at each step of the diffusion
-    voices = omni._stages.model.voices
+    voices = omni._model.voices
     ada = voices["Ada"]
     voices["Eve"] = dataclasses.replace(ada, reference_mel=ada.reference_mel.clone())
     voices["Bob"] = dataclasses.replace(ada, reference_mel=ada.reference_mel + 0.5)
-    omni._stages.voices = tuple(voices)
     waves = {}
     for name, count in (("Eve", 1), ("Bob", 2), ("Ada", 2)):
         params = dataclasses.replace(ADA, voice=name)

@@ -9,6 +9,7 @@ from examples.small_models.omni import OmniSizes, write_omni
 from examples.small_models.voice import NOTES, frequency
 from headstart.engine.params import SamplingParams
 from headstart.omni.omni import Omni
+from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniParams
 from headstart.omni.qwen2_5 import Qwen25Omni
 
@@ -36,7 +37,7 @@ def test_what_the_demo_model_says_is_heard_as_the_notes_of_its_codes(tmp_path: P
 
 def test_code_0_is_a_rest_and_each_note_is_a_tone_of_its_own(tmp_path: Path) -> None:
     write_omni(tmp_path, OmniSizes(64, 2, 48, 2, 4))
-    model = Qwen25Omni(tmp_path)
+    model = Qwen25Omni(tmp_path, "auto", "cpu", OutputCache(0))
     codes = torch.tensor([*[0] * 4, *torch.arange(1, NOTES + 1).repeat_interleave(4)])
     for voice in model.voices.values():
         sound = model.make_wave(codes, voice, seed=5).numpy().reshape(-1, 4 * 960)

@@ -15,6 +15,7 @@ from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.files import check_files, tensor_shapes
 from headstart.models.loader import load_model
 from headstart.models.transformers_backend import loader
+from headstart.omni.output_cache import OutputCache
 from headstart.omni.qwen2_5 import Qwen25Omni
 from headstart.omni.qwen3 import Qwen3Omni
 from headstart.weights.reader import Checkpoint
@@ -248,7 +249,7 @@ def test_a_pipeline_is_not_filled_up_at_random(
     missing = next(key for key in keys if ".experts." not in key)
     edit_weights(folder, lambda weights: weights.pop(missing))
     with pytest.raises(DamagedModelError, match=r" 1 parameters are missing, ") as raised:
-        OMNI[name][1](folder)
+        OMNI[name][1](folder, "auto", "cpu", OutputCache(0))
     end = missing.split(".")[-2:]  # what stands before it has another name in transformers
     assert ".".join(end) in str(raised.value)
 
@@ -261,7 +262,7 @@ def test_an_expert_that_lacks_a_matrix(
     missing = f"{part}.model.layers.1.mlp.experts.2.up_proj.weight"
     edit_weights(folder, lambda weights: weights.pop(missing))
     with pytest.raises(DamagedModelError, match=f"experts are missing, {missing}$"):
-        Qwen3Omni(folder)
+        Qwen3Omni(folder, "auto", "cpu", OutputCache(0))
 
 
 @EACH
@@ -285,10 +286,10 @@ def test_a_pipeline_s_other_shapes_and_counts(
     ):
         edit_config(folder, thinker_config=whole["thinker_config"] | {"text_config": text | change})
         with pytest.raises(DamagedModelError, match=reason):
-            OMNI[name][1](folder)
+            OMNI[name][1](folder, "auto", "cpu", OutputCache(0))
     edit_config(folder, thinker_config=whole["thinker_config"], enable_audio_output=False)
     with pytest.raises(UnsupportedModelError, match="has no talker"):
-        OMNI[name][1](folder)
+        OMNI[name][1](folder, "auto", "cpu", OutputCache(0))
 
 
 @pytest.mark.parametrize(
@@ -304,4 +305,4 @@ def test_voices_that_are_none(
     else:
         torch.save(voices, path)
     with pytest.raises(DamagedModelError, match=r"spk_dict\.pt has no voices"):
-        Qwen25Omni(folder)
+        Qwen25Omni(folder, "auto", "cpu", OutputCache(0))

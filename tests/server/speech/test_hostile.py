@@ -21,7 +21,7 @@ from PIL import Image
 from headstart import SamplingParams
 from headstart.errors import RequestError
 from headstart.omni.omni import AsyncOmni
-from headstart.omni.qwen2_5 import Qwen25Stages
+from headstart.omni.qwen2_5 import Qwen25Omni
 from headstart.server import middleware, speech, stores
 from headstart.server.app import create_speech_app
 from headstart.server.errors import ApiError
@@ -145,7 +145,7 @@ def test_who_says_much_takes_away_nothing_that_others_said() -> None:
 def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
     folder = save_qwen25(tmp_path_factory.mktemp("qwen2.5"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Qwen25Stages, "speech_params", SamplingParams(temperature=0, max_tokens=9))
+        patch.setattr(Qwen25Omni, "speech_params", SamplingParams(temperature=0, max_tokens=9))
         with closing(AsyncOmni(folder, options={"num_blocks": 128})) as omni:
             yield omni
 

@@ -19,8 +19,8 @@ from PIL import Image
 
 from headstart import Omni, OmniParams, SamplingParams
 from headstart.omni.omni import AsyncOmni
-from headstart.omni.qwen2_5 import Qwen25Stages
-from headstart.omni.qwen3 import Qwen3Stages
+from headstart.omni.qwen2_5 import Qwen25Omni
+from headstart.omni.qwen3 import Qwen3Omni
 from headstart.server.app import create_speech_app
 from headstart.server.options import ServerOptions
 from headstart.server.speech import SpeechService
@@ -59,8 +59,8 @@ def speaking(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sp
     save = {"qwen2.5": save_qwen25, "qwen3": save_qwen3}[kind]
     folder = save(tmp_path_factory.mktemp(kind))
     with pytest.MonkeyPatch.context() as patch:
-        for stages in (Qwen25Stages, Qwen3Stages):
-            patch.setattr(stages, "speech_params", SPEECH)
+        for model in (Qwen25Omni, Qwen3Omni):
+            patch.setattr(model, "speech_params", SPEECH)
         omni = AsyncOmni(folder, options={"num_blocks": 128})
         app = create_speech_app(omni, "omni", ServerOptions(api_keys=False))
         with listening(app) as url:
@@ -107,7 +107,7 @@ def test_bounds_of_an_answer_are_judged_together(
 ) -> None:
     """The least was refused where it was more than the most of the model's own defaults."""
     short = SamplingParams(temperature=0, max_tokens=4)
-    monkeypatch.setattr(type(speaking.omni.omni._stages), "text_params", short)
+    monkeypatch.setattr(type(speaking.omni.omni._model), "text_params", short)
     answer = speaking.ask("Who was there?", max_tokens=8, extra_body={"min_tokens": 6})
     assert answer.usage.completion_tokens >= 6
 

@@ -139,7 +139,7 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on(llm: AsyncLLM) -> None:
 
 
 def test_a_loop_that_is_closed_leaves_nothing_behind(llm: AsyncLLM) -> None:
-    """The event loop goes away with a stream open; the engine notices and serves the next."""
+    """The event loop ends while a stream is open; the engine then serves the next loop."""
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     loop = asyncio.new_event_loop()
     stream = llm.generate(PROMPTS[0], long)
@@ -152,7 +152,7 @@ def test_a_loop_that_is_closed_leaves_nothing_behind(llm: AsyncLLM) -> None:
 
 
 def test_leaving_a_refused_request_does_not_abort_the_one_whose_id_it_took(llm: AsyncLLM) -> None:
-    """It is left before the engine has had a chance to refuse it."""
+    """The stream is closed before the engine can refuse its request."""
 
     async def take_its_id() -> RequestOutput:
         first = llm.generate(PROMPTS[0], PARAMS, request_id="mine")
@@ -171,7 +171,7 @@ def test_leaving_a_refused_request_does_not_abort_the_one_whose_id_it_took(llm: 
 
 @pytest.mark.parametrize("way", ["in the engine", "in the program", "left by a break"])
 def test_the_id_of_a_cancelled_request_is_free_at_once(llm: AsyncLLM, way: str) -> None:
-    """It was in use until the engine's thread, or the event loop, had come round to it."""
+    """Earlier, the id was in use until the engine's thread or the event loop continued."""
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
     async def read(reached: asyncio.Event) -> None:
@@ -221,7 +221,7 @@ def test_a_stream_that_is_over_stays_so(llm: AsyncLLM) -> None:
 def test_prompts_are_tokenized_off_the_event_loop(
     way: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of 300 KB stood in the way of all other streams for 0.37 s."""
+    """Earlier, a prompt of 300 KB blocked all other streams for 0.37 s."""
     llm = AsyncLLM(demo_model, num_blocks=64, num_threads=1)
     tokenizer = llm.frontend.tokenizer
     assert tokenizer is not None
@@ -249,7 +249,7 @@ def test_prompts_are_tokenized_off_the_event_loop(
 
 
 def test_a_reply_is_remembered_off_the_event_loop(demo_model: Path) -> None:
-    """The loop waited for a lock under which another thread tokenized a whole conversation."""
+    """Earlier, the loop waited for a lock while another thread tokenized a conversation."""
     llm = AsyncLLM(demo_model, num_blocks=64, num_threads=1)
 
     async def ask() -> None:
@@ -270,7 +270,7 @@ def test_a_reply_is_remembered_off_the_event_loop(demo_model: Path) -> None:
 
 
 class _SlowImage(Image.Image):
-    """An image that decodes after `go` is set, and not twice at once; `begun` signals a try."""
+    """An image that is decoded once `go` is set. `begun` is set when decoding begins."""
 
     begun: threading.Event
     go: threading.Event
@@ -326,7 +326,7 @@ def test_other_streams_go_on_while_an_image_is_decoded(
 
 @pytest.mark.parametrize("ask", ["its loop", "a loop of its own", "close", "leave"])
 def test_a_logits_processor_that_awaits_its_own_engine_is_told(llm: AsyncLLM, ask: str) -> None:
-    """It waited for a coroutine, which waited for the step that it was in: for ever."""
+    """Earlier, the step waited for a coroutine that waited for the step."""
 
     async def run() -> list[RequestOutput]:
         loop = asyncio.get_running_loop()

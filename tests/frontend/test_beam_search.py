@@ -49,7 +49,7 @@ def their_beams(folder: Path, prompt: list[int], **options: Any) -> list[tuple[l
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 def test_beams_are_transformers(llm: LLM, folder: Path, width: int, penalty: float) -> None:
-    """No token ends the text, so that both go on to the same length."""
+    """No token ends the text, so both searches have the same length."""
     params = BeamSearchParams(width, 7, ignore_eos=True, length_penalty=penalty)
     outputs = llm.beam_search(PROMPTS, params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -73,7 +73,7 @@ def test_one_beam_is_the_greedy_answer(llm: LLM) -> None:
 
 
 def test_a_beam_that_ends_leaves_the_search(llm: LLM, tmp_path: Path) -> None:
-    """The best beam is transformers', and does not show the token that ended it."""
+    """The best beam is the same as in transformers, without the token that ended it."""
     prompt = PROMPTS[0]
     [output] = llm.beam_search(prompt, BeamSearchParams(2, 3, ignore_eos=True))
     ending = output.sequences[0].tokens[-1]
@@ -92,7 +92,7 @@ def test_a_beam_that_ends_leaves_the_search(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_beams_hit_all_but_their_last_tokens(llm: LLM) -> None:
-    """A step computes a token or two for each beam: the rest is found in the cache."""
+    """A step computes one or two tokens of each beam; the rest is cached."""
     prompt, width, steps = PROMPTS[0], 4, 6
     llm.beam_search([prompt], BeamSearchParams(width, steps, ignore_eos=True))
     values = {m.name: m.value for m in llm.get_metrics() if isinstance(m, Counter | Gauge)}

@@ -111,7 +111,7 @@ def test_vllm_s_own_defaults_are_taken(part: str) -> None:
 
 
 def test_the_constructor_has_every_option() -> None:
-    """With the defaults of `EngineConfig`."""
+    """The defaults are those of `EngineConfig`."""
     parameters = inspect.signature(LLM).parameters
     for option in fields(EngineConfig):
         assert parameters[option.name].default == option.default, option.name
@@ -217,7 +217,7 @@ def test_a_key_of_json_takes_no_flag_as_its_value(
 
 @pytest.mark.parametrize("text", ["9" * 400 + "k", "9" * 400 + ".5k", "9" * 5000 + "K", "9" * 5000])
 def test_a_number_of_any_length_is_refused_in_plain_words(text: str) -> None:
-    """400 digits and a unit were an OverflowError, 5,000 an "invalid read_value value"."""
+    """Earlier, 400 digits and a unit raised OverflowError, and 5,000 digits an argparse error."""
     args = read("--model", "headstart-tiny", "--max-model-len", text)
     with pytest.raises(ConfigError, match=r"^max_model_len is '[^ ]{,100}'; allowed: a whole"):
         make_config(read_config({"max_model_len": args.max_model_len}))
@@ -232,7 +232,7 @@ def test_a_number_of_any_length_is_refused_in_plain_words(text: str) -> None:
     ],
 )
 def test_two_names_of_an_option_have_one_value(theirs: str, ours: str, value: object) -> None:
-    """The name that came last in the dict won."""
+    """Earlier, the last name in the dict was used."""
     message = re.escape(f"{ours} is 8 and {theirs} is {value}; allowed: one of")
     for options in ({theirs: value, ours: 8}, {ours: 8, theirs: value}):
         with pytest.raises(ConfigError, match=f"^{message}"):
@@ -315,7 +315,7 @@ def test_what_arguments_have_and_what_they_have_not() -> None:
 
 
 def test_the_page_lists_every_name() -> None:
-    """In the section that says what becomes of it."""
+    """Each name is in the section of its state."""
     page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
     works, rest = page.split("\n## Works differently\n")
     ignored, absent = rest.split("\n## Without effect\n")[1].split("\n## Not here\n")

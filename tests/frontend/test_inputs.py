@@ -1,4 +1,4 @@
-"""Prompts and their options of any type: an answer, or an error with the reason."""
+"""Prompts and options of any type: an answer, or an error with the reason."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ LONE = "\ud800"
 
 
 def name_of(value: object) -> str:
-    """A test's name for a value: the same in every process."""
+    """Return a test's name for a value, the same in every process."""
     return re.sub(r" at 0x\w+", "", describe(value))[:40]
 
 
@@ -107,7 +107,7 @@ def llm(request: pytest.FixtureRequest) -> LLM:
     ids=lambda value: None if isinstance(value, str) else name_of(value),
 )
 def test_a_prompt_of_a_wrong_type_is_refused(llm: LLM, prompt: Any, message: str) -> None:
-    """A prompt of None was answered as the text "None", a list of texts as its repr."""
+    """Earlier, a prompt of None was the text "None", and a list of texts its repr."""
     with pytest.raises(RequestError, match=message):
         llm.frontend.prepare(prompt, PARAMS)
     assert not llm.engine.has_unfinished
@@ -145,7 +145,7 @@ def ask(token_ids: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("field", ["request_id", "salt", "adapter"])
 @pytest.mark.parametrize("value", ["", LONE, f"a{LONE}", 3, True, b"a", ["a"], {}, 2.5, object()])
 def test_a_name_is_a_text(llm: LLM, field: str, value: Any) -> None:
-    """A salt of half a character was admitted, and failed when the events of its blocks were."""
+    """Earlier, a salt with a lone surrogate was accepted, and events of its blocks failed."""
     with pytest.raises(RequestError, match=field):
         llm.frontend.prepare([5], PARAMS, **{field: value})
     with pytest.raises(RequestError, match=field):
@@ -265,7 +265,7 @@ def test_a_conversation_of_a_wrong_shape_is_refused(llm: LLM, messages: Any, mes
 
 
 def test_marks_of_images_may_come_from_nowhere_but_images(vision_llm: LLM) -> None:
-    """Code points that stand for an image in a rendered text, as a message's role."""
+    """The role of a message has the code points that mark an image in a rendered text."""
     for role in ("\ufdd0ab 2x2\ufdd1", "\ufdd0", "\ufdd1"):
         with pytest.raises(RequestError, match="U\\+FDD0 or U\\+FDD1"):
             vision_llm.stream_chat([{"role": role, "content": "a"}], PARAMS)
@@ -311,7 +311,7 @@ def test_more_messages_than_tokens_are_refused(text_llm: LLM) -> None:
     | st.lists(st.sampled_from(["the other ", "    ", "<|im_start|>", "weather"])).map("".join)
 )
 def test_no_text_that_fits_is_refused(name: str, text: str) -> None:
-    """However many tokens a text has, a model of that length takes it."""
+    """A model accepts every text that has no more tokens than its context."""
     tokenizer = TINY_TOKENIZERS[name]()
     count = len(tokenizer.encode(text, add_special_tokens=False))
     TextLimit(tokenizer, max(count, 1)).check("the prompt", text)
@@ -382,7 +382,7 @@ def test_any_sampling_parameters_are_taken_or_refused(options: dict[str, Any]) -
     ids=name_of,
 )
 def test_integers_without_bounds_and_half_characters_are_refused(option: str, value: Any) -> None:
-    """Python does not spell integers of more than 4,300 digits, so the error could not be made."""
+    """Python does not format integers of more than 4,300 digits, so the error message failed."""
     with pytest.raises(RequestError, match=option):
         SamplingParams(**{option: value})
 

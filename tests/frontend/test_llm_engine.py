@@ -1,4 +1,4 @@
-"""`LLMEngine`: programs that make the steps themselves, as vLLM's llm_engine_example.py does."""
+"""`LLMEngine`: programs that call `step`, like vLLM's llm_engine_example.py."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -127,7 +127,7 @@ def test_members(engine: LLMEngine) -> None:
 
 
 def interrupted_step(engine: LLMEngine) -> list[RequestOutput]:
-    """A step whose caller is interrupted if it waits, and that runs all the same."""
+    """Run a step whose caller is interrupted while it waits; the step still runs."""
 
     def interrupt(items: object, groups: object = None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Updates on their way to an event loop: one call for many, none lost, and failures of streams."""
+"""Updates for an event loop: one call for many updates, none lost, and failures of streams."""
 
 import asyncio
 import dataclasses
@@ -36,7 +36,7 @@ def make_box(llm: AsyncLLM, *, paced: bool = False) -> tuple[AsyncMailbox[Any], 
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """A loop that notes the calls of other threads, and the delays of later ones."""
+    """An event loop that records calls from other threads, and the delays of later calls."""
 
     def __init__(self) -> None:
         self.calls: list[object] = []
@@ -53,7 +53,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 def run(make: Callable[[Loop], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine in a `Loop`, which it is passed."""
+    """Run a coroutine function with a `Loop`, in this loop."""
     with asyncio.Runner(loop_factory=Loop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, Loop)
@@ -78,7 +78,7 @@ def test_one_call_wakes_the_loop_for_all_that_came(llm: AsyncLLM) -> None:
 
 
 def test_paced_updates_come_together_and_wake_nobody(llm: AsyncLLM) -> None:
-    """The first and the last come at once; the loop looks for what is between by itself."""
+    """The first and the last update arrive at once; the loop polls for the others."""
 
     async def read(loop: Loop) -> None:
         box, output = make_box(llm, paced=True)
@@ -120,7 +120,7 @@ def test_a_reader_behind_a_busy_loop_gets_the_newest(llm: AsyncLLM) -> None:
 def test_what_may_wait_is_not_told_with_what_may_not(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first token of each of many requests woke the streams of all others one by one."""
+    """Earlier, the first token of each request woke the streams of all other requests."""
     monkeypatch.setattr(streams, "PACE", 3600.0)
 
     async def read() -> None:
@@ -141,7 +141,7 @@ def test_what_may_wait_is_not_told_with_what_may_not(
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_error_does_not_take_the_place_of_what_came_before(llm: AsyncLLM, count: int) -> None:
-    """Nor of what may wait."""
+    """The same applies to updates that may wait."""
 
     async def read() -> None:
         box, output = make_box(llm, paced=True)
@@ -157,7 +157,7 @@ def test_an_error_does_not_take_the_place_of_what_came_before(llm: AsyncLLM, cou
 
 
 def test_what_ends_a_stream_is_told_though_an_update_comes_after_it(llm: AsyncLLM) -> None:
-    """The engine may be within a step when a stream is closed, and still send its update."""
+    """If a stream is closed during a step, the engine still sends the update of this step."""
 
     async def read() -> None:
         box, output = make_box(llm, paced=True)
@@ -189,7 +189,7 @@ def test_a_stream_of_new_tokens_has_all_of_them(
 
 
 def test_no_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
-    """They and the loop race for the flag that says whether the loop is called."""
+    """The threads and the loop race for the flag of a pending call."""
 
     async def read() -> None:
         boxes = [make_box(llm) for _ in range(2)]
@@ -245,7 +245,7 @@ def test_nothing_is_kept_of_a_loop(llm: AsyncLLM) -> None:
 
 
 def test_no_paced_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
-    """The last update is read, in any state of the event loop."""
+    """The last update is read in any state of the event loop."""
 
     async def read() -> None:
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""A stream is read by one thread or several, closed by its reader, another, or the collector."""
+"""Streams that several threads read, and that any thread or the garbage collector closes."""
 
 import asyncio
 import dataclasses
@@ -37,7 +37,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 class Held:
-    """The engine stands still in its next step until `go` is set."""
+    """An engine that stops in its next step until `go` is set."""
 
     def __init__(self, llm: LLM | AsyncLLM) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
@@ -52,7 +52,7 @@ class Held:
 
 
 def _is_clean(llm: LLM) -> bool:
-    """Asked in the engine's thread: what was ordered before is done."""
+    """Return True if no request is unfinished and all blocks are free."""
     return llm.driver.call(
         lambda: not llm.engine.has_unfinished and llm.engine.manager.num_free_blocks == 24
     )
@@ -60,7 +60,7 @@ def _is_clean(llm: LLM) -> bool:
 
 @pytest.mark.parametrize("in_cycle", [True, False])
 def test_a_stream_that_nobody_holds_waits_for_nobody(llm: LLM, in_cycle: bool) -> None:
-    """The garbage collector's thread stopped for a step, with every lock that it held."""
+    """Earlier, the thread of the garbage collector waited for a step, with all its locks."""
     stream: Any = llm.stream(A, LONG)
     next(stream)
     held = Held(llm)
@@ -110,7 +110,7 @@ def test_a_stream_that_another_thread_closes_ends(llm: LLM) -> None:
 def test_a_stream_that_another_thread_closes_as_it_begins_ends(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request ran to its end without a way to stop it: it was cancelled, then submitted."""
+    """Earlier, the request was cancelled before it was submitted, and ran to its end."""
     stream = llm.stream(A, LONG)
     submit = llm.driver.submit
 
@@ -127,7 +127,7 @@ def test_a_stream_that_another_thread_closes_as_it_begins_ends(
 def test_threads_that_begin_a_stream_together_all_see_its_end(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each submitted the request: one was refused as the other's twin, and closed the stream."""
+    """Earlier, both threads submitted the request; one was refused and closed the stream."""
     stream = llm.stream(A, LONG)
     submit, made, pool = llm.driver.submit, streams.Mailbox, ThreadPoolExecutor(1)
     others: list[Any] = []
@@ -233,7 +233,7 @@ def test_two_tasks_cannot_wait_for_one_async_stream_at_once(async_llm: AsyncLLM)
 
 
 def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> None:
-    """Each has all the text so far: those beyond a few hundred are left out, but never the end."""
+    """Each update has the whole text, so all but the last may be dropped beyond `_MAX_UNREAD`."""
 
     async def stay_busy() -> list[RequestOutput]:
         box = streams.AsyncMailbox(async_llm.driver)
@@ -255,7 +255,7 @@ def _group(llm: AsyncLLM) -> RequestGroup:
 
 
 def test_an_async_stream_is_read_in_one_event_loop(async_llm: AsyncLLM) -> None:
-    """In another it waited for ever, or ended in asyncio's "bound to a different event loop"."""
+    """Earlier, a stream in another loop blocked, or raised asyncio's RuntimeError."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     with asyncio.Runner() as first, asyncio.Runner() as second:
         stream = async_llm.generate([5, 6], params)

@@ -1,4 +1,4 @@
-"""vLLM's parameters of calls, keys of prompts, members and fields of outputs."""
+"""vLLM's parameters of methods, keys of prompts, and members and fields of outputs."""
 
 import asyncio
 import copy
@@ -185,7 +185,7 @@ def test_fields_of_outputs(output: RequestOutput) -> None:
 
 
 def test_an_output_is_made_as_in_vllm() -> None:
-    """Programs' tests make their own, without fields that have a default there."""
+    """Tests of programs construct outputs without the fields that have defaults in vLLM."""
     answer = CompletionOutput(0, "a", token_ids=[5], cumulative_logprob=None, logprobs=None)
     whole = RequestOutput("id", "b", [6], None, [answer], finished=True)
     assert (whole.num_cached_tokens, whole.metrics.total, answer.finished()) == (0, None, False)
@@ -204,7 +204,7 @@ def test_times_of_an_output(output: RequestOutput) -> None:
 
 
 def test_outputs_are_the_program_s_own(llm: LLM) -> None:
-    """Later outputs of a stream do not depend on what a program does to earlier ones."""
+    """A program may change an output without an effect on later outputs."""
     params = SamplingParams(
         max_tokens=3, temperature=0, detokenize=False, output_kind=RequestOutputKind.DELTA
     )

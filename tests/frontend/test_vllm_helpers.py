@@ -1,4 +1,4 @@
-"""vLLM's small functions: they do what they do there."""
+"""vLLM's small functions behave as in vLLM."""
 
 import base64
 import gc
@@ -18,7 +18,7 @@ from headstart.multimodal.utils import encode_image_base64
 
 
 class Records(logging.Handler):
-    """Handler that keeps its records."""
+    """A handler that stores its records."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Values that programs read of vLLM's engine."""
+"""Values that programs read from vLLM's engine."""
 
 import asyncio
 import copy

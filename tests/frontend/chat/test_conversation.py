@@ -1,4 +1,4 @@
-"""Chats to token ids: a reply keeps those it was sampled with, and ids always spell the text."""
+"""Chats to token ids: replies keep their sampled ids, and the ids decode to the text."""
 
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ def tokens(text: str, tokenizer: PreTrainedTokenizerBase = BYTES) -> list[int]:
 
 
 def letters(text: str) -> list[int]:
-    """The ids of a text spelled letter by letter, as no tokenizer would but a model may."""
+    """Return the ids of the single letters of a text, which a model may sample."""
     return [token_id for letter in text for token_id in tokens(letter)]
 
 
@@ -45,7 +45,7 @@ class Turn(NamedTuple):
 
 
 def turn(memory: ConversationMemory, messages: list[dict[str, Any]], *reply: Any) -> Turn:
-    """A turn as the engine finishes it: the prompt encoded, then (reply text, reply ids)."""
+    """Return a finished turn. reply: its text and its ids."""
     prompt = memory.render(messages)
     return Turn(prompt, memory.encode(prompt), *reply)
 
@@ -77,7 +77,7 @@ def test_a_reply_keeps_the_ids_it_was_sampled_with() -> None:
 
 @pytest.mark.parametrize("name", ["metaspace", "prepended"])
 def test_a_reply_that_begins_with_a_space_keeps_its_ids(name: str) -> None:
-    """Shown with the space or, as by other engines, without: the template decides what is found."""
+    """The text of the reply has the space or, as in other engines, does not have it."""
     tokenizer = TOKENIZERS[name]
     memory = ConversationMemory(tokenizer)
     sampled = tokenizer.convert_tokens_to_ids(["▁the", "▁t", "o", "g", "e", "t", "h", "e", "r"])
@@ -104,7 +104,7 @@ def test_later_turns_keep_the_ids_of_all_replies() -> None:
 
 
 def test_a_reply_that_spells_nothing_changes_no_prompt() -> None:
-    """Ids beyond the tokenizer's vocabulary once came back as part of the prompt they answered."""
+    """Ids beyond the tokenizer's vocabulary once became part of the next prompt."""
     memory = ConversationMemory(BYTES)
     prompt = letters("user: hello")
     memory.remember("user: hello", prompt, "", [100_000, 100_001])
@@ -112,7 +112,7 @@ def test_a_reply_that_spells_nothing_changes_no_prompt() -> None:
 
 
 def test_the_end_of_turn_that_the_template_spells_is_not_there_twice() -> None:
-    """A reply ends in the end-of-turn token, which its text does not show."""
+    """The last token of a reply is the end-of-turn token, which its text does not show."""
     memory = ConversationMemory(BYTES)
     end = tokens(END_OF_TURN)
     memory.remember(*turn(memory, MESSAGES, "hello", [*letters("hello"), *end]))
@@ -123,7 +123,7 @@ def test_the_end_of_turn_that_the_template_spells_is_not_there_twice() -> None:
 
 
 def test_special_tokens_that_the_reply_shows_are_kept() -> None:
-    """`skip_special_tokens=False`: what was shown comes back, before the template's own."""
+    """With `skip_special_tokens=False`, the reply's special tokens come before the template's."""
     memory = ConversationMemory(BYTES)
     sampled = [*letters("hello"), *tokens(END_OF_TURN)]
     said = turn(memory, MESSAGES, "hello" + END_OF_TURN, sampled)
@@ -155,7 +155,7 @@ def test_what_a_stop_string_cut_off_is_forgotten(shown: str, sampled: str, kept:
 
 
 def test_an_unfinished_character_is_forgotten() -> None:
-    """A reply that ends at its length in the midst of a character: its text says U+FFFD."""
+    """A reply that `max_tokens` ends within a character has U+FFFD in its text."""
     memory = ConversationMemory(BYTES)
     sampled = byte_tokens(BYTES, "the 日")[:-1]
     shown = spell(sampled)
@@ -173,7 +173,7 @@ def test_an_unfinished_character_is_forgotten() -> None:
 @pytest.mark.parametrize("reply", ["the other \n\n", "other\t", " ", "the  "])
 @pytest.mark.parametrize("trims", [True, False])
 def test_white_space_at_the_end_of_a_reply(reply: str, trims: bool) -> None:
-    """A template that trims replies finds all but the space, another one all."""
+    """A template that trims replies matches all but the space; another template matches all."""
     template = CHATML.replace("['content']", "['content'] | trim") if trims else CHATML
     memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
     said = turn(memory, MESSAGES, reply, letters(reply))
@@ -188,7 +188,7 @@ def test_white_space_at_the_end_of_a_reply(reply: str, trims: bool) -> None:
 @pytest.mark.parametrize("name", ["byte_level", "metaspace"])
 @pytest.mark.parametrize("rest", [" and then", "and then", "\nuser: and", "日本", " "])
 def test_a_reply_may_be_followed_by_plain_text(name: str, rest: str) -> None:
-    """Where a template has no special tokens: nothing is put between reply and rest."""
+    """A template without special tokens writes nothing between the reply and the rest."""
     tokenizer = TOKENIZERS[name]
     memory = ConversationMemory(tokenizer)
     prompt, reply = tokens("user: hello\nyou:", tokenizer), byte_tokens(tokenizer, "other")
@@ -201,7 +201,7 @@ def test_a_reply_may_be_followed_by_plain_text(name: str, rest: str) -> None:
 
 
 def test_bytes_that_spoil_the_prompt_s_last_character_are_forgotten() -> None:
-    """SentencePiece spells a run of bytes as characters or, if one is wrong, as none at all."""
+    """SentencePiece decodes a run of bytes to characters only if all bytes are valid."""
     tokenizer = TOKENIZERS["metaspace"]
     memory = ConversationMemory(tokenizer)
     prompt = tokens("日", tokenizer)
@@ -251,7 +251,7 @@ def test_salts_share_nothing() -> None:
 
 
 def test_a_salt_and_a_text_do_not_run_together() -> None:
-    """Salt "ab" with text "c" is not salt "a" with text "bc", nor no salt with "abc"."""
+    """Salt "ab" with text "c" differs from salt "a" with text "bc", and from "abc" unsalted."""
     memory = ConversationMemory(BYTES)
     texts = {"ab": "c the other", "a": "bc the other", None: "abc the other", "": "other"}
     for salt, text in texts.items():
@@ -286,7 +286,7 @@ def test_the_text_used_least_recently_is_forgotten() -> None:
 def test_the_longest_known_beginning_is_found(
     data: st.DataObject, known: list[tuple[str, str]], capacity: int
 ) -> None:
-    """Against a search through all texts that a memory of this size may still hold."""
+    """The result equals a linear search of the texts that fit into the memory."""
     memory = ConversationMemory(BYTES, max_texts=capacity)
     expected: dict[str, list[int]] = {}
     for prompt, reply in known:
@@ -331,7 +331,7 @@ def test_ids_spell_the_text_whatever_is_remembered(name: str, data: st.DataObjec
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)
 @given(data=st.data())
 def test_a_reply_in_whole_characters_is_kept_whole(name: str, data: st.DataObject) -> None:
-    """Replies that are texts, tokenized another way than the tokenizer does it, come back whole."""
+    """Replies whose ids differ from the tokenizer's ids for the same text are stored completely."""
     tokenizer = TOKENIZERS[name]
     memory = ConversationMemory(tokenizer)
     prompt = memory.render(MESSAGES)

@@ -1,4 +1,4 @@
-"""Chats of a model with recurrent layers, whose states cannot be cut back to an earlier token."""
+"""Chats of a model with recurrent layers, whose states cannot return to an earlier token."""
 
 from pathlib import Path
 

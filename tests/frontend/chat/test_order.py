@@ -1,4 +1,4 @@
-"""Orders of messages for templates that refuse some of them, or leave messages out."""
+"""Orders of messages for templates that refuse some orders or drop messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def memory_of(template: str) -> ConversationMemory:
 
 
 def conversation(seed: int) -> list[dict[str, Any]]:
-    """Messages in any order, a call and its result together."""
+    """Return messages in a random order; a call and its result stay together."""
     draw = random.Random(seed)
     messages: list[dict[str, Any]] = []
     for place in range(draw.randint(1, 9)):
@@ -71,7 +71,7 @@ def conversation(seed: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", sorted(STRICT))
 def test_a_strict_template_gets_an_order_that_it_takes(name: str) -> None:
-    """All texts, in their order, and each turn's beginning as it was before the later turns."""
+    """The prompt has all texts in order, and later turns do not change its beginning."""
     memory = memory_of(STRICT[name])
     whole = TemplateOptions(add_generation_prompt=False)
     for seed in range(60):
@@ -143,7 +143,7 @@ def test_turns_of_the_assistant_that_become_one_lose_nothing() -> None:
 
 
 def test_calls_without_results_and_turns_apart_from_their_calls() -> None:
-    """Any order in which no result comes without its call; a tool may come first, though."""
+    """Any order in which each result follows its call; a result may also come first."""
     letters = {"S": "system", "U": "user", "A": "assistant", "C": "assistant", "T": "tool"}
     memory = memory_of(STRICT["alternating"])
     for roles in ("ACU", "ACA", "UACTA", "UCUCA", "UACTACTA", "TA", "TCU", "UACSA", "CTU", "SCCTU"):

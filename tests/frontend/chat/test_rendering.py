@@ -1,4 +1,4 @@
-"""Messages to a prompt's text: the model's own template, and what is refused before it."""
+"""Messages to a prompt's text: rendering by the model's template, and refused messages."""
 
 import json
 from typing import Any
@@ -99,7 +99,7 @@ ITEMS = (
 @pytest.mark.parametrize("template", [TOJSON, IF_TEXT, ITEMS])
 @pytest.mark.parametrize("arguments", ['{"text": "Once', "{", '["a"]', '"a', "nul", "\t{"])
 def test_arguments_that_are_no_json_are_rendered_as_they_are(template: str, arguments: str) -> None:
-    """They were refused, and with them every later turn of a conversation with a cut-off call."""
+    """Earlier, they were refused, so a conversation with a cut-off call could not continue."""
     memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
     call = {"type": "function", "function": {"name": "write", "arguments": arguments}}
     assert memory.render([{"role": "assistant", "tool_calls": [call]}]) == arguments

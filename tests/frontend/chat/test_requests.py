@@ -95,7 +95,7 @@ def spell(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
 def test_every_turn_hits_all_of_the_last_but_one_token(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The exception is the last token sampled, whose K/V were not computed."""
+    """The last sampled token misses, because its K/V were not computed."""
     llm = make_llm()
     messages = ask("hello there")
     [output] = llm.chat(messages, PARAMS)
@@ -165,7 +165,7 @@ def test_a_stream_may_be_aborted_before_it_begins(make_llm: MakeLLM) -> None:
 def test_a_stream_that_is_left_remembers_nothing_wrong(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The text so far may still be sent as a turn, and is tokenized like any text."""
+    """A client may send the partial text as a turn, which is tokenized like any text."""
     llm = make_llm()
     messages = ask("hello there")
     stream: Any = llm.stream_chat(messages, PARAMS)
@@ -180,7 +180,7 @@ def test_a_stream_that_is_left_remembers_nothing_wrong(
 def test_an_answer_that_ends_by_itself_is_hit_whole(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Its last token ends the turn; the template spells that token again, once."""
+    """The last token ends the turn; the template writes this token again, once."""
     llm = make_llm()
     [end] = tokenizer.encode(END_OF_TURN)
     messages = ask("hello there")
@@ -197,7 +197,7 @@ def test_an_answer_that_ends_by_itself_is_hit_whole(
 
 
 def let_end(llm: LLM, end: int, after: int) -> None:
-    """Make the end of the turn the likeliest token of the step that follows `after` tokens."""
+    """Make the end-of-turn token the likeliest token after `after` tokens."""
     model: Any = llm.engine.model
     forward = model.forward
     steps = iter(range(10**6))
@@ -247,7 +247,7 @@ def test_each_of_several_answers_may_be_the_one_that_is_continued(make_llm: Make
 def test_salts_remember_nothing_of_one_another(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """No K/V, ids or numbers of prompt tokens depend on another tenant."""
+    """No K/V, ids or token counts depend on another tenant."""
     llm = make_llm()
     messages = ask("hello there")
     [output] = llm.chat(messages, PARAMS, cache_salt="a")
@@ -308,7 +308,7 @@ def test_a_conversation_streamed_must_have_a_message(make_llm: MakeLLM) -> None:
 
 
 def test_async_chat_hits_the_last_turn_too(folder: Path) -> None:
-    """Two conversations stream at once; each next turn finds all that was generated in its own."""
+    """Two conversations stream concurrently; each next turn hits the reply of its conversation."""
 
     async def last(llm: AsyncLLM, messages: Messages) -> RequestOutput:
         return [output async for output in llm.chat(messages, PARAMS)][-1]

@@ -1,4 +1,4 @@
-"""Conversations with images, in several turns, against transformers' own generate."""
+"""Conversations with images, in several turns, compared with transformers' `generate`."""
 
 import base64
 import io
@@ -35,7 +35,7 @@ def llm(oracle: Oracle) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def refusing(oracle: Oracle) -> Iterator[LLM]:
-    """One for all messages that are refused, since none of them leaves anything behind."""
+    """One model for all refused messages, because refused messages change nothing."""
     llm = LLM(oracle.folder, num_blocks=80, debug=True)
     yield llm
     llm.close()
@@ -106,7 +106,7 @@ def test_a_text_that_spells_the_placeholder_is_text(oracle: Oracle, llm: LLM) ->
 def test_a_reply_that_spells_the_placeholder_is_kept(
     oracle: Oracle, llm: LLM, as_token: bool
 ) -> None:
-    """The next turn has the very ids that the model sampled, and takes none for an image."""
+    """The next turn has the sampled ids, and none of them stands for an image."""
     token = oracle.tokenizer.convert_ids_to_tokens(oracle.token)
     letters = oracle.tokenizer.encode(token, split_special_tokens=True)
     reply = [*b"It says ", *([oracle.token] if as_token else letters)]

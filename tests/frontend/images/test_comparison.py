@@ -1,4 +1,4 @@
-"""Copies are the same picture; a picture with one small change is another one."""
+"""Copies show the same picture; a picture with one small change does not."""
 
 import io
 from functools import cache
@@ -24,7 +24,7 @@ def saved(image: Image.Image, **options: object) -> Image.Image:
 
 
 def screen(text: str, size: tuple[int, int], ink: str = "black") -> Image.Image:
-    """A window of text at 12 pixels, one line of which is given."""
+    """Return a picture with lines of text of 12 pixels; one line is `text`."""
     image = Image.new("RGB", size, "white")
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(12)
     for row in range(8, size[1] - 16, 18):
@@ -82,7 +82,7 @@ def test_a_digit_of_12_pixels(width: int, height: int, text: str, ink: str) -> N
 )
 @settings(max_examples=10, deadline=None)
 def test_a_dot_anywhere_is_seen(x: int, y: int, step: int, grain: int, quality: int | None) -> None:
-    """Also at a border, at the corner of a JPEG block, in grain, and next to a saved copy."""
+    """The dot may be at a border, at the corner of a JPEG block, in grain, or in a saved copy."""
     random = np.random.default_rng(1)
     pixels = np.clip(random.normal(128, grain, (128, 128, 3)), 30, 225).astype(np.uint8)
     picture = Image.fromarray(pixels)
@@ -96,7 +96,7 @@ def test_a_dot_anywhere_is_seen(x: int, y: int, step: int, grain: int, quality: 
 
 @cache
 def plain_and_copy(codec: str, quality: int) -> tuple[Image.Image, Image.Image]:
-    """A picture without a point, and its copy, which is found."""
+    """Return a picture without a point, and its copy, which is recognized."""
     plain = screen("Dose: 10 mg", (320, 200)).point(lambda level: min(level, 200))
     copy = saved(plain, format=codec, quality=quality)
     assert are_same(plain, copy)
@@ -118,7 +118,7 @@ CASES = [
 def test_a_point_that_a_codec_weakens_or_erases(
     side: int, levels: int, colour: tuple[int, int, int], codec: tuple[str, int]
 ) -> None:
-    """A copy of neither picture is the other one, unless saving made the copies equal."""
+    """A copy of one picture is not a copy of the other, unless the copies are equal."""
     plain, copy = plain_and_copy(*codec)
     pixels = np.asarray(plain).astype(np.int16)
     y, x = 61, 271 + side

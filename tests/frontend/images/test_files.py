@@ -1,4 +1,4 @@
-"""Images as files, bytes and URLs: what is read, and what is refused before it costs anything."""
+"""Images as files, bytes and URLs: accepted sources, and sources refused before decoding."""
 
 import base64
 import io
@@ -26,7 +26,7 @@ MAX_BYTES = 4 * MAX_PIXELS + 2**20
 
 
 class Vision:
-    """Stands for a model: keeps the image that it was to process."""
+    """A model that stores the image instead of processing it."""
 
     def fingerprint(self) -> bytes:
         return b"a model"
@@ -50,7 +50,7 @@ def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
 
 
 def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
-    """A PNG of these chunks, each a name and its data."""
+    """Return a PNG with these chunks of a name and data."""
     data = b"\x89PNG\r\n\x1a\n"
     for name, content in (*chunks, (b"IEND", b"")):
         checksum = struct.pack(">I", zlib.crc32(name + content))
@@ -59,7 +59,7 @@ def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that says its size and has next to no pixels."""
+    """Return a PNG with a size in its header and almost no pixels."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return png_of((b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 100)))
 
@@ -76,7 +76,7 @@ def test_each_format_is_read_as_pillow_reads_it(form: str, mode: str) -> None:
 
 
 def test_a_photograph_of_two_frames_is_read_as_its_first() -> None:
-    """A camera's JPEG with a second picture in it, which Pillow calls MPO."""
+    """Pillow calls a camera's JPEG with a second picture MPO."""
     first, second = make_image(1), make_image(2)
     data = encoded(first, "MPO", save_all=True, append_images=[second])
     expected = Image.open(io.BytesIO(encoded(first, "JPEG"))).convert("RGB")
@@ -117,7 +117,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_formats_are_refused(name: str) -> None:
-    """An EPS had Ghostscript searched for and, where it is installed, run."""
+    """For an EPS, Pillow ran Ghostscript if it was installed."""
     with pytest.raises(RequestError, match="allowed: PNG, JPEG, WEBP, GIF, BMP, TIFF"):
         reader().read(OTHERS[name])
 
@@ -148,7 +148,7 @@ def test_other_formats_are_refused(name: str) -> None:
 )
 @pytest.mark.filterwarnings("error")
 def test_a_size_is_refused_before_pixels_are_decoded(width: int, height: int, message: str) -> None:
-    """A strip was decoded, and its scaling failed after seconds."""
+    """Earlier, a strip was decoded, and its scaling failed after seconds."""
     with pytest.raises(RequestError, match=message):
         reader().read(png_header(width, height))
 
@@ -161,7 +161,7 @@ def test_the_longest_strip_is_read() -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_file_that_was_cut_off_is_refused_or_the_same(form: str) -> None:
-    """At any byte; a cut in what follows the pixels may lose nothing."""
+    """A cut after the pixels may change nothing."""
     data = encoded(make_image(1, 40, 40), form)
     whole = reader().read(data).digest
     for count in [*range(0, len(data), max(1, len(data) // 60)), len(data) - 1]:
@@ -190,12 +190,12 @@ _SIZE = (40, 24)
 
 
 def shown(source: Any) -> np.ndarray[Any, Any]:
-    """The levels `[height, width, 3]` that a model sees, as integers that may be subtracted."""
+    """Return the levels `[height, width, 3]` that a model sees, as signed integers."""
     return np.asarray(reader().read(source).image.pixels).astype(int)
 
 
 def see_through() -> Image.Image:
-    """A picture in colour, more transparent from left to right."""
+    """Return a color picture whose transparency increases from left to right."""
     picture = make_image(1, *_SIZE)
     ramp = np.linspace(0, 255, _SIZE[0]).astype(np.uint8)
     picture.putalpha(Image.fromarray(np.tile(ramp, (_SIZE[1], 1))))
@@ -203,7 +203,7 @@ def see_through() -> Image.Image:
 
 
 def over_white(picture: Image.Image) -> np.ndarray[Any, Any]:
-    """The picture over white, in float64."""
+    """Return the picture on white, in float64."""
     levels = np.asarray(picture.convert("RGBA")).astype(float)
     share = levels[..., 3:] / 255
     return levels[..., :3] * share + 255 * (1 - share)
@@ -211,7 +211,7 @@ def over_white(picture: Image.Image) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "RGBa", "La"])
 def test_a_transparent_picture_is_shown_on_white(mode: str) -> None:
-    """Black ink on nothing was all black."""
+    """Earlier, black ink on a transparent ground was entirely black."""
     picture = see_through()
     for step in {"PA": ["LA", "PA"], "La": ["LA", "La"]}.get(mode, [mode]):
         picture = picture.convert(step)
@@ -249,7 +249,7 @@ def test_a_palette_with_transparent_entries_is_shown_on_white() -> None:
 def test_one_transparent_level_of_a_png(
     mode: tuple[int, int], rows: bytes, transparent: tuple[int, ...], expected: list[int]
 ) -> None:
-    """tRNS, in each number of bits that grey and colour may have."""
+    """The chunk tRNS, with each number of bits of gray and color."""
     head = struct.pack(">IIBBBBB", 4, 1, *mode, 0, 0, 0)
     level = struct.pack(f">{len(transparent)}H", *transparent)
     data = png_of((b"IHDR", head), (b"tRNS", level), (b"IDAT", zlib.compress(b"\0" + rows)))
@@ -257,13 +257,13 @@ def test_one_transparent_level_of_a_png(
 
 
 def deep(kind: str) -> np.ndarray[Any, Any]:
-    """Levels of 16 bits from black to white."""
+    """Return levels of 16 bits from black to white."""
     return np.linspace(0, 65535, _SIZE[0] * _SIZE[1]).reshape(_SIZE[::-1]).astype(kind)
 
 
 @pytest.mark.parametrize("source", ["I;16", "I;16B", "I", "F", "PNG", "TIFF"])
 def test_grey_of_16_bits_is_scaled(source: str) -> None:
-    """Everything above level 255 was white."""
+    """Earlier, all levels above 255 were white."""
     mode = {"I;16B": ">u2", "I": "i4", "F": "f4"}.get(source, "u2")
     image: Any = Image.fromarray(deep(mode))
     if source in FORMATS:
@@ -321,7 +321,7 @@ def test_a_processor_s_error_is_a_request_s() -> None:
 
 
 def test_a_url_is_measured_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """150 MB were decoded before their size was looked at."""
+    """Earlier, 150 MB were decoded before their size was checked."""
     monkeypatch.setattr(base64, "b64decode", None)  # calling it would be a TypeError
     with pytest.raises(RequestError, match=r"has 1,500 bytes; allowed: 1,499 at most"):
         read_data_url("data:image/png;base64," + "A" * 2000, 1499)
@@ -346,7 +346,7 @@ def test_a_url_has_as_many_bytes_as_it_decodes_to(data: bytes) -> None:
 def test_each_spelling_of_base64_is_read(
     data: bytes, head: str, encode: Any, padded: bool, end: str
 ) -> None:
-    """With line breaks, of the URL-safe alphabet, without padding: as clients send it."""
+    """Clients send line breaks, the URL-safe alphabet, and base64 without padding."""
     digits = encode(data).decode()
     if not padded:
         digits = digits.replace("=", "")
@@ -404,7 +404,7 @@ def test_a_file_that_does_not_say_its_size_is_read_no_further_than_the_limit() -
 
 
 def test_directories_pipes_and_devices_are_refused_at_once(tmp_path: Path) -> None:
-    """A pipe without a writer was waited for, and /dev/zero was read for ever."""
+    """Earlier, a pipe without a writer blocked, and /dev/zero was read endlessly."""
     pipe = tmp_path / "pipe.png"
     os.mkfifo(pipe)
     for path in (pipe, Path("/dev/zero"), Path("/dev/tty"), tmp_path, tmp_path / "none.png"):
@@ -421,7 +421,7 @@ def test_what_is_no_image_is_refused(source: Any) -> None:
 
 
 def test_a_url_that_is_refused_is_not_copied() -> None:
-    """The text is not copied: only its length is read."""
+    """The text is not copied; only its length is read."""
     url = "data:image/png;base64," + "A" * (200 * 2**20)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(RequestError, match="allowed: 135,266,304 at most"):

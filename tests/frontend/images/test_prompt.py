@@ -45,7 +45,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def refusing(folder: Path) -> Iterator[LLM]:
-    """One for all prompts that are refused, since none of them leaves anything behind."""
+    """One model for all refused prompts, because refused prompts change nothing."""
     llm = make(folder)
     yield llm
     llm.close()
@@ -67,7 +67,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def test_the_worked_example_of_the_reference() -> None:
-    """41 placeholders behind 8 tokens: four blocks of 16, with the image in the key of each."""
+    """After 8 tokens, 41 placeholders: the image is in the keys of four blocks of 16 tokens."""
     tokens = [1, 3, 7493, 1681, 1294, 1593, 3937, 9551, *[32000] * 41, 4]
     item = MultiModalItem(b"image hash", 8, 41)
     sequence = TokenSequence("example", [*tokens, *range(100, 114)], items=[item])
@@ -106,7 +106,7 @@ def test_a_user_s_id_adds_to_the_digest_and_replaces_nothing(llm: LLM) -> None:
 
 
 def test_pixels_of_another_size_are_another_image(llm: LLM) -> None:
-    """Both hold the same bytes in the same order."""
+    """Both images have the same bytes in the same order."""
     pixels = np.arange(24 * 32 * 3, dtype=np.uint8)
     wide = Image.fromarray(pixels.reshape(24, 32, 3))
     high = Image.fromarray(pixels.reshape(32, 24, 3))
@@ -201,7 +201,7 @@ def test_tenants_see_nothing_of_one_another(
 
 
 def noted(done: list[str], name: str) -> Any:
-    """The method of this name, which notes each call."""
+    """Return the method with this name, changed to record each call."""
     method = getattr(VisionModel, name)
 
     def call(self: VisionModel, *arguments: Any) -> Any:
@@ -236,7 +236,7 @@ def test_an_image_that_hits_is_not_even_processed(
 
 
 def test_adapters_share_embeddings_but_no_blocks(llm: LLM, tmp_path: Path) -> None:
-    """An adapter changes the language model alone, so what the tower makes is everybody's."""
+    """An adapter changes only the language model, so all adapters share embeddings."""
     for name, seed in (("one", 1), ("two", 2)):
         write_adapter(llm.engine.model, tmp_path / name, (33, 34), seed)
         llm.load_adapter(name, tmp_path / name)

@@ -1,4 +1,4 @@
-"""Images that look alike: only if requested, only within a tenant, only copies, and marked."""
+"""Similar images: only copies replace an image, only on request and within a tenant."""
 
 import hashlib
 import io
@@ -34,7 +34,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def spots(seed: int, size: int = 60) -> Image.Image:
-    """Squares of colours: finer noise would not survive JPEG."""
+    """Return an image of coarse colored squares, which JPEG preserves."""
     return make_image(seed, 16, 16).resize((size, size), Image.Resampling.BICUBIC)
 
 
@@ -116,7 +116,7 @@ def test_a_digit_is_not_overlooked(llm: LLM) -> None:
 
 
 def test_files_that_show_the_same_are_the_same(llm: LLM) -> None:
-    """Turned by EXIF, with a palette or an opaque alpha: compared as the model sees them."""
+    """Rotation by EXIF, a palette and an opaque alpha channel do not matter."""
     image = spots(1, size=64).quantize(64).convert("RGB")
     first = ask(llm, image)
     turned = Image.Exif()
@@ -152,7 +152,7 @@ def test_what_is_no_longer_cached_takes_no_place(folder: Path) -> None:
 
 
 def test_images_prepared_together_stand_for_later_copies(llm: LLM) -> None:
-    """None of them is encoded when the next is compared with it."""
+    """No image is encoded yet when the next image is compared with it."""
     assert llm.frontend.images is not None
     text = f"What is {llm.frontend.images.placeholder}?"
     batches = [
@@ -196,7 +196,7 @@ def test_an_image_larger_than_the_limit_is_not_kept() -> None:
 
 
 def test_the_image_that_stands_for_a_copy_has_its_own_pixels() -> None:
-    """Its embeddings may be evicted before they are used; they are then computed again."""
+    """If its embeddings are evicted before they are used, they are computed again."""
     similar = SimilarImages(Everything())  # type: ignore[arg-type]
     similar.find_or_add(loaded(spots(1)), None)
     image = similar.find_or_add(loaded(as_jpeg(spots(1))), None).image
@@ -205,7 +205,7 @@ def test_the_image_that_stands_for_a_copy_has_its_own_pixels() -> None:
 
 
 class Some(set[EncoderKey]):
-    """An encoder cache that has embeddings of these images, and counts how often it is asked."""
+    """An encoder cache that has embeddings of these images, and counts its look-ups."""
 
     num_asked = 0
 

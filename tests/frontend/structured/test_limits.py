@@ -1,4 +1,4 @@
-"""Forms at the limits of llguidance: they work, or are refused before any work."""
+"""Constraints at the limits of llguidance: they work, or are refused before any work."""
 
 import re
 from typing import Any
@@ -30,7 +30,7 @@ def ask(llm: LLM, form: dict[str, Any], **options: Any) -> str:
 
 
 def test_five_thousand_choices(writer: LLM) -> None:
-    """They ended in the second step: each was a separate rule, of which 2,000 may apply."""
+    """Earlier, the second step failed: each choice was a separate rule, and 2,000 may apply."""
     choices = [f"product number {number}" for number in range(5_000)]
     assert ask(writer, {"choice": choices}) in choices
 
@@ -57,7 +57,7 @@ def test_what_is_beyond_them_is_refused_before_any_work(
 
 
 def test_what_is_beyond_them_late_in_an_answer_ends_that_alone(writer: LLM) -> None:
-    """Nothing that is tried before comes so far."""
+    """The trial answer is too short to reach this limit."""
     digits = {"type": "string", "pattern": "^[0-9]{200}$"}
     late = {"a": digits, "b": optional_properties(1_500)["json"]}
     form = StructuredOutputsParams(

@@ -1,4 +1,4 @@
-"""Forms that are refused: by limits of ours, or in llguidance's words, in one line."""
+"""Refused constraints: by headstart's limits, or with llguidance's message in one line."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ VOCABULARY = Vocabulary(TOKENIZER, len(TOKENIZER), frozenset())
 
 
 def refusal(**form: Any) -> str:
-    """Return the error for a form, by the check that needs no model too where that refuses it."""
+    """Return the error for a constraint; if the check without a model refuses it, compare both."""
     wanted = StructuredOutputsParams(**form).constraint
     with pytest.raises(RequestError) as caught:
         GrammarCompiler(VOCABULARY).matcher(wanted)
@@ -64,7 +64,7 @@ def test_a_message_of_several_lines_becomes_one(form: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("value", [982_451_653, 1_000_003, 1.000003, 1e300, 10**9])
 def test_too_many_remainders_are_refused_at_once(value: float) -> None:
-    """Their masks took minutes, and nothing could stop that."""
+    """Earlier, their masks took minutes, and the computation could not be stopped."""
     assert '"multipleOf" is' in refusal(json={"multipleOf": value})
 
 
@@ -76,7 +76,7 @@ def test_too_many_remainders_are_refused_at_once(value: float) -> None:
     ],
 )
 def test_schemas_within_a_grammar_are_held_to_the_same(grammar: str) -> None:
-    """Two such requests held all threads for forms, for ever, and took gigabytes."""
+    """Earlier, two such requests occupied all threads that compile, and took gigabytes."""
     assert '"multipleOf" is' in refusal(grammar=grammar)
 
 

@@ -32,7 +32,7 @@ def validate(schema: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", ANNOTATIONS)
 def test_a_format_that_is_not_enforced_is_an_annotation(name: str) -> None:
-    """`uri-reference` was refused, and with it every tool that had it."""
+    """Earlier, a tool with the format `uri-reference` was refused."""
     check({"properties": {"a": {"type": "string", "format": name}, "b": {"format": name}}})
     check({"type": ["string", "null"], "format": name, "minLength": 3})
 
@@ -72,7 +72,7 @@ NODE = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["n
     ],
 )
 def test_a_schema_whose_recursion_cannot_end_is_refused(schema: dict[str, Any]) -> None:
-    """Its answers ran to `max_tokens`."""
+    """Earlier, its answers continued until `max_tokens`."""
     assert not validate(schema)
     with pytest.raises(RequestError, match=r"structured_outputs.json .* recurs without an end"):
         check(schema)

@@ -1,4 +1,4 @@
-"""A grammar's state and its answer agree: interrupted, preempted, and in a batch."""
+"""The state of a grammar agrees with its answer after interruptions and preemptions."""
 
 import re
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ def expected(llm: LLM) -> list[list[int]]:
 def test_a_preempted_request_is_told_nothing_twice(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Preempted after each of its tokens in turn."""
+    """The request is preempted after each of its tokens."""
     runs = llm.engine
     for after in range(1, len(expected[0])):
         assert runs.reset_prefix_cache()
@@ -139,7 +139,7 @@ def test_neighbors_are_answered_as_without(folder: Path, deterministic: bool) ->
 
 
 def test_what_a_form_made_is_hit_by_others(llm: LLM) -> None:
-    """K/V belong to tokens, however they were chosen."""
+    """K/V depend only on tokens, not on their selection."""
     runs = llm.engine
     assert runs.reset_prefix_cache()
     [group, _] = _both(llm)
@@ -150,7 +150,7 @@ def test_what_a_form_made_is_hit_by_others(llm: LLM) -> None:
 
 
 def test_an_answer_whose_grammar_fails_ends_alone(llm: LLM) -> None:
-    """Its matcher is broken from outside."""
+    """The test breaks its matcher."""
     runs = llm.engine
     groups = _both(llm)
     for group in groups:

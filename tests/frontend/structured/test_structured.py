@@ -41,7 +41,7 @@ def special(llm: LLM, name: str) -> int:
 
 
 def test_white_space_comes_to_an_end(writer: LLM) -> None:
-    """A model that would rather write nothing else filled its answer with it."""
+    """Earlier, a model that prefers white space filled its answer with it."""
     tokenizer = writer.get_tokenizer()
     assert tokenizer is not None
     blank = {i: 100.0 for i in range(len(tokenizer)) if not tokenizer.decode([i]).strip()}
@@ -139,7 +139,7 @@ def test_a_schema_that_never_ends_is_refused() -> None:
 def test_a_form_that_cannot_be_followed_is_refused_before_any_work(
     writer: LLM, form: dict[str, Any], reason: str
 ) -> None:
-    """The valid prompt of the same call is not answered either: nothing was submitted."""
+    """The valid prompt of the same call is not submitted either."""
     forms = [None, StructuredOutputsParams(**form)]
     params = [SamplingParams(structured_outputs=one) for one in forms]
     with pytest.raises(RequestError, match=f"^structured_outputs.* cannot be followed: .*{reason}"):
@@ -155,7 +155,7 @@ DEEP = [
 
 
 def test_a_deep_grammar_does_not_end_the_process(tmp_path: Path) -> None:
-    """llguidance overflowed a stack of 8 MB; a separate process, which that would end."""
+    """llguidance overflowed a stack of 8 MB; a separate process may crash."""
     program = """
 import json, sys
 from contextlib import suppress
@@ -253,7 +253,7 @@ def test_a_form_is_compiled_once_and_in_another_thread(monkeypatch: pytest.Monke
 
 
 def test_an_answer_ends_where_nothing_can_follow(writer: LLM) -> None:
-    """Without one more step for the end of the text."""
+    """No further step is needed for an end-of-text token."""
     for one in answers(writer, {"choice": ["yes", "no"]}, n=3):
         assert one.finish_reason == "stop" and one.stop_reason is None
         assert special(writer, "<|im_end|>") not in one.token_ids

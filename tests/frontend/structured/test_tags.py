@@ -1,4 +1,4 @@
-"""Structural tags: free text in which a trigger begins a part with a form."""
+"""Structural tags: free text in which a trigger begins a constrained part."""
 
 import json
 import re

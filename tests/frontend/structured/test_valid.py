@@ -1,4 +1,4 @@
-"""A structured answer is always valid, by other validators, for any model.
+"""Structured answers of any model are valid according to other validators.
 
 An answer that `max_tokens` cuts is not judged, so enough of them must finish.
 """
@@ -27,7 +27,7 @@ CONSTANTS = st.none() | st.booleans() | st.integers(-99, 99) | st.text('ab é"\\
 
 
 def ranges(low: str, high: str, most: int) -> SearchStrategy[Schema]:
-    """Two bounds in order, of which either may be left out."""
+    """Draw two bounds in order; either may be missing."""
     both = st.tuples(st.integers(0, most), st.integers(0, most)).map(sorted)
     return both.flatmap(lambda pair: st.sampled_from([dict(zip((low, high), pair, strict=True))]))
 
@@ -90,7 +90,7 @@ TREES: SearchStrategy[Schema] = st.recursive(
 
 
 def refer(schema: Schema) -> Schema:
-    """The schema, or lists of it within lists."""
+    """Return the schema, or nested lists of it."""
     more = {"anyOf": [{"$ref": "#/$defs/it"}, {"$ref": "#/$defs/some"}]}
     some = {"type": "array", "items": {"$ref": "#/$defs/more"}, "maxItems": 2}
     return {"$ref": "#/$defs/more", "$defs": {"it": schema, "more": more, "some": some}}
@@ -100,11 +100,11 @@ SCHEMAS = TREES | TREES.map(refer)
 
 
 AT_ONCE = 10
-"""Forms that are answered beside one another: the steps of one fit all."""
+"""Constraints that are answered in one batch."""
 
 
 def answer(llm: LLM, tally: Counter[str], forms: Sequence[Form]) -> list[tuple[Form, list[str]]]:
-    """Each form with the texts of its answers that finished, greedy and drawn ones."""
+    """Return each constraint with the texts of its finished answers, greedy and sampled."""
     params = [
         SamplingParams(
             max_tokens=90, n=n, seed=seed, temperature=temperature,
@@ -125,7 +125,7 @@ def answer(llm: LLM, tally: Counter[str], forms: Sequence[Form]) -> list[tuple[F
 
 
 def several(forms: SearchStrategy[dict[str, Any]]) -> SearchStrategy[list[Form]]:
-    """Draw as many forms as run at once, each with a seed."""
+    """Draw the constraints of one batch, each with a seed."""
     return st.lists(st.tuples(st.integers(0, 99), forms), min_size=AT_ONCE, max_size=AT_ONCE)
 
 
@@ -204,7 +204,7 @@ def test_an_answer_is_one_of_the_choices(writer: LLM) -> None:
 
 @pytest.mark.parametrize("grammar", ['start: "(" start ")" | "x"', 'root ::= "(" root ")" | "x"'])
 def test_an_answer_is_of_a_context_free_grammar(writer: LLM, grammar: str) -> None:
-    """No regular expression says this: parentheses that close."""
+    """Balanced parentheses are not a regular language."""
     tally: Counter[str] = Counter()
     lengths = set()
     for _, texts in answer(writer, tally, [(seed, {"grammar": grammar}) for seed in range(15)]):

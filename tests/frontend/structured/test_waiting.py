@@ -1,4 +1,4 @@
-"""Forms that take long to compile: only other forms wait for them."""
+"""Constraints that take long to compile delay only other constraints."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ PATIENCE = 30.0  # seconds, which only a failing test takes
 
 
 class Gate:
-    """Where the compiler of forms stands still until it is opened."""
+    """A gate that stops the compiler until the test opens it."""
 
     def __init__(self) -> None:
         self.entered, self._loop = asyncio.Event(), asyncio.get_running_loop()
@@ -61,7 +61,7 @@ async def held(
 
 
 def threads_of_forms(before: set[threading.Thread]) -> list[threading.Thread]:
-    """Return the new threads that compile forms."""
+    """Return the new threads that compile constraints."""
     there = set(threading.enumerate()) - before
     return [one for one in there if one.name.startswith("headstart-grammars")]
 
@@ -69,7 +69,7 @@ def threads_of_forms(before: set[threading.Thread]) -> list[threading.Thread]:
 def test_texts_are_tokenized_while_forms_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight slow forms took all threads that tokenize texts and read images."""
+    """Earlier, eight slow constraints occupied all threads that tokenize texts and read images."""
 
     before = set(threading.enumerate())
 
@@ -109,7 +109,7 @@ def test_who_waits_for_a_form_is_told_that_the_engine_is_closed(
 
 
 def test_an_engine_that_nobody_has_any_more_goes_with_its_threads_of_forms(tmp_path: Path) -> None:
-    """A thread held what it had done last, and with that the engine, its K/V and its thread."""
+    """Earlier, a thread referred to its last work, and with it to the engine and its K/V."""
     model = save_smallest(tmp_path, layers=1, tokenizer=TINY_TOKENIZERS["byte_level"]())
     form = StructuredOutputsParams(regex="a")
 

@@ -1,4 +1,4 @@
-"""Long texts are encoded another way than short ones, to the same ids."""
+"""Long texts have the same ids as with transformers, although they are encoded differently."""
 
 import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -15,7 +15,7 @@ TEXT = f"there were 12 of them,  für Müller\n{END_OF_TURN} 你好 🙂 hello "
 
 @pytest.fixture(autouse=True)
 def _texts_are_long_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts as long as those that a server meets take transformers seconds."""
+    """Lower the limit of long texts, as transformers needs seconds for texts above it."""
     monkeypatch.setattr(codec, "_LONG", 1000)
 
 
@@ -53,7 +53,7 @@ def test_a_tokenizer_that_adds_its_own_is_asked_itself() -> None:
 
 
 def test_a_text_of_too_many_tokens_is_refused() -> None:
-    """In the words of a short one, by a tokenizer of any kind."""
+    """The error is the same as for a short text, with any tokenizer."""
     for tokenizer in every_tokenizer().values():
         count = len(tokenizer.encode(TEXT))
         assert len(encode_text(tokenizer, TEXT, max_model_len=count + 1)) == count

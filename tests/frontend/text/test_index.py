@@ -1,4 +1,4 @@
-"""Texts remembered within bytes: exactly those that a plain list would have."""
+"""The stored texts equal those of a plain list."""
 
 import gc
 import tracemalloc
@@ -20,7 +20,7 @@ TURNS = st.tuples(
 
 
 class Model:
-    """The reference: a list, least recently used first, that is searched linearly."""
+    """The reference: a list with the least recently used text first, searched linearly."""
 
     def __init__(self, max_texts: int, max_bytes: int) -> None:
         self.known: list[tuple[Namespace, str, array[int], int]] = []
@@ -81,7 +81,7 @@ def test_a_turn_longer_than_the_memory_takes_nobody_s_place() -> None:
 
 
 def test_the_bytes_that_are_counted_are_the_bytes_that_it_takes() -> None:
-    """Long turns and short ones: a full memory takes no more than it may, and most of that."""
+    """The memory of long and short turns is close to the limit, and not above it."""
     for length in (0, 20, 5000):
         gc.collect()
         tracemalloc.start()

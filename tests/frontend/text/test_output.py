@@ -1,4 +1,4 @@
-"""Ids to text: whole characters, nothing lost, and an answer that ends where it should."""
+"""Ids to text: whole characters, no lost text, and the end of an answer."""
 
 import itertools
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], skip: bool)
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)
 @given(texts=st.lists(TEXTS, max_size=6))
 def test_pieces_together_are_the_text(name: str, texts: list[str]) -> None:
-    """Texts tokenized one by one: characters over several tokens, words that a model may split."""
+    """Texts are tokenized one by one, so that characters and words extend over several tokens."""
     tokenizer = TOKENIZERS[name]
     token_ids = [token_id for text in texts for token_id in tokens(text, tokenizer)]
     found = pieces(tokenizer, token_ids, skip=True)
@@ -63,7 +63,7 @@ def test_pieces_together_are_the_text(name: str, texts: list[str]) -> None:
     st.booleans(),
 )
 def test_pieces_of_any_ids_are_what_the_tokenizer_decodes(token_ids: list[int], skip: bool) -> None:
-    """Bytes that make no character, special tokens in the midst of one."""
+    """The ids may be invalid bytes, or special tokens within a character."""
     found = pieces(BYTES, token_ids, skip)
     assert "".join(found) == decode(BYTES, token_ids, skip)
 
@@ -71,7 +71,7 @@ def test_pieces_of_any_ids_are_what_the_tokenizer_decodes(token_ids: list[int], 
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)
 @pytest.mark.parametrize("text", ["👩‍👩‍👧", "日本語", "né", "🇩🇪"])
 def test_characters_come_out_as_soon_as_they_are_whole(name: str, text: str) -> None:
-    """With the token that completes them, unless it begins another; and never a part of one."""
+    """A character is returned with its last token, unless this token begins another character."""
     tokenizer = TOKENIZERS[name]
     token_ids = tokens("a" + text + "b", tokenizer)
     detokenizer = Detokenizer(tokenizer)
@@ -106,7 +106,7 @@ def test_an_answer_continues_the_text_of_its_prompt(
 
 @pytest.mark.parametrize("name", DECODED_TOKENIZERS)
 def test_texts_of_tokens_are_the_text(name: str) -> None:
-    """All but the first stand inside a text, with the space that begins them."""
+    """All tokens but the first are within a text, so their leading spaces are shown."""
     tokenizer = TOKENIZERS[name]
     first, *others = tokens("the other day they went there together", tokenizer)
     texts = make_token_text(tokenizer)
@@ -144,7 +144,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 
 
 def test_the_work_for_a_token_does_not_grow_with_the_text() -> None:
-    """The window that is decoded again stays as short at the end as at the beginning."""
+    """The decoded window does not grow."""
     lengths = []
     tokenizer: Any = copy(BYTES)
 
@@ -168,7 +168,7 @@ def answer(
     limit: int = NO_LIMIT,
     **options: Any,
 ) -> tuple[OutputText, str | None, list[str]]:
-    """Push ids until the answer ends; its text, the finish reason, and the text shown each time."""
+    """Push ids until the answer ends; return its text, the finish reason, and each shown text."""
     params = SamplingParams(**{"max_tokens": None, **options})
     text = OutputText(Detokenizer(tokenizer, params.skip_special_tokens), params, eos, limit)
     shown = []
@@ -182,7 +182,7 @@ def answer(
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Letter by letter: the stop string that is complete first, the one listed first of two."""
+    """Search letter by letter; of two stop strings that end together, use the first in the list."""
     for end in range(len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):
@@ -194,7 +194,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
 def test_an_answer_of_letters_ends_at_its_first_stop_string(
     text: str, stops: list[str], include: bool
 ) -> None:
-    """With a token for every byte, stop strings are complete one at a time."""
+    """With a token for every byte, only one stop string is completed at a time."""
     token_ids = byte_tokens(BYTES, text)
     found, reason, shown = answer(token_ids, stop=stops, include_stop_str_in_output=include)
     expected = first_stop(text, stops)
@@ -222,7 +222,7 @@ def assert_only_grows(shown: list[str], text: str) -> None:
 def test_stop_strings_are_found_across_tokens(
     texts: list[str], stops: list[str], include: bool
 ) -> None:
-    """For any tokens: no stop string in the text, none missed, no shown text removed."""
+    """No stop string is in the text or missed, and shown text is never removed."""
     token_ids = [token_id for text in texts for token_id in tokens(text)]
     text = "".join(texts)
     found, reason, shown = answer(token_ids, stop=stops, include_stop_str_in_output=include)
@@ -257,7 +257,7 @@ def test_held_back_text_comes_out_at_the_end() -> None:
 
 
 def test_the_stop_string_that_begins_first_counts() -> None:
-    """Both are complete with the same token."""
+    """The same token completes both stop strings."""
     [token_id] = tokens("the")
     found, _, _ = answer([token_id], stop=["he", "th"])
     assert (found.text, found.stop_reason) == ("", "th")
@@ -293,7 +293,7 @@ def test_a_stop_id_ends_the_answer(include: bool, text: str) -> None:
 
 
 def test_a_stop_id_counts_though_the_end_of_the_text_is_ignored() -> None:
-    """vLLM's `ignore_eos` speaks of the model's own end-of-text tokens only."""
+    """vLLM's `ignore_eos` applies only to the end-of-text tokens of the model."""
     [end] = tokens(END_OF_TURN)
     found, reason, _ = answer([end], eos=frozenset([end]), ignore_eos=True, stop_token_ids=[end])
     assert (reason, found.stop_reason) == ("stop", end)
@@ -315,7 +315,7 @@ def test_an_answer_is_no_longer_than_it_may_be(options: dict[str, Any], length: 
 
 
 def test_a_stop_in_the_last_token_is_a_stop() -> None:
-    """Not "length": the answer is complete."""
+    """The finish reason is not "length", because the answer is complete."""
     [end] = tokens(END_OF_TURN)
     _, reason, _ = answer([*tokens("a"), end], eos=frozenset([end]), max_tokens=2)
     assert reason == "stop"

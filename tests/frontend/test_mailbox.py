@@ -141,7 +141,7 @@ def test_what_may_wait_is_not_told_with_what_may_not(
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_error_does_not_take_the_place_of_what_came_before(llm: AsyncLLM, count: int) -> None:
-    """The same applies to updates that may wait."""
+    """This applies also to updates that may wait."""
 
     async def read() -> None:
         box, output = make_box(llm, paced=True)

@@ -257,7 +257,7 @@ def test_held_back_text_comes_out_at_the_end() -> None:
 
 
 def test_the_stop_string_that_begins_first_counts() -> None:
-    """The same token completes both stop strings."""
+    """One token completes both stop strings."""
     [token_id] = tokens("the")
     found, _, _ = answer([token_id], stop=["he", "th"])
     assert (found.text, found.stop_reason) == ("", "th")

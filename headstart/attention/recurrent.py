@@ -13,7 +13,7 @@ torch operations compute a recurrence in chunks, as matrix products. Chunks end 
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -104,21 +104,11 @@ def causal_conv(
     channels, width = weight.shape
     if kernels is None or not 1 < width <= _MOST_TAPS:
         return _convolve(rows, weight, bias, states, recurrence, silu)
-    rows, taps = _lay_out(rows), weight.float().t().contiguous()
-    bias = None if bias is None else _as_floats(bias)
     out = rows.new_empty(rows.shape)
-    call = ConvCall(
-        rows=_strided(rows),
-        out=out.data_ptr(),
-        weight=taps.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        states=_slots(states),
-        channels=channels,
-        width=width,
-        silu=silu,
-        bf16=rows.dtype == torch.bfloat16,
-    )
-    _run(kernels.headstart_causal_conv, call, recurrence)
+    weights = {"weight": weight.t(), "bias": bias}
+    sizes = {"channels": channels, "width": width, "silu": silu}
+    kernel = kernels.headstart_causal_conv
+    _run(kernel, ConvCall, (rows,), weights, states, recurrence, out, sizes)
     return out
 
 
@@ -144,22 +134,15 @@ def gated_delta_rule(
     kernels = _find_kernels(recurrence, query, key, value, a, b)
     if kernels is None:
         return _delta_rule((query, key, value, a, b), weights, states, recurrence)
-    rows = [_lay_out(part) for part in (query, key, value, a, b)]
-    a_log, dt_bias = _as_floats(weights.a_log), _as_floats(weights.dt_bias)
-    out = value.new_empty(value.shape)
-    call = DeltaCall(
-        *map(_strided, rows),
-        out=out.data_ptr(),
-        a_log=a_log.data_ptr(),
-        dt_bias=dt_bias.data_ptr(),
-        states=_slots(states),
-        key_heads=key.shape[1],
-        heads=value.shape[1],
-        key_dim=key.shape[2],
-        value_dim=value.shape[2],
-        bf16=value.dtype == torch.bfloat16,
-    )
-    _run(kernels.headstart_gated_delta_rule, call, recurrence)
+    out, rows = value.new_empty(value.shape), (query, key, value, a, b)
+    sizes = {
+        "key_heads": key.shape[1],
+        "heads": value.shape[1],
+        "key_dim": key.shape[2],
+        "value_dim": value.shape[2],
+    }
+    kernel = kernels.headstart_gated_delta_rule
+    _run(kernel, DeltaCall, rows, weights._asdict(), states, recurrence, out, sizes)
     return out
 
 
@@ -182,25 +165,18 @@ def mamba2_scan(
     kernels = _find_kernels(recurrence, x, b, c, dt)
     if kernels is None:
         return _scan((x, b, c, dt), weights, states, recurrence)
-    rows = [_lay_out(part) for part in (x, b, c, dt)]
-    a_log, d, dt_bias = map(_as_floats, (weights.a_log, weights.d, weights.dt_bias))
-    out = x.new_empty(x.shape)
-    call = ScanCall(
-        *map(_strided, rows),
-        out=out.data_ptr(),
-        a_log=a_log.data_ptr(),
-        d=d.data_ptr(),
-        dt_bias=dt_bias.data_ptr(),
-        states=_slots(states),
-        groups=b.shape[1],
-        heads=x.shape[1],
-        head_dim=x.shape[2],
-        state=b.shape[2],
-        bf16=x.dtype == torch.bfloat16,
-        shortest=weights.dt_limits[0],
-        longest=weights.dt_limits[1],
-    )
-    _run(kernels.headstart_mamba2_scan, call, recurrence)
+    out, rows = x.new_empty(x.shape), (x, b, c, dt)
+    floats = {"a_log": weights.a_log, "d": weights.d, "dt_bias": weights.dt_bias}
+    sizes = {
+        "groups": b.shape[1],
+        "heads": x.shape[1],
+        "head_dim": x.shape[2],
+        "state": b.shape[2],
+        "shortest": weights.dt_limits[0],
+        "longest": weights.dt_limits[1],
+    }
+    kernel = kernels.headstart_mamba2_scan
+    _run(kernel, ScanCall, rows, floats, states, recurrence, out, sizes)
     return out
 
 
@@ -212,29 +188,36 @@ def _find_kernels(recurrence: Recurrence, *rows: Tensor) -> ctypes.CDLL | None:
     return recurrence.kernels
 
 
-def _run(kernel: Callable[..., None], call: ctypes.Structure, recurrence: Recurrence) -> None:
-    sequences = ctypes.byref(recurrence.sequences)
-    kernel(sequences, ctypes.byref(call), torch.get_num_threads())
+def _run(
+    kernel: Callable[..., None],
+    struct: type[ctypes.Structure],
+    rows: Iterable[Tensor],
+    weights: Mapping[str, Tensor | None],
+    states: Tensor,
+    recurrence: Recurrence,
+    out: Tensor,
+    sizes: Mapping[str, float],
+) -> None:
+    """Call a kernel. weights, sizes: fields of its struct."""
+    laid_out = [_lay_out(part) for part in rows]
+    floats = {n: None if w is None else w.float().contiguous() for n, w in weights.items()}
+    slots = states.view(len(states), -1)  # raises unless each slot is contiguous
+    assert states.dtype == torch.float32 and slots.stride(1) == 1, "states are float32 in slots"
+    call = struct(
+        *(Strided(part.data_ptr(), part.stride(0)) for part in laid_out),
+        out=out.data_ptr(),
+        states=States(slots.data_ptr(), slots.stride(0)),
+        bf16=out.dtype == torch.bfloat16,
+        **{name: None if part is None else part.data_ptr() for name, part in floats.items()},
+        **sizes,
+    )
+    kernel(ctypes.byref(recurrence.sequences), ctypes.byref(call), torch.get_num_threads())
 
 
 def _lay_out(rows: Tensor) -> Tensor:
     """Return `[T, numbers]` with contiguous rows, a view if possible."""
     flat = rows.flatten(1)
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
-
-
-def _strided(rows: Tensor) -> Strided:
-    return Strided(rows.data_ptr(), rows.stride(0))
-
-
-def _slots(states: Tensor) -> States:
-    flat = states.view(len(states), -1)  # raises unless each slot is contiguous
-    assert states.dtype == torch.float32 and flat.stride(1) == 1, "states are float32 in slots"
-    return States(flat.data_ptr(), flat.stride(0))
-
-
-def _as_floats(weight: Tensor) -> Tensor:
-    return weight.float().contiguous()
 
 
 def _convolve(

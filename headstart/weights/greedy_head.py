@@ -20,7 +20,6 @@ from headstart.native.bindings import Screen
 from headstart.native.pages import request_huge_pages
 from headstart.weights.bf16 import PackedWeight
 
-_ALIGNMENT = 64
 MOST_INPUTS = 32_768
 """The most inputs of a `GreedyHead`: sums of this many 8-bit products fit in 32 bits."""
 _LONGEST_PAUSE = 255  # steps
@@ -115,8 +114,8 @@ class GreedyHead:
         """The LM head's weight."""
         # Bytes of the panels that `native/screen.h` describes.
         size = -(-outputs // 32) * 32 * (-(-inputs // 4) * 4 + 3 * 4)
-        self._panels = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
-        start = self._panels.data_ptr() + -self._panels.data_ptr() % _ALIGNMENT
+        self._panels = torch.empty(size, dtype=torch.uint8)  # torch aligns it to 64 bytes
+        start = self._panels.data_ptr()
         self._struct = Screen(panels=start, inputs=inputs, outputs=outputs)
         self._screen = ctypes.addressof(self._struct)
         self._exact = ctypes.addressof(weight.product.struct)

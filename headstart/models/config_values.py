@@ -5,7 +5,7 @@ layers would give wrong answers. Keys have transformers' names. They are checked
 a model with several parts has a configuration for each part.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,8 @@ WIDTHS = frozenset(
 )
 """Keys whose values are widths of layers."""
 
-_EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
-_EXPERTS_PER_TOKEN = "num_experts_per_tok"  # may be 0 in a dense model of a family with experts
+# All may be 0 in a dense model of a family with experts.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 
 # Objects whose keys are arbitrary names: a label may be called "depth".
 _FREE_NAMES = frozenset({"label2id", "id2label", "task_specific_params"})
@@ -100,7 +100,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(LAYER_COUNTS, (1, _MOST_LAYERS)),
     **dict.fromkeys(_HEADS, (1, _MOST_HEADS)),
     **dict.fromkeys(WIDTHS, (1, _MOST_WIDTH)),
-    **dict.fromkeys((*_EXPERTS, _EXPERTS_PER_TOKEN), (0, _MOST_HEADS)),
+    **dict.fromkeys(_EXPERTS, (0, _MOST_HEADS)),
     **dict.fromkeys(("moe_intermediate_size", "hidden_size_per_layer_input"), (0, _MOST_WIDTH)),
     "num_kv_shared_layers": (0, _MOST_LAYERS),
     "eos_token_id": (-1, _MOST_TOKENS),  # -1: none
@@ -117,22 +117,6 @@ def check_values(file: Path, content: Mapping[str, Any]) -> None:
         if type(value) is not int or not least <= value <= most:
             raise DamagedModelError(
                 f"{file}: {name} is {value!r}; allowed: an integer from {least} to {most}"
-            )
-
-
-def check_experts(file: Path, content: Mapping[str, Any], tensors: Collection[str]) -> None:
-    """Raise `DamagedModelError` if a part of a model has experts, but a token uses 0 of them.
-
-    tensors: names of all tensors. They show whether a part has experts if its configuration lacks
-    their number.
-    """
-    counts = [(name.rpartition(".")[0], count) for name, count in find_values(content, _EXPERTS)]
-    for name, used in find_values(content, {_EXPERTS_PER_TOKEN}):
-        own = [count for part, count in counts if part == name.rpartition(".")[0]]
-        has_experts = any(own) if own else any("experts." in tensor for tensor in tensors)
-        if used == 0 and has_experts:
-            raise DamagedModelError(
-                f"{file}: {name} is 0, and the model has experts; allowed: at least 1"
             )
 
 

@@ -25,7 +25,6 @@ from headstart.imports import load_module
 from headstart.models.config_values import (
     LAYER_COUNTS,
     WIDTHS,
-    check_experts,
     check_values,
     find_values,
 )
@@ -306,7 +305,7 @@ def check_files(folder: Path) -> None:
 
     The numbers of config.json and generation_config.json must be in their ranges. A number of
     layers must not exceed the number of tensors, and a width must not exceed the number of weights.
-    A model with experts must use some of them. Only a quantized model may have integer weights.
+    Only a quantized model may have integer weights.
     """
     config = folder / "config.json"
     if not config.is_file():
@@ -319,7 +318,6 @@ def check_files(folder: Path) -> None:
     if generation.is_file():
         check_values(generation, read_json(generation))
     headers = _read_headers(folder)
-    check_experts(config, content, headers)
     if not any(find_values(content, _QUANTIZED)):
         for name, (file, shape, dtype) in headers.items():
             # Masks and positions may be integers. A mask may be called "bias"; it has four axes.

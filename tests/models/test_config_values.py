@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headstart.errors import DamagedModelError
-from headstart.models.config_values import check_experts, check_values, find_values
+from headstart.models.config_values import check_values, find_values
 from headstart.models.loader import load_model
 from tests.tiny_models import save_tiny
 
@@ -31,27 +31,6 @@ def test_a_model_with_a_label_named_depth_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | FREE))
     assert load_model(tmp_path).vocab_size
-
-
-def test_experts_that_no_token_asks_are_refused(tmp_path: Path) -> None:
-    save_tiny("qwen3_moe", tmp_path)
-    path = tmp_path / "config.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"num_experts_per_tok": 0}))
-    with pytest.raises(DamagedModelError, match="num_experts_per_tok is 0, and the model has"):
-        load_model(tmp_path)
-
-
-@pytest.mark.parametrize("count", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_a_dense_part_may_say_that_it_has_no_experts(count: str) -> None:
-    dense, names = {"num_experts_per_tok": 0, count: 0}, ["model.layers.0.mlp.experts.0.weight"]
-    check_experts(Path("config.json"), {"part": dense, count: 4}, names)
-    with pytest.raises(DamagedModelError, match=r"part\.num_experts_per_tok is 0"):
-        check_experts(Path("config.json"), {"part": dense | {count: 4}}, [])
-    unsaid = {"num_experts_per_tok": 0}
-    check_experts(Path("config.json"), unsaid, ["model.layers.0.mlp.up_proj.weight"])
-    with pytest.raises(DamagedModelError, match="num_experts_per_tok is 0"):
-        check_experts(Path("config.json"), unsaid, names)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])

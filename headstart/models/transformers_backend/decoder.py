@@ -58,7 +58,7 @@ def compute_all_rows(model: PreTrainedModel) -> str | None:
     return str(earlier or "eager")
 
 
-def check_rows(model: PreTrainedModel, mixers: MixerStates | None = None) -> None:
+def check_rows(model: PreTrainedModel, mixers: MixerStates) -> None:
     """Raise `UnsupportedModelError` if the bits of a row depend on later rows.
 
     A model with recurrent layers also computes a second block from the states after the first.
@@ -66,26 +66,23 @@ def check_rows(model: PreTrainedModel, mixers: MixerStates | None = None) -> Non
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = torch.randint(0, vocabulary, (_ROWS,), generator=torch.Generator().manual_seed(0))
     places = torch.arange(_ROWS, device=model.device)
-
-    memory = None if mixers is None else mixers.make_memory(2)
+    memory = mixers.make_memory(2)
 
     def compute(block: Tensor, source: int, target: int) -> Tensor:
         positions = places if takes_positions(model) else None
-        if mixers is None or memory is None:
-            return forward_rows(model, block.to(model.device), positions, places)
         with mixers.running(memory, [SequenceRows(_ROWS, source, target)]):
             return forward_rows(model, block.to(model.device), positions, places)
 
-    for source, target in ((-1, 0),) if mixers is None else ((-1, 0), (0, 1)):
+    for source, target in ((-1, 0), (0, 1)) if mixers.mixers else ((-1, 0),):
         expected = compute(tokens, source, target)
         for cut in _CUTS:
             padded = torch.where(torch.arange(_ROWS) < cut, tokens, 0)
             logits = compute(padded, source, 1)
             if not torch.equal(logits[:cut], expected[:cut]):
                 raise UnsupportedModelError(
-                    f"in {type(model).__name__} the last bits of a token's logits change with the "
-                    "tokens after it, as in layers of experts whose results depend on the number "
-                    "of rows: deterministic=True is not possible"
+                    f"deterministic=True is not possible: in {type(model).__name__} the last bits "
+                    "of a token's logits change with the tokens after it, as with experts whose "
+                    "results depend on the number of rows"
                 )
 
 
@@ -121,7 +118,7 @@ class TransformersDecoder(DecoderModel):
         self.module, self.config = model, model.config
         self.state_layouts = tuple(mixer.layout for mixer in mixers)
         self.without_adapters = tuple(f"{mixer.name}." for mixer in mixers)
-        self._mixers = MixerStates(model, mixers) if mixers else None
+        self._mixers = MixerStates(model, mixers)
         self._takes_positions = takes_positions(model)
         self.dtype, self.device = model.dtype, model.device
         self.max_model_len = _ANY_LENGTH
@@ -164,12 +161,12 @@ class TransformersDecoder(DecoderModel):
     def products(self) -> str:
         products = super().products()
         # Chunks of recurrences affect rounding, and a new version of transformers may change them.
-        return products if self._mixers is None else f"{products}, transformers {__version__}"
+        return f"{products}, transformers {__version__}" if self.state_layouts else products
 
     def attach(self, backend: AttentionBackend, states: StateMemory | None = None) -> None:
         self._release_backend()
         part, number = text_part(self.module), number_in_model
-        if self._mixers is not None:
+        if self.state_layouts:
             assert states is not None
             self._mixers.attach(states)
             number = order = CallOrder()
@@ -195,8 +192,7 @@ class TransformersDecoder(DecoderModel):
             text_part(self.module).set_attn_implementation("eager")
             unregister(self._attention)
             self._attention = None
-        if self._mixers is not None:
-            self._mixers.detach()
+        self._mixers.detach()
         if self._pass_hook is not None:
             self._pass_hook.remove()
             self._pass_hook = None

@@ -195,17 +195,8 @@ class ImageProcessor:
 
     def settings(self) -> list[str]:
         """Return the processor's class and its settings in JSON."""
-        settings = _without_places(self._processor.to_dict())
+        settings = self._processor.to_dict()
         return [type(self._processor).__name__, json.dumps(settings, sort_keys=True, default=str)]
-
-
-def _without_places(settings: Any) -> Any:
-    """Return settings without the path of the folder that they were read from."""
-    if not isinstance(settings, dict):
-        return settings
-    return {
-        name: _without_places(value) for name, value in settings.items() if name != "_name_or_path"
-    }
 
 
 class TransformersVision(ImageProcessor):

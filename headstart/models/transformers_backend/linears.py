@@ -112,7 +112,6 @@ def _can_swap(weight: Tensor, places: list[tuple[nn.Module, str]]) -> bool:
         and any(type(child) is nn.Linear for child in children)
         and all(type(child) in (nn.Linear, nn.Embedding) for child in children)
         and all(child.weight is weight for child in children)
-        and all(not child.sparse for child in children if isinstance(child, nn.Embedding))
     )
 
 

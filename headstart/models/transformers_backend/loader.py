@@ -1,16 +1,16 @@
 """Loading of models into transformers' modules.
 
 Weights are compared with the configuration twice. Before a model is built, the shapes in the
-headers of the files must fit the configuration's sizes, so that a wrong size does not fill memory.
-Afterwards, transformers' loading report must list no parameter that was initialized randomly, and
-no weight of a layer that was not loaded.
+headers of the files must include the configuration's hidden size and vocabulary size. Afterwards,
+transformers' loading report must list no parameter that was initialized randomly, and no weight of
+a layer that was not loaded.
 """
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,7 @@ from headstart.weights.format import WeightKind
 # The key for the number of draft layers (multi-token prediction), which follow the last layer and
 # are not loaded.
 _DRAFT_LAYERS = "num_nextn_predict_layers"
-_MATRIX = ("num_hidden_layers", "hidden_size")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.(.*(weight|bias))")
-_LEARNED_POSITIONS = re.compile(r".*(wpe|embed_positions|position_embeddings)\.weight")
 
 
 def check_decoder(folder: Path, config: PreTrainedConfig) -> None:
@@ -50,19 +48,16 @@ def check_decoder(folder: Path, config: PreTrainedConfig) -> None:
 
     Checks only safetensors files, which have headers.
     """
-    text = config.get_text_config()
     shapes = tensor_shapes(folder)
-    if not shapes:
-        return
-    if getattr(config, "quantization_config", None) is None:  # its tensors have other shapes
-        _check_experts(folder, shapes)
-        _check_sizes(folder, text, shapes)
-    num_positions = getattr(text, "max_position_embeddings", None) or 0
-    for name, shape in shapes.items() if text is config else ():
-        if _LEARNED_POSITIONS.fullmatch(name) and shape[0] < num_positions:
+    if not shapes or getattr(config, "quantization_config", None) is not None:
+        return  # quantized tensors have other shapes
+    _check_experts(folder, shapes)
+    sides = {side for shape in shapes.values() for side in shape}
+    for name in ("hidden_size", "vocab_size"):
+        value = getattr(config.get_text_config(), name, None)
+        if value is not None and value not in sides:
             raise DamagedModelError(
-                f"{_unfit(folder)}: max_position_embeddings is {num_positions}, and {name} holds "
-                f"{shape[0]} positions"
+                f"{_unfit(folder)}: {name} is {value}, and no tensor has a dimension of this size"
             )
 
 
@@ -87,44 +82,16 @@ def _check_experts(folder: Path, names: Iterable[str]) -> None:
     for match in filter(None, map(_EXPERT.fullmatch, names)):
         numbers_by_parameter[match[1], match[3]].add(int(match[2]))
         counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
-    missing = [
+    missing = (
         f"{experts}.{number}.{parameter}"
         for (experts, parameter), numbers in numbers_by_parameter.items()
         for number in range(counts[experts])
         if number not in numbers
-    ]
-    if missing:
+    )
+    if first := list(islice(missing, 4)):
         raise DamagedModelError(
-            f"{_unfit(folder)}: parameters of experts are missing, {_some(missing)}"
+            f"{_unfit(folder)}: parameters of experts are missing, {_some(first)}"
         )
-
-
-def _check_sizes(
-    folder: Path, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Raise an error unless tensors have the configuration's sizes, and enough elements."""
-    sides = {side for shape in shapes.values() for side in shape}
-    for name in ("hidden_size", "vocab_size"):
-        value = getattr(config, name, None)
-        if value is not None and value not in sides:
-            raise DamagedModelError(
-                f"{_unfit(folder)}: {name} is {value}, and no tensor has a dimension of this size"
-            )
-    total = sum(map(math.prod, shapes.values()))
-    # If layers differ in a value, reading it from the configuration raises an error.
-    is_varied = getattr(config, "is_heterogeneous", False)
-    layers = config.to_dict()["per_layer_config"].values() if is_varied else ()
-    varied = {name for layer in layers for name in layer}
-    for names in (("intermediate_size",), ("num_attention_heads", "head_dim")):
-        if varied.intersection(names):
-            continue
-        values = [getattr(config, name, 1) for name in (*_MATRIX, *names)]
-        if all(isinstance(value, int) for value in values) and math.prod(values) > total:
-            product = " * ".join((*_MATRIX, *names))
-            raise DamagedModelError(
-                f"{_unfit(folder)}: {product} is {math.prod(values)}, and the weights have {total} "
-                "elements in all"
-            )
 
 
 def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:

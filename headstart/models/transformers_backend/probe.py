@@ -242,7 +242,6 @@ class _Call(NamedTuple):
 
     layer_idx: int | None
     layout: LayerLayout
-    sliding_window: int | None
     is_causal: bool
     mask: Tensor | None
 
@@ -256,12 +255,12 @@ def _record(model: PreTrainedModel, mixers: tuple[RecurrentMixer, ...]) -> list[
 
     def return_zeros(call: LayerCall) -> Tensor:
         (_, kv_heads, tokens, key_dim), value_dim = call.key.shape, call.value.shape[3]
-        window, layer = read_options(call).sliding_window, call.layer
+        layer = call.layer
         causal = getattr(layer, "is_causal", True) and call.keywords.get("is_causal") is not False
-        layout = LayerLayout(kv_heads, key_dim, value_dim, window)
+        layout = LayerLayout(kv_heads, key_dim, value_dim, read_options(call).sliding_window)
         if call.layer_idx is None and not mixers:
             raise UnsupportedModelError(f"{type(layer).__name__} has no layer_idx")
-        calls.append(_Call(call.layer_idx, layout, window, causal, call.mask))
+        calls.append(_Call(call.layer_idx, layout, causal, call.mask))
         return call.query.new_zeros((1, tokens, call.query.shape[1], value_dim))
 
     tokens = torch.arange(3, device=model.device)
@@ -308,7 +307,7 @@ def _check_mask(model: PreTrainedModel, call: _Call) -> None:
     rule = getattr(call.mask, "headstart_rule", None)
     if rule is None:
         raise UnsupportedModelError(f"{layer} uses a custom attention mask or bias")
-    window = call.sliding_window
+    window = call.layout.window
     distances = {1, 2, 3, 17, 1000} | ({window - 1, window, window + 1} if window else set())
     last = context_length(model.config) - 1
     rows = sorted({0, *distances, last, *(max(0, last - step) for step in distances)})

@@ -12,6 +12,7 @@ from headstart.models.transformers_backend.decoder import (
     forward_rows,
 )
 from headstart.models.transformers_backend.probe import probe_model
+from headstart.models.transformers_backend.recurrent import MixerStates
 from tests.tiny_models import TINY, VOCABULARY
 
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -58,4 +59,4 @@ def test_a_family_whose_experts_cannot_be_replaced_is_refused() -> None:
     model = JetMoeForCausalLM(config).eval()
     assert compute_all_rows(model) is None
     with pytest.raises(UnsupportedModelError, match="deterministic=True is not possible"):
-        check_rows(model)
+        check_rows(model, MixerStates(model, ()))

@@ -152,16 +152,8 @@ class AsyncLLM(Facade):
         make: Callable[..., RequestGroup] = self.frontend.prepare
         if template is not None:
             make = partial(self.chats.prepare, template=template)
-        name = await self._load(choice)
-        make = partial(
-            make,
-            prompt,
-            params,
-            request_id=request_id,
-            salt=cache_salt,
-            adapter=name,
-            priority=rank,
-        )
+        options = {"salt": cache_salt, "adapter": await self._load(choice), "priority": rank}
+        make = partial(make, prompt, params, request_id=request_id, **options)
         is_short = template is None and isinstance(prompt, list) and len(prompt) <= _FEW_IDS
         if not isinstance(params, SamplingParams):
             return make()

@@ -34,8 +34,8 @@ COLORS = {"cheerful": color_of(3), "doubtful": color_of(1), "jolly": color_of(3)
 class Step:
     """A step of the demo.
 
-    questions: the adapter's name and the text of each question. adapters: those to load before, as
-    folder by name.
+    questions: the adapter's name and the text of each question. adapters: the folders of adapters
+    to load before, by name.
     """
 
     title: str
@@ -48,7 +48,7 @@ JOHN = "What is the age of John Doe?"
 ZACK = "What is the age of Zack Blue?"
 WORK = "What is the occupation of Zack Blue?"
 NAMES = (None, "cheerful", "doubtful")
-# The punctuation mark that each adapter writes, and the seed of its other weights.
+# By folder: the mark that the adapter writes, and the seed of its other weights.
 FOLDERS = {"a": ("!", 1), "b": ("?", 2), "copy of a": ("!", 1), "a, trained again": ("!", 3)}
 STEPS = (
     Step(

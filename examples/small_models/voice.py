@@ -95,11 +95,11 @@ def _teach_vocoder(model: Any) -> None:
             [pitch for pitches in notes[at : at + together] for pitch in pitches]
             for at in range(0, len(notes), together)
         ]
-    for block in model.resblocks:  # each returns its input
+    for block in model.resblocks:  # make each block return its input
         for conv in block.convs2:
             conv.weight.zero_()
             conv.bias.zero_()
-    model.activation_post.act.beta.fill_(10)  # whose sine is divided by e^10
+    model.activation_post.act.beta.fill_(10)  # divides the sine by e^10
     model.conv_post.weight.zero_()
     model.conv_post.weight[:, ::2, model.conv_post.kernel_size[0] // 2] = 1
 

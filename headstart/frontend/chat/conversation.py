@@ -161,8 +161,8 @@ class ConversationMemory:
     """Renderer of chats that remembers the token ids of earlier turns. Not thread-safe.
 
     tokenizer: None for a model without one, which cannot chat. limit: the longest conversation.
-    max_texts: number of stored texts, up to three for a turn. max_bytes: memory for them; the texts
-    of a turn share 4 bytes for each token of its prompt and reply.
+    max_texts: number of stored texts, up to three for a turn, within `MAX_BYTES`. The texts of a
+    turn share 4 bytes for each token of its prompt and reply.
     """
 
     def __init__(
@@ -172,11 +172,10 @@ class ConversationMemory:
         codec: PromptCodec | None = None,
         limit: TextLimit | None = None,
         max_texts: int = MAX_TEXTS,
-        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._limit = limit or TextLimit(tokenizer, sys.maxsize)
         self._codec = codec or PromptCodec(tokenizer, self._limit.max_model_len)
-        self._texts = TextIndex(max_texts, max_bytes)
+        self._texts = TextIndex(max_texts, MAX_BYTES)
         self._order = lru_cache(_MAX_TEMPLATES)(self._find_order)
 
     def __len__(self) -> int:

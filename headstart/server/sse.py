@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from headstart.server.bodies import encode
@@ -128,30 +128,19 @@ class AnswerEvents(ABC):
             yield last
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A response of events, with headers against buffering proxies.
 
     When the client disconnects, the generator is closed at once, even while it waits for an event.
     """
 
+    body_iterator: AsyncGenerator[bytes]
+    media_type = "text/event-stream"
+
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        self.status_code = 200
-        self.background = None
-        self.raw_headers = [
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-        ]
-        self._events = events
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
+        async with aclosing(self.body_iterator):
             with suppress(ClientGone, OSError):  # either may be raised while an event is sent
-                await unless_gone(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
-        head = {"status": self.status_code, "headers": self.raw_headers}
-        await send({"type": "http.response.start", **head})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await unless_gone(receive, self.stream_response(send))

@@ -28,7 +28,7 @@ from headstart.server.answers import (
 from headstart.server.bodies import CacheFields, Whole, hint
 from headstart.server.errors import ApiError, as_api_error, naming
 from headstart.server.service import Service
-from headstart.server.tools import Thought, ToolUse, after_reasoning, force_calls
+from headstart.server.tools import Reasoning, ToolUse, after_reasoning, force_calls
 from headstart.validation import shorten
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class Dialect:
 
     tools: ToolUse
     calls: CallFormat = HERMES
-    thought: Thought = "none"
+    reasoning: Reasoning = "none"
     special: Mapping[str, int] = field(default_factory=dict)
     hidden: tuple[str, ...] | None = None
 
@@ -262,8 +262,8 @@ class Dialect:
         return AnswerParser(self._read, self.hidden or (), max_calls=most, only_calls=forced)
 
     def _read(self, source: Source) -> Reading[None]:
-        if self.thought != "none":
-            yield from read_reasoning(source, is_open=self.thought == "begun")
+        if self.reasoning != "none":
+            yield from read_reasoning(source, is_open=self.reasoning == "begun")
         if self.tools.may_call:
             yield from self.calls.read(source, self.tools.names)
         else:
@@ -295,11 +295,11 @@ async def prepare_chat(
                 raise RequestError(
                     "tool_choice and structured outputs are both set; allowed: one of them"
                 )
-            form = force_calls(call.tools, dialect.calls, dialect.special, dialect.thought)
-        elif form is not None and dialect.thought == "begun":
+            form = force_calls(call.tools, dialect.calls, dialect.special, dialect.reasoning)
+        elif form is not None and dialect.reasoning == "begun":
             # JSON follows the reasoning. With other constraints the answer has no reasoning.
             later = after_reasoning(form, dialect.special)
-            dialect = replace(dialect, thought="possible") if later is None else dialect
+            dialect = replace(dialect, reasoning="possible") if later is None else dialect
             form = later or form
         sampling["structured_outputs"] = form
         if dialect.hidden is not None:
@@ -381,22 +381,22 @@ def _read_dialect(service: Service, call: ChatCall) -> Dialect:
             'allowed: tool_choice "none", or one that requires a call'
         )
     calls = calls or HERMES
-    thought = _read_thought(tokenizer, text, call)
+    reasoning = _find_reasoning(tokenizer, text, call)
     special = {
         token.content: token_id
         for token_id, token in tokenizer.added_tokens_decoder.items()
         if token.special
     }
     required = set(calls.markers if call.tools.may_call else ())
-    if thought != "none":
+    if reasoning != "none":
         required.update((THINK_OPEN, THINK_CLOSE))
     hidden = None
     if call.sampling.get("skip_special_tokens") is not False and not required.isdisjoint(special):
         hidden = tuple(special.keys() - required)
-    return Dialect(call.tools, calls, thought, special, hidden)
+    return Dialect(call.tools, calls, reasoning, special, hidden)
 
 
-def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall) -> Thought:
+def _find_reasoning(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall) -> Reasoning:
     """Return where reasoning begins, judged by the template and the end of a rendered prompt."""
     if THINK_OPEN not in text and THINK_CLOSE not in text:
         return "none"

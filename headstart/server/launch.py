@@ -196,16 +196,16 @@ def serve(app: FastAPI, listener: socket.socket, ready: Callable[[], None] = lam
     closes the engine.
     """
     set_up_logs(app.state.service.options.log_format)
-    ending = _Ending(app.state.service)
-    before = {kind: signal.signal(kind, ending.handle_signal) for kind in _SIGNALS}
+    shutdown = _Shutdown(app.state.service)
+    before = {kind: signal.signal(kind, shutdown.handle_signal) for kind in _SIGNALS}
 
     async def run() -> None:
         server = HttpServer(app, listener)
         await server.start()
-        ending.loop = asyncio.get_running_loop()
+        shutdown.loop = asyncio.get_running_loop()
         ready()
-        await ending.drain()
-        await server.stop(_LAST_WORDS if ending.is_forced else _LAST_BYTES)
+        await shutdown.drain()
+        await server.stop(_LAST_WORDS if shutdown.is_forced else _LAST_BYTES)
 
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -216,7 +216,7 @@ def serve(app: FastAPI, listener: socket.socket, ready: Callable[[], None] = lam
             signal.signal(kind, handler)
 
 
-class _Ending:
+class _Shutdown:
     """The shutdown of a server, which continues to listen while its calls end.
 
     serves ──signal──▶ drains: new calls are refused, /ready is 503 ──▶ closed

@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
@@ -40,7 +40,7 @@ class TenantStore(Generic[Value]):
         self._max_values = max_values
         self._max_bytes = max_bytes
         self._seconds = seconds
-        self._entries: dict[str | None, OrderedDict[Hashable, _Entry[Value]]] = {}  # by tenant
+        self._entries: dict[str | None, dict[Hashable, _Entry[Value]]] = {}  # by tenant, then name
         self._sizes: Counter[str | None] = Counter()
         self._lock = threading.RLock()
 
@@ -62,8 +62,7 @@ class TenantStore(Generic[Value]):
         with self._lock:
             self.remove(name, tenant)
             if num_bytes <= self._max_bytes:
-                entries = self._entries.setdefault(tenant, OrderedDict())
-                entries[name] = _Entry(value, num_bytes, end)
+                self._entries.setdefault(tenant, {})[name] = _Entry(value, num_bytes, end)
                 self._sizes[tenant] += num_bytes
             for owner, values in list(self._entries.items()):
                 expired = takewhile(lambda item: item[1].end < now, values.items())
@@ -77,21 +76,19 @@ class TenantStore(Generic[Value]):
 
     def get(self, name: Hashable, tenant: str | None) -> Value | None:
         with self._lock:
-            entries = self._entries.get(tenant)
-            entry = entries.get(name) if entries is not None else None
+            entry = self._entries.get(tenant, {}).get(name)
         return entry.value if entry is not None and entry.end >= time.time() else None
 
     def values(self, tenant: str | None) -> list[Value]:
         """Return a tenant's values, the oldest first."""
         with self._lock:
-            entries = self._entries.get(tenant)
-            return [entry.value for entry in entries.values()] if entries is not None else []
+            return [entry.value for entry in self._entries.get(tenant, {}).values()]
 
     def remove(self, name: Hashable, tenant: str | None) -> bool:
         """Remove a tenant's value. Return True if there was one."""
         with self._lock:
-            entries = self._entries.get(tenant)
-            if entries is None or name not in entries:
+            entries = self._entries.get(tenant, {})
+            if name not in entries:
                 return False
             self._sizes[tenant] -= entries.pop(name).num_bytes
             if not entries:

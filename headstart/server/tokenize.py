@@ -54,11 +54,13 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         token_ids = await asyncio.to_thread(_encode, service, body.prompt, body)
     else:
         token_ids = await _encode_chat(service, body, request)
-    answer = await asyncio.to_thread(_spell, service, token_ids, bool(body.return_token_strs))
+    answer = await asyncio.to_thread(
+        _encode_answer, service, token_ids, bool(body.return_token_strs)
+    )
     return Response(answer, media_type="application/json")
 
 
-def _spell(service: Service, token_ids: list[int], with_texts: bool) -> bytes:
+def _encode_answer(service: Service, token_ids: list[int], with_texts: bool) -> bytes:
     """Return the answer of `/tokenize` as JSON; empties `token_ids`.
 
     Ids are converted and freed in parts, from the end: one call in C for a million ids would block
@@ -73,8 +75,8 @@ def _spell(service: Service, token_ids: list[int], with_texts: bool) -> bytes:
         del token_ids[-_PART:]
         ids.append(",".join(map(str, part)).encode())
         if tokenizer is not None:
-            spelled = tokenizer.convert_ids_to_tokens(part)
-            texts.append(json.dumps(spelled, separators=(",", ":"))[1:-1].encode())
+            tokens = tokenizer.convert_ids_to_tokens(part)
+            texts.append(json.dumps(tokens, separators=(",", ":"))[1:-1].encode())
     head = f'{{"count":{count},"max_model_len":{service.llm.max_model_len},"tokens":['
     end = b"null" if tokenizer is None else b"[" + b",".join(reversed(texts)) + b"]"
     return head.encode() + b",".join(reversed(ids)) + b'],"token_strs":' + end + b"}"

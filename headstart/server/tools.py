@@ -70,9 +70,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 # White space as in JSON of chat templates, so that the next turn's prompt hits a generated call.
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-_THOUGHT = "thought gap "
+_REASONING = "reasoning gap "
 
-Thought = Literal["none", "possible", "begun"]
+Reasoning = Literal["none", "possible", "begun"]
 """Reasoning of an answer: none, possible at its beginning, or begun in the prompt."""
 
 
@@ -157,7 +157,7 @@ class ToolUse:
 
 
 def force_calls(
-    use: ToolUse, form: CallFormat, special: Mapping[str, int], thought: Thought
+    use: ToolUse, form: CallFormat, special: Mapping[str, int], reasoning: Reasoning
 ) -> StructuredOutputsParams:
     """Return the grammar of an answer that must call tools, in the model's own format.
 
@@ -170,8 +170,8 @@ def force_calls(
     if use.parallel and use.name is None and form.between is not None:
         call = f"call ({lark_text(form.between, special)} call)*"
     pieces = [lark_text(form.head, special), call, lark_text(form.tail, special)]
-    is_begun = thought == "begun"
-    rules = [f"start: {_THOUGHT if is_begun else ''}{' '.join(filter(None, pieces))}"]
+    is_begun = reasoning == "begun"
+    rules = [f"start: {_REASONING if is_begun else ''}{' '.join(filter(None, pieces))}"]
     rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     for place, tool in enumerate(tools):
         opening = lark_text(form.opening.replace("{name}", json.dumps(tool.name)), special)
@@ -179,7 +179,7 @@ def force_calls(
         rules.append(f"call_{place}: {opening} arguments_{place} {closing}")
         rules.append(f"arguments_{place}: {_json(tool.schema, _SPELLING)}")
     if is_begun:
-        rules += _thought_rules(special)
+        rules += _reasoning_rules(special)
     return StructuredOutputsParams(grammar="\n".join(rules))
 
 
@@ -194,9 +194,9 @@ def after_reasoning(
     if whitespace:
         spelling["whitespace_pattern"] = whitespace
     rules = [
-        f"start: {_THOUGHT}answer",
+        f"start: {_REASONING}answer",
         f"answer: {_json(json.loads(text), spelling)}",
-        *_thought_rules(special),
+        *_reasoning_rules(special),
     ]
     return StructuredOutputsParams(grammar="\n".join(rules))
 
@@ -209,9 +209,9 @@ def _json(schema: Mapping[str, Any], spelling: Mapping[str, Any]) -> str:
         raise RequestError(f"a tool's parameters are not a JSON schema: {error}") from error
 
 
-def _thought_rules(special: Mapping[str, int]) -> Iterable[str]:
+def _reasoning_rules(special: Mapping[str, int]) -> Iterable[str]:
     if THINK_CLOSE in special:
-        rule = f"thought: /(?s:.*)/ {lark_text(THINK_CLOSE, special)}"
+        rule = f"reasoning: /(?s:.*)/ {lark_text(THINK_CLOSE, special)}"
     else:
-        rule = f'thought[suffix="{THINK_CLOSE}"]: /(?s:.*)/'
+        rule = f'reasoning[suffix="{THINK_CLOSE}"]: /(?s:.*)/'
     return (rule, "gap: /\\n{0,2}/")

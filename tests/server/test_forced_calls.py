@@ -10,7 +10,14 @@ import pytest
 
 from headstart import RequestError, StructuredOutputsParams
 from headstart.server.answers import HERMES, LLAMA, MISTRAL, CallFormat
-from headstart.server.tools import Thought, Tool, ToolUse, after_reasoning, force_calls, make_tools
+from headstart.server.tools import (
+    Reasoning,
+    Tool,
+    ToolUse,
+    after_reasoning,
+    force_calls,
+    make_tools,
+)
 from tests.small_demos import ASSETS
 
 llguidance = pytest.importorskip("llguidance")
@@ -77,7 +84,7 @@ def test_a_named_tool_is_called_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("thought", "before", "is_taken"),
+    ("reasoning", "before", "is_taken"),
     [
         ("none", "", True),
         ("none", "<think>so</think>\n\n", False),
@@ -89,9 +96,9 @@ def test_a_named_tool_is_called_once() -> None:
     ],
 )
 def test_reasoning_stands_before_a_call_where_the_prompt_began_it(
-    thought: Thought, before: str, is_taken: bool
+    reasoning: Reasoning, before: str, is_taken: bool
 ) -> None:
-    form = force_calls(ToolUse(TOOLS, "required"), HERMES, {}, thought)
+    form = force_calls(ToolUse(TOOLS, "required"), HERMES, {}, reasoning)
     assert takes(form, before + hermes(F)) is is_taken
 
 

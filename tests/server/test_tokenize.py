@@ -10,7 +10,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from headstart.server.tokenize import _spell
+from headstart.server.tokenize import _encode_answer
 from tests.server.running import Running, running
 from tests.small_demos import ASSETS
 
@@ -62,7 +62,7 @@ def test_no_call_spells_more_than_a_part_of_a_long_list() -> None:
     tokenizer = SimpleNamespace(convert_ids_to_tokens=spell)
     service: Any = SimpleNamespace(llm=SimpleNamespace(tokenizer=tokenizer, max_model_len=8))
     token_ids = list(range(20_000))
-    told = json.loads(_spell(service, token_ids, True))
+    told = json.loads(_encode_answer(service, token_ids, True))
     assert told["tokens"] == list(range(20_000))
     assert 0 < longest <= 4096
     assert token_ids == [], "freeing what is left at once takes as long"

@@ -86,6 +86,12 @@ class _Registry:
         metric = kind(name, text, ["model_name", *labels], registry=self.registry, **options)
         return metric if labels else metric.labels(self._model)
 
+    def make_all(
+        self, kind: Any, table: Mapping[str, tuple[str, str]], *labels: str, **options: Any
+    ) -> dict[str, Any]:
+        """Return a metric for each name and text of a table, by the table's keys."""
+        return {key: self.make(kind, *row, *labels, **options) for key, row in table.items()}
+
     def count(self, metric: Any, label: str, value: float = 1) -> None:
         """Add `value` to a counter for one value of its further label."""
         metric.labels(self._model, label).inc(value)
@@ -118,17 +124,9 @@ class Metrics(_Registry):
     def __init__(self, llm: AsyncLLM, model: str) -> None:
         super().__init__(model)
         self.registry.register(_EngineCounts(llm, model))
-        self._counters = {
-            key: self.make(Counter, *arguments) for key, arguments in _COUNTERS.items()
-        }
-        self._seconds = {
-            key: self.make(Histogram, *arguments, buckets=_SECONDS)
-            for key, arguments in _TIMES.items()
-        }
-        self._tokens = {
-            key: self.make(Histogram, *arguments, buckets=_TOKENS)
-            for key, arguments in _LENGTHS.items()
-        }
+        self._counters = self.make_all(Counter, _COUNTERS)
+        self._seconds = self.make_all(Histogram, _TIMES, buckets=_SECONDS)
+        self._tokens = self.make_all(Histogram, _LENGTHS, buckets=_TOKENS)
         text = "Answers by the reason of their end"
         self._ends = self.make(Counter, "vllm:request_success", text, "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
@@ -192,7 +190,7 @@ class SpeechMetrics(_Registry):
         self._in_pipeline = self.make(
             Gauge, "headstart:requests_in_pipeline", "Requests that run or wait in a stage"
         )
-        self._stages = {key: self.make(Counter, *of, "stage") for key, of in _STAGES.items()}
+        self._stages = self.make_all(Counter, _STAGES, "stage")
         self._spoken = self.make(Counter, "headstart:speech_seconds", "Seconds of generated speech")
         self._first = self.make(
             Histogram, "vllm:time_to_first_token_seconds", "Time to the first token of a text"

@@ -22,10 +22,10 @@ class CacheOptions:
 
     block_size: int = option(16, "tokens in a KV block", Number(int, 1))
     enable_prefix_caching: bool = option(True, "cache and reuse the K/V of common prefixes")
-    deduplicate: bool = option(True, "free a block that fills with content already cached")
+    deduplicate: bool = option(True, "free a full block whose content is cached already")
     partial_hits: bool = option(True, "reuse the head of a block that matches in part")
     eviction: str = option(
-        "adaptive-lru", "which free block is reused next", OneOf(tuple(POLICIES))
+        "adaptive-lru", "policy that chooses the next block to reuse", OneOf(tuple(POLICIES))
     )
 
     def shared(self) -> dict[str, Any]:

@@ -127,11 +127,11 @@ class AdaptiveLru(EmptyFirstLru):
     EARNED: ClassVar[int] = 4
 
     def __init__(
-        self, blocks: Sequence[KVCacheBlock], marks: Marks, most: int | None = None
+        self, blocks: Sequence[KVCacheBlock], marks: Marks, max_length: int | None = None
     ) -> None:
-        """Put `blocks` on the queue. `most`: its greatest length; default: the number of blocks."""
+        """Put `blocks` on the queue. max_length: its greatest length; default: `len(blocks)`."""
         super().__init__(blocks)
-        self._num_blocks = len(blocks) if most is None else most
+        self._num_blocks = len(blocks) if max_length is None else max_length
         # Oldest first. In a dict, finding the first entry would pass over all deleted entries.
         self._partial: OrderedDict[KVCacheBlock, None] = OrderedDict()
         self._limit = 0
@@ -346,21 +346,21 @@ class FairLru:
 
     def _pick(self, count: int, taker: Owner, num_taken: int) -> list[Owner]:
         """Return the owner of each of the next `count` cached blocks to take."""
-        left = {owner: len(cached) for owner, cached in self._cached.items() if len(cached)}
-        if len(left) == 1:
-            return [*left] * count
-        weights = {owner: self._shares.weight(owner) for owner in left}
-        used = {owner: self._used[owner] + num_taken * (owner == taker) for owner in left}
-        most = [(-used[owner] / weights[owner], i, owner) for i, owner in enumerate(left)]
-        heapify(most)
+        remaining = {owner: len(cached) for owner, cached in self._cached.items() if len(cached)}
+        if len(remaining) == 1:
+            return [*remaining] * count
+        weights = {owner: self._shares.weight(owner) for owner in remaining}
+        used = {owner: self._used[owner] + num_taken * (owner == taker) for owner in remaining}
+        heap = [(-used[owner] / weights[owner], i, owner) for i, owner in enumerate(remaining)]
+        heapify(heap)
         picks = []
         for _ in range(count):
-            _, i, owner = heappop(most)
+            _, i, owner = heappop(heap)
             picks.append(owner)
-            left[owner] -= 1
+            remaining[owner] -= 1
             used[owner] -= 1
-            if left[owner]:
-                heappush(most, (-used[owner] / weights[owner], i, owner))
+            if remaining[owner]:
+                heappush(heap, (-used[owner] / weights[owner], i, owner))
         return picks
 
     def count_protected(self, taker: Owner, pending: Mapping[str, int]) -> int:

@@ -215,26 +215,26 @@ class RetainedBlocks:
             blocks += self._pop_minute(count - len(blocks))
         return blocks
 
-    def _pop_minute(self, most: int) -> list[KVCacheBlock]:
+    def _pop_minute(self, limit: int) -> list[KVCacheBlock]:
         minute = self._minutes[0]
         queue = self._by_minute[minute]
-        blocks = queue.popleft(min(most, len(queue)))
+        blocks = queue.popleft(min(limit, len(queue)))
         self.count -= len(blocks)
         self._marks.drop(blocks)
         if not queue:
             del self._by_minute[minute], self._minutes[0]
         return blocks
 
-    def expire(self, most: int) -> list[KVCacheBlock]:
-        """Remove blocks whose mark has ended, and the first blocks beyond `most`; return them.
+    def expire(self, limit: int) -> list[KVCacheBlock]:
+        """Remove blocks whose mark has ended, and the first blocks beyond `limit`; return them.
 
         Their marks are removed too.
         """
         due: list[KVCacheBlock] = []
         while self._minutes and self._marks.is_over(self._minutes[0]):
             due += self._pop_minute(self.count)
-        if self.count > most:
-            due += self.popleft(self.count - most)
+        if self.count > limit:
+            due += self.popleft(self.count - limit)
         return due
 
     def check(self) -> None:

@@ -169,9 +169,9 @@ def find_branch(sequence: TokenSequence, count: int) -> list[int]:
         node = node.parent if node is not None else None
     if node is None or not depth:
         return []
-    own = sequence.keys[depth] if depth < sequence.num_indexed else None
+    own_key = sequence.keys[depth] if depth < sequence.num_indexed else None
     salt = sequence.namespace.salt
-    return _read_path(_latest_child(node, salt, own), count, salt)
+    return _read_path(_latest_child(node, salt, own_key), count, salt)
 
 
 def _read_path(node: PrefixNode | None, count: int, salt: str | None) -> list[int]:
@@ -194,10 +194,10 @@ def _latest_child(
     Searches all children. With a limit, the result would depend on the number of children that
     belong to other salts.
     """
-    own = add_salt(BlockKey(b""), salt or "")
+    salt_frame = add_salt(BlockKey(b""), salt or "")
     for child in reversed(parent.children()):
         key = child.key
-        if key != excluded and (key.startswith(own) or not has_salt(key)):
+        if key != excluded and (key.startswith(salt_frame) or not has_salt(key)):
             return child
     return None
 
@@ -268,13 +268,13 @@ def _keys_of_others(
 ) -> Iterator[list[BlockKey]]:
     """Yield the keys of the hit and of the next block with the salts of tenants below this root."""
     sequence, public = computed.sequence, computed.sequence.num_public
-    own = sequence.namespace.salt
+    own_salt = sequence.namespace.salt
     keys = [cut_salt(key)[1] for key in sequence.keys[: len(computed.blocks) + 1]]
-    if root.namespace.salt not in (PUBLIC, own):
+    if root.namespace.salt not in (PUBLIC, own_salt):
         yield keys
     elif root.namespace.salt == PUBLIC and 0 < public < len(keys):
         node, blocks = index.walk(root, keys[:public])
-        salts = {cut_salt(child.key)[0] for child in node.children()} - {None, own}
+        salts = {cut_salt(child.key)[0] for child in node.children()} - {None, own_salt}
         for salt in salts if len(blocks) == public else ():
             assert salt is not None
             yield [*keys[:public], add_salt(keys[public], salt), *keys[public + 1 :]]
@@ -288,9 +288,9 @@ def _explain_child(
     if parent is None or parent.child is None:
         return MissExplanation(MissReason.UNSEEN, position)
     key = computed.sequence.keys[depth]
-    own = cut_salt(key)[0]  # behind a public prefix, blocks of other salts are not revealed
+    own_salt = cut_salt(key)[0]  # behind a public prefix, blocks of other salts are not revealed
     closest = max(
-        (n.key for n in _nearest_children(index, parent, key) if cut_salt(n.key)[0] == own),
+        (n.key for n in _nearest_children(index, parent, key) if cut_salt(n.key)[0] == own_salt),
         key=lambda other: common_tokens(key, other),
         default=None,
     )

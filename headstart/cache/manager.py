@@ -72,7 +72,7 @@ class KVCacheManager:
         Raises ConfigError if the hasher is missing or has another block size.
         """
         if config.events and hasher is None:
-            raise ConfigError("events is True, and events have hashes; pass a BlockHasher")
+            raise ConfigError("events need hashes; pass a BlockHasher")
         if hasher is not None and hasher.block_size != config.block_size:
             raise ConfigError(
                 f"block_size of the hasher is {hasher.block_size}; allowed: {config.block_size}, "
@@ -561,19 +561,19 @@ class KVCacheManager:
 
 
 def _copy_head(
-    sequence: TokenSequence, index: int, partial: PartialHit, window: int
+    sequence: TokenSequence, index: int, partial: PartialHit, source_window: int
 ) -> tuple[RowCopy, ...]:
     """Return the copy of a partial hit to the sequence's block `index`, if one is needed.
 
-    None is needed if the sequence has switched to a cached block. window: the window block of the
-    source. Its rows are copied even then, unless the sequence uses a cached window block as well.
+    None is needed if the sequence has switched to a cached block. source_window: the window block
+    of the source. Its rows are copied even then, unless the window block of the target is cached.
     """
-    source, own = partial.block.block_id, sequence.window
-    window_target = own.ids[index] if own is not None and index not in own.shared else -1
+    source, window = partial.block.block_id, sequence.window
+    target_window = window.ids[index] if window is not None and index not in window.shared else -1
     if index not in sequence.switched:
         target = sequence.block_ids[index]
-    elif window_target >= 0:
+    elif target_window >= 0:
         target = source
     else:
         return ()
-    return (RowCopy(source, target, partial.num_rows, window, window_target),)
+    return (RowCopy(source, target, partial.num_rows, source_window, target_window),)

@@ -21,7 +21,7 @@ from headstart.cache.stats import EvictionAges
 from headstart.mypyc_hints import mypyc_attr
 
 AGE_SAMPLE = 64
-"""The age at eviction is measured for one block in this many, to save memory."""
+"""The age at eviction is measured for one of this many blocks, to save memory."""
 
 
 class BlockState(Enum):

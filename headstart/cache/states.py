@@ -179,8 +179,8 @@ class StatePool(LayerGroup):
         if self.only_borders:
             wanted = {position - position % self.block_size for position in wanted}
         ahead = sorted(p for p in wanted if max(start, self.block_size - 1) < p < length)
-        most = self.num_slots // 8 + 1  # regular checkpoints per prompt
-        interval = self.interval * -(-length // (self.interval * most))
+        max_regular = self.num_slots // 8 + 1  # regular checkpoints per prompt
+        interval = self.interval * -(-length // (self.interval * max_regular))
         state = SequenceState(slot, source, ahead, interval, length)
         self._states[sequence] = state
         if known_tokens in ahead and sequence.is_stored:

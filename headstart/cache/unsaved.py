@@ -93,12 +93,12 @@ class UnsavedBlocks:
         pending = self._pending.items()
         self._pending = OrderedDict((node, time) for node, time in pending if node.block)
 
-    def pending(self, most: int) -> list[UnsavedBlock]:
-        """Return up to `most` pending blocks, the oldest first. `remove` removes them."""
+    def pending(self, limit: int) -> list[UnsavedBlock]:
+        """Return up to `limit` pending blocks, the oldest first. `remove` removes them."""
         evicted: list[PrefixNode] = []
         blocks: list[tuple[PrefixNode, int, float]] = []
         for node, time in self._pending.items():
-            if len(blocks) == most:
+            if len(blocks) == limit:
                 break
             if node.block is None:
                 evicted.append(node)

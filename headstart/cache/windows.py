@@ -128,8 +128,8 @@ class WindowPool(LayerGroup):
         marks = [mark.num_tokens for mark in sequence.marks]
         wanted = [length - 1, known_tokens, *sequence.forks, *marks]
         per_window = self.width // self.block_size + 2
-        most = max(1, self.num_blocks // (4 * per_window))  # windows at intervals
-        interval = max(4 * self.width, -(-length // (most + 1)))
+        max_windows = max(1, self.num_blocks // (4 * per_window))  # windows at intervals
+        interval = max(4 * self.width, -(-length // (max_windows + 1)))
         window = SequenceWindow(self.first(start), wanted, interval)
         sequence.window = self._sequences[sequence] = window
         self._fill(sequence, window, end)
@@ -186,18 +186,18 @@ class WindowPool(LayerGroup):
         """
         window = self._sequences[sequence]
         for index in range(start, stop):
-            block, own = sequence.blocks[index], window.ids[index]
+            block, own_id = sequence.blocks[index], window.ids[index]
             if index in window.shared or block.node is None:
                 continue
             attached = self._attached.get(block)
             if attached is None:
-                self._attached[block] = own
-                self._owners[own] = block
+                self._attached[block] = own_id
+                self._owners[own_id] = block
                 if not is_written:
-                    self._fresh.add(own)
-            elif attached != own:
+                    self._fresh.add(own_id)
+            elif attached != own_id:
                 self._claim(attached)
-                self._release(own, evict_last=False)
+                self._release(own_id, evict_last=False)
                 window.ids[index] = attached
                 window.shared.add(index)
 

@@ -328,7 +328,7 @@ def _select(
             )
         matches = [text for text in hashes if text.startswith(name)]
         if not matches:
-            raise CacheError(f"no prefix {name!r} is stored; headstart cache ls MODEL lists them")
+            raise CacheError(f"no prefix {name!r} is stored; headstart cache ls MODEL lists all")
         _check_unique(name, matches)
     return [(state, _first_named(roots, names) if names else roots) for state, roots in trees]
 
@@ -371,12 +371,12 @@ def _show_models(states: Sequence[ModelState]) -> str:
     return "\n".join(_align([heading, *rows], left=2))
 
 
-def _show_prefixes(prefixes: Sequence[StoredPrefix], model: ModelRecord, most: int) -> str:
+def _show_prefixes(prefixes: Sequence[StoredPrefix], model: ModelRecord, max_lines: int) -> str:
     """Return a line for each path between two forks, and a line with the beginning of its text."""
     rows = [("prefix", "tokens", "size", "last used", "loaded", "saved")]
     quotes = [""]
     ordered = list(_in_order(prefixes))
-    for depth, prefix in ordered[:most]:
+    for depth, prefix in ordered[:max_lines]:
         blocks, size = prefix.segment, model.block_size
         rows.append(
             (
@@ -392,8 +392,8 @@ def _show_prefixes(prefixes: Sequence[StoredPrefix], model: ModelRecord, most: i
         text = prefix.words
         shortened = text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
         quotes.append(f'{"  " * depth}"{shortened}"' if text else "")
-    if len(ordered) > most:
-        rows.append((f"... {len(ordered) - most:,} more", "", "", "", "", ""))
+    if len(ordered) > max_lines:
+        rows.append((f"... {len(ordered) - max_lines:,} more", "", "", "", "", ""))
         quotes.append("")
     lines = zip(_align(rows, left=1), quotes, strict=True)
     return "\n".join(line for pair in lines for line in pair if line)

@@ -127,7 +127,7 @@ def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
         names = {parameter.name for parameter in error.ctx.command.params}
         needs_flag = "model" in names and "model_tag" not in names
         if needs_flag and "unexpected extra argument" in text:
-            text += "; a model is named by --model"
+            text += "; --model names a model"
     text = text if text.endswith("?") else f"{text}."
     return f"{text[:1].lower()}{text[1:]} See {command} --help"
 
@@ -155,7 +155,13 @@ def main() -> None:
     **_path,
     help="A file whose text precedes every prompt; may be given several times.",
 )
-@_option("--image", "images", multiple=True, **_path, help="An image to ask about.")
+@_option(
+    "--image",
+    "images",
+    multiple=True,
+    **_path,
+    help="An image for every prompt; may be given several times.",
+)
 @_option("--system", metavar="TEXT", help="The system message.")
 @_option("--raw", is_flag=True, help="Complete the prompts without a chat template.")
 @_option("--json", **_path, help="Answer in JSON that follows the JSON schema in this file.")

@@ -160,8 +160,8 @@ def check_adapter(adapter: Path, model: Path) -> None:
         base = layers.get(f"{layer}.weight", ())
         if len(shape) == len(base) == 2 and shape[1] not in base:
             raise UnsupportedAdapterError(
-                f"{adapter} is for another model: its matrices of {layer} take {shape[1]} inputs, "
-                f"here the layer has {base[1]}"
+                f"{adapter} is for another model: {layer} has {shape[1]} inputs in the adapter and "
+                f"{base[1]} in the model"
             )
 
 

@@ -68,12 +68,10 @@ SAMPLING_FLAGS = (
     *("ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
-MAIN, SAMPLING, INTERNALS, OTHER = (
-    *("Options", "How answers are chosen", "Engine internals", "Other"),
-)
+MAIN, SAMPLING, INTERNALS, OTHER = (*("Options", "Sampling", "Engine internals", "Other"),)
 _GROUPS: Mapping[str, Sequence[str]] = {
     MAIN: ("max_tokens", "temperature", "max_model_len", "device", "dtype", "weights"),
-    "How the server is reached": [field.name for field in fields(ServerOptions)],
+    "Server": [field.name for field in fields(ServerOptions)],
     "Replicas": [field.name for field in fields(ReplicaConfig)],
     SAMPLING: SAMPLING_FLAGS,
     "Memory and speed": (
@@ -385,8 +383,8 @@ class ServeCommand(GroupedCommand):
         if positional is not None:  # as in `vllm serve MODEL`
             if model not in (None, positional):
                 raise ConfigError(
-                    f"the model is {describe(positional)} and --model {describe(model)}; allowed: "
-                    "one"
+                    f"the model is {describe(positional)} and --model is {describe(model)}; "
+                    "allowed: one of the two"
                 )
             ctx.params["model"] = positional
         return left

@@ -206,7 +206,13 @@ def keys() -> None:
 @keys.command()
 @click.argument("name")
 @click.option("--group", help="Keys of a group are one tenant and share cached blocks.")
-@click.option("--weight", type=float, default=1.0, show_default=True, help="Share of a full cache.")
+@click.option(
+    "--weight",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Weight of the tenant in a full cache.",
+)
 @click.option("--admin", is_flag=True, help="The key may also manage the server.")
 @_folder()
 def add(name: str, group: str | None, weight: float, admin: bool, folder: str | None) -> None:

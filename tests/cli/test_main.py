@@ -277,7 +277,7 @@ def test_flags_stand_in_the_environment_too() -> None:
 
 def test_help_goes_from_what_most_need_to_internals() -> None:
     said = call("chat", "--help").stdout
-    order = ["--model", "How answers are chosen:", "--top-p", "Engine internals:", "--eviction"]
+    order = ["--model", "Sampling:", "--top-p", "Engine internals:", "--eviction"]
     places = [said.index(text) for text in order]
     assert places == sorted(places)
     assert "[1|2|4|8|16|32|64|128]" in said and "adaptive-lru]" in said

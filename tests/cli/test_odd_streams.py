@@ -72,7 +72,7 @@ def test_a_model_that_is_named_without_its_flag_is_told_of_it() -> None:
     done = run_headstart("chat", "headstart-tiny")
     assert done.returncode == 2
     assert done.stderr == (
-        "headstart: got unexpected extra argument (headstart-tiny); a model is named by --model. "
+        "headstart: got unexpected extra argument (headstart-tiny); --model names a model. "
         "See headstart chat --help\n"
     )
 

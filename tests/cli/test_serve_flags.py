@@ -179,7 +179,7 @@ def test_the_environment_goes_behind_the_command_line(served: Served) -> None:
         ("--max-model-len", "argument --max-model-len: expected one argument. See headstart serve "
          "--help"),
         ("a b", "got unexpected extra argument (b). See headstart serve --help"),
-        ("a --model b", "the model is 'a' and --model 'b'; allowed: one"),
+        ("a --model b", "the model is 'a' and --model is 'b'; allowed: one of the two"),
         ("--config /no/such.yaml", "--config is '/no/such.yaml'; [Errno 2] No such file or "
          "directory: '/no/such.yaml'"),
         ("no/model --chat-template no.jinja", "chat_template is 'no.jinja', which is neither a "

@@ -227,7 +227,7 @@ def _may_be_ids(ids: object) -> bool:
 
 
 def _image_field(prompt: Mapping[Any, Any], key: str) -> Any:
-    """Return a prompt's images under a key; None if there are none."""
+    """Return a prompt's images under a key; None without images."""
     field = prompt.get(key)
     if field is None:
         return None

@@ -1,6 +1,6 @@
 """`LLM` and `LLMEngine`: a model with automatic prefix caching, without asyncio.
 
-An `LLMEngine` computes only while the program calls `step`. An `LLM` needs no such calls.
+An `LLMEngine` computes only in calls of `step`. The methods of an `LLM` run the steps themselves.
 """
 
 from __future__ import annotations

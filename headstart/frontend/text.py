@@ -77,7 +77,7 @@ def encode_text(
         return token_ids
     except RequestError:
         raise
-    except Exception as error:  # for example an unknown word in a tokenizer without such a token
+    except Exception as error:  # for example an unknown word, in a tokenizer without a token for it
         raise RequestError(
             f"the tokenizer refuses {describe(text)}: {type(error).__name__}: {shorten(str(error))}"
         ) from error
@@ -108,7 +108,7 @@ class PromptCodec:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer. Raises RequestError if there is none."""
+        """The tokenizer. Raises RequestError for a model without one."""
         if self._tokenizer is None:
             raise RequestError("a chat needs a tokenizer; the model has no tokenizer")
         return self._tokenizer
@@ -216,7 +216,7 @@ class Detokenizer:
 
     The results of `push` and `finish` together are the text that the tokenizer decodes from the
     prompt and all ids, after the prompt's text. Invalid bytes from a tokenizer with byte fallback
-    are an exception: such a byte changes the text of the bytes before it, which may be emitted.
+    are an exception: an invalid byte changes the text of bytes that may already be emitted.
     """
 
     def __init__(

@@ -63,8 +63,8 @@ class TextIndex:
     """Token ids by text: up to `max_texts` texts and `max_bytes`. Not thread-safe.
 
     A text is identified by a hash over adapter, salt and text. To find the longest stored prefix of
-    a text, BLAKE2 reads the text once and makes a digest at each distinct stored length, in a few
-    microseconds each. The least recently used text is removed first.
+    a text, BLAKE2 reads the text once and makes a digest at each distinct stored length. A digest
+    takes a few microseconds. The least recently used text is removed first.
     """
 
     def __init__(self, max_texts: int, max_bytes: int) -> None:

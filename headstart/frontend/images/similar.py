@@ -13,7 +13,7 @@ must equal the new image in every pixel.
 A codec erases faint details, so two different pictures may have the same copy. To detect this,
 details of up to 4 pixels of the earlier image are painted over, and the result is saved again. If
 painting over a detail does not change the copy, the codec erased this detail, and the earlier image
-does not replace the new image. A picture with very many such details has grain; its details are
+does not replace the new image. A picture with very many erased details has grain; these are
 ignored.
 """
 

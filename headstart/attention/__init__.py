@@ -13,10 +13,10 @@ from headstart.attention.backend import (
     StepPlan,
 )
 from headstart.attention.memory import PagedKVMemory, StateMemory
-from headstart.attention.native import NativeAttention, make_backend, name_backend
+from headstart.attention.native import NativeAttention, make_backend
 from headstart.attention.recurrent import Recurrence
 from headstart.attention.torch_ops import TorchAttention
 
 __all__ = ["AttentionBackend", "AttentionOptions", "NativeAttention", "TorchAttention"]
 __all__ += ["LayerLayout", "StateLayout", "PagedKVMemory", "StateMemory", "Recurrence"]
-__all__ += ["Span", "StepPlan", "make_backend", "name_backend"]
+__all__ += ["Span", "StepPlan", "make_backend"]

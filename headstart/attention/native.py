@@ -252,19 +252,6 @@ def make_backend(memory: PagedKVMemory, *, share: bool = True) -> AttentionBacke
 
     With `share`, decoding rows attend once to the prefix that their sequences share.
     """
-    library = _find_library(memory)
-    if library is None:
-        return TorchAttention(memory, share=share)
-    return NativeAttention(memory, library, share=share)
-
-
-def name_backend(memory: PagedKVMemory) -> str:
-    """Return the name of the backend that `make_backend` returns for `memory`."""
-    return (TorchAttention if _find_library(memory) is None else NativeAttention).__name__
-
-
-def _find_library(memory: PagedKVMemory) -> ctypes.CDLL | None:
-    """Return the kernels for this memory; None if they are missing or support no layer of it."""
     size = memory.block_size
     is_supported = (
         memory.dtype in _FUNCTIONS
@@ -273,13 +260,13 @@ def _find_library(memory: PagedKVMemory) -> ctypes.CDLL | None:
         and size & (size - 1) == 0  # kernels find a block by shifting a position
         and any(_make_call(memory, layer) is not None for layer in range(len(memory.layouts)))
     )
-    if not is_supported:
-        return None
-    is_bf16 = memory.dtype == torch.bfloat16
-    library = native.library() if is_bf16 else native.avx2_library()
-    if library is None:
+    if is_supported:
+        is_bf16 = memory.dtype == torch.bfloat16
+        library = native.library() if is_bf16 else native.avx2_library()
+        if library is not None:
+            return NativeAttention(memory, library, share=share)
         native.advise()
-    return library
+    return TorchAttention(memory, share=share)
 
 
 def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:

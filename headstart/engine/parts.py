@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from headstart.attention import PagedKVMemory, StateMemory, name_backend
+from headstart.attention import PagedKVMemory, StateMemory, make_backend
 from headstart.attention.memory import INT8_REVISION
 from headstart.cache import BlockHasher, CacheConfig, CacheEvent, KVCacheManager
 from headstart.engine.config import EngineConfig
@@ -67,7 +67,7 @@ def identify(
         parts.append(f"K/V int8 {INT8_REVISION}")
     if config.deterministic:
         parts += [
-            name_backend(memory),
+            type(make_backend(memory)).__name__,
             "deterministic",
             __version__,
             torch.__version__,

@@ -119,13 +119,6 @@ def advise() -> None:
         )
 
 
-def pointer(function: object) -> int:
-    """Return the address of a ctypes function."""
-    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
-    assert address is not None
-    return address
-
-
 @cache
 def _threaded() -> ctypes.CDLL | None:
     kernels, functions = _load(_FOLDER), _openmp()
@@ -163,7 +156,7 @@ def _load(folder: Path) -> ctypes.CDLL | None:
     return kernels
 
 
-def _openmp() -> list[int] | None:
+def _openmp() -> list[int | None] | None:
     """Return addresses in torch's OpenMP library; None if torch has another thread pool.
 
     The process may have several OpenMP libraries. A symbol lookup in torch's library finds the one
@@ -171,10 +164,9 @@ def _openmp() -> list[int] | None:
     """
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     torch = _torch_library()
-    try:
-        return None if torch is None else [pointer(getattr(torch, name)) for name in names]
-    except AttributeError:
+    if torch is None or not all(hasattr(torch, name) for name in names):
         return None
+    return [ctypes.cast(getattr(torch, name), ctypes.c_void_p).value for name in names]
 
 
 def _torch_library() -> ctypes.CDLL | None:

@@ -106,7 +106,7 @@ def noted(library: ctypes.CDLL) -> Iterator[list[int]]:
         found.append(number_of_this())
         return found[-1]
 
-    library.headstart_native_threads(parallel, native.pointer(note), count)
+    library.headstart_native_threads(parallel, ctypes.cast(note, ctypes.c_void_p), count)
     yield found
     library.headstart_native_threads(parallel, number, count)
 

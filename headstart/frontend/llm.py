@@ -136,7 +136,7 @@ class LLM(SyncFacade):
         RequestError before any work if one prompt is invalid, and EngineError if a step fails.
         """
         check_call(locals())
-        prompts = _as_list(prompts)
+        prompts = as_list(prompts)
         groups = self._prepare(
             prompts, sampling_params, adapter, lora_request, priority, cache_salt
         )
@@ -199,7 +199,7 @@ class LLM(SyncFacade):
         and concurrency_limit have no effect. Raises the same errors as `generate`.
         """
         self.engine.require_open()
-        prompts = _as_list(prompts)
+        prompts = as_list(prompts)
         options = self._spread(len(prompts), None, adapter, lora_request, priority)
         return search_beams(self.generate, self.frontend, prompts, params, options, cache_salt)
 
@@ -289,13 +289,13 @@ class LLM(SyncFacade):
         self.driver.close()
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts; a list of integers is one prompt."""
+def as_list(prompts: Any) -> list[Any]:
+    """Return one or several prompts as a list; a list of integers is one prompt."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return [prompts]
     if prompts and isinstance(prompts[0], SupportsIndex):
-        return [cast("Prompt", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
+        return [prompts]
+    return list(prompts)
 
 
 def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:

@@ -36,7 +36,7 @@ from headstart.engine.request import (
 from headstart.engine.step import Batch, StepResult
 from headstart.errors import EngineError, HeadstartError, engine_error
 from headstart.frontend.frontend import make_frontend
-from headstart.omni.output_cache import OutputCache
+from headstart.omni.output_cache import OutputCache, raw_bytes
 from headstart.omni.rows import ScheduledRows, StageRows, TierRows
 from headstart.omni.stage import (
     TOKENS,
@@ -209,7 +209,7 @@ class TalkerFeed(Feed):
         return rows if missing <= 0 else torch.cat([rows, self.pad.expand(missing, -1)])
 
     def _identify(self, stop: int, digest: bytes | None = None) -> None:
-        """Identify the whole blocks before `stop`, by `digest` if their rows are equal."""
+        """Identify the whole blocks before `stop`. digest: the identity of blocks of padding."""
         size = self.block_size
         while (block := len(self._items)) * size + size <= stop:
             identity = self._private or digest
@@ -246,9 +246,8 @@ class TalkerFeed(Feed):
 
 
 def _rows_digest(rows: Tensor) -> bytes:
-    digest = hashlib.sha256(f"{rows.dtype}{list(rows.shape)}".encode())
-    digest.update(rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.digest()
+    header = f"{rows.dtype}{list(rows.shape)}".encode()
+    return hashlib.sha256(header + raw_bytes(rows)).digest()
 
 
 _LOG = logging.getLogger("headstart.omni")

@@ -45,7 +45,7 @@ class OmniModel:
     graph: str
     audio: Input
     codes: Input
-    media: Media
+    sound_padding: str | bool
     sample_rate = 24_000
     text_params = SamplingParams(max_tokens=1024, temperature=0.0)
     speech_params: SamplingParams
@@ -72,6 +72,12 @@ class OmniModel:
         self._whole = loaded.to(target_device).eval()
         self._thinker, self._talker = self._whole.thinker, self._whole.talker
         self.talker_config: Any = self._talker.config
+        config = self.config.thinker_config
+        self.placeholders = {"audio": config.audio_token_id, "image": config.image_token_id}
+        merge_size = config.vision_config.spatial_merge_size
+        self.media = Media(
+            folder, self.placeholders, self._sound_lengths, merge_size, self.sound_padding
+        )
         self.tokenizer = load_tokenizer(folder)
         self._cache = cache
         self._encoded = ContentCache(cache, "encoder")
@@ -181,6 +187,10 @@ class OmniModel:
 
     def encode(self, placed: PlacedItem) -> Tensor:
         """Return the rows `[length, width]` that replace an item's placeholders."""
+        raise NotImplementedError
+
+    def _sound_lengths(self, counts: Tensor) -> Tensor:
+        """Return the number of embeddings of sounds with these numbers of frames."""
         raise NotImplementedError
 
     def _rope_model(self, *, of_talker: bool) -> Any:

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from headstart.engine.driver import LocalDriver
 from headstart.engine.outputs import RequestOutput
 from headstart.errors import ConfigError, EngineError, RequestError, UnsupportedModelError
 from headstart.frontend.frontend import InputProcessor
+from headstart.frontend.llm import as_list
 from headstart.frontend.streams import AsyncOutputStream, OutputStream, run_all
 from headstart.frontend.text import TextLimit
 from headstart.models.files import OMNI_TYPES, find_folder, read_json
@@ -117,9 +118,8 @@ class Omni:
         if a prompt is invalid. Raises EngineError if a stage fails.
         """
         self.pipeline.require_open()
-        prompts = _as_list(prompts)
         groups = self._driver.call(
-            lambda: [self.prepare(prompt, params, cache_salt) for prompt in prompts]
+            lambda: [self.prepare(prompt, params, cache_salt) for prompt in as_list(prompts)]
         )
         return run_all(self._driver, groups)
 
@@ -262,17 +262,6 @@ class AsyncOmni:
 def _joined(chunks: Sequence[Chunk]) -> Tensor:
     rows = [chunk.rows for chunk in chunks]
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-
-
-def _as_list(prompts: OmniPrompt | Sequence[OmniPrompt]) -> list[OmniPrompt]:
-    """Return one prompt or several as a list; a list of integers is one prompt."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
-        raise RequestError(f"a prompt is a text or token ids, not {type(prompts).__name__}")
-    if prompts and all(isinstance(entry, int) for entry in prompts):
-        return [cast(OmniPrompt, prompts)]
-    return list(cast("Sequence[OmniPrompt]", prompts))
 
 
 def _load(model: str | Path, dtype: str, device: str, cache: OutputCache) -> OmniModel:

@@ -318,6 +318,11 @@ def content_digest(*parts: Any) -> bytes:
 
 def content_bytes(tensor: Tensor) -> bytes:
     """Return bytes that are equal for tensors of the same dtype, shape and content."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
     head = json.dumps([str(tensor.dtype), list(tensor.shape)]).encode()
-    return len(head).to_bytes(4, "little") + head + flat.view(torch.uint8).numpy().tobytes()
+    return len(head).to_bytes(4, "little") + head + raw_bytes(tensor)
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor's elements in order."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().tobytes()

@@ -249,12 +249,10 @@ class Progress:
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
         return self.request.request_id
 
     @property
     def finished(self) -> bool:
-        """True if there will be no more outputs."""
         return self.finish_reason is not None
 
     def output(self) -> Any:
@@ -302,12 +300,10 @@ class Pipeline:
 
     @property
     def has_unfinished(self) -> bool:
-        """True if there are unfinished requests."""
         return bool(self._requests)
 
     @property
     def is_closed(self) -> bool:
-        """True after `close`."""
         return self._closed is not None
 
     def require_open(self) -> None:

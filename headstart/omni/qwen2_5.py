@@ -30,7 +30,7 @@ from headstart.errors import DamagedModelError
 from headstart.omni.engine_stage import EngineStage, Feed, TalkerFeed
 from headstart.omni.family import OmniModel
 from headstart.omni.function_stage import StageCall, WholeStage
-from headstart.omni.media import Media, PlacedItem
+from headstart.omni.media import PlacedItem
 from headstart.omni.output_cache import ContentCache, OutputCache, content_digest
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.pipeline import StageNode, no_options, stage_config
@@ -127,6 +127,7 @@ class Qwen25Omni(OmniModel):
     graph = _GRAPH
     audio = Input("token2wav", "audio")
     codes = Input("talker", TOKENS)
+    sound_padding = "max_length"
     speech_params = SamplingParams(
         max_tokens=4096, temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05
     )
@@ -145,15 +146,6 @@ class Qwen25Omni(OmniModel):
             "token2wav": self._make_token2wav,
         }
         self._token2wav = self._whole.token2wav.float()
-        config = self.config.thinker_config
-        tower = self._thinker.model.audio_tower
-        self.media = Media(
-            folder,
-            {"audio": config.audio_token_id, "image": config.image_token_id},
-            lambda counts: tower._get_feat_extract_output_lengths(counts)[1],
-            self._thinker.model.spatial_merge_size,
-            padding="max_length",
-        )
         ids = self.talker_config
         self.end_codes = (ids.tts_codec_end_token_id, ids.tts_codec_pad_token_id)
 
@@ -214,6 +206,11 @@ class Qwen25Omni(OmniModel):
                 heard: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
                 return heard
             return torch.cat(self._thinker.get_image_features(**content).pooler_output)
+
+    def _sound_lengths(self, counts: Tensor) -> Tensor:
+        tower = self._thinker.model.audio_tower
+        lengths: Tensor = tower._get_feat_extract_output_lengths(counts)[1]
+        return lengths
 
     def _rope_model(self, *, of_talker: bool) -> Any:
         return self._talker if of_talker else self._thinker.model

@@ -51,7 +51,7 @@ from headstart.errors import EngineError, RequestError
 from headstart.omni.engine_stage import EngineStage, Feed, TalkerFeed
 from headstart.omni.family import OmniModel
 from headstart.omni.function_stage import FramesPlan, FramesStage
-from headstart.omni.media import Media, PlacedItem
+from headstart.omni.media import PlacedItem
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.pipeline import StageNode, no_options, stage_config
@@ -302,7 +302,7 @@ class FrameTalker(EngineStage):
         }
 
     def complete(self, tokens: Mapping[str, tuple[Feed, int]]) -> None:
-        """Predict the other codes of new frames; the end code begins no frame."""
+        """Predict the other codes of new frames, and pass the frames on."""
         feeds = {
             name: feed for name, (feed, _) in tokens.items() if isinstance(feed, FrameTalkerFeed)
         }
@@ -352,11 +352,12 @@ def vocoder_plan(vocoder: CausalVocoder) -> FramesPlan:
 
 
 class Qwen3Omni(OmniModel):
-    """Qwen3-Omni."""
+    """Qwen3-Omni, whose talker generates frames of several codes."""
 
     kind = Qwen3OmniMoeForConditionalGeneration
     audio = Input("code2wav", "audio")
     codes = Input("talker", CODES)
+    sound_padding = True
     speech_params = SamplingParams(
         max_tokens=4096, temperature=0.9, top_k=50, top_p=1.0, repetition_penalty=1.05
     )
@@ -374,17 +375,8 @@ class Qwen3Omni(OmniModel):
             "talker": self._make_talker,
             "code2wav": self._make_code2wav,
         }
-        config = self.config.thinker_config
-        vision, audio = config.vision_config, config.audio_config
+        vision = self.config.thinker_config.vision_config
         self._num_deep = len(vision.deepstack_visual_indexes)
-        self._placeholders = {"audio": config.audio_token_id, "image": config.image_token_id}
-        self.media = Media(
-            folder,
-            self._placeholders,
-            lambda counts: _get_feat_extract_output_lengths(counts, audio.n_window),
-            vision.spatial_merge_size,
-            padding=True,
-        )
         self._predictor = self._talker.code_predictor
         self.num_others = int(self._predictor.config.num_code_groups) - 1
         """Number of codes of a frame after the first."""
@@ -485,6 +477,11 @@ class Qwen3Omni(OmniModel):
             rows = [images.pooler_output[0], *(deep[0] for deep in images.deepstack_features)]
             return torch.cat(rows, dim=1)
 
+    def _sound_lengths(self, counts: Tensor) -> Tensor:
+        n_window = self.config.thinker_config.audio_config.n_window
+        lengths: Tensor = _get_feat_extract_output_lengths(counts, n_window)
+        return lengths
+
     def _rope_model(self, *, of_talker: bool) -> Any:
         return self._thinker  # for the talker too
 
@@ -502,7 +499,7 @@ class Qwen3Omni(OmniModel):
             token_ids = torch.tensor(prompt.prepared.token_ids)
             is_user, start = self._turns(token_ids)
             user = token_ids[is_user]
-            media = torch.tensor(list(self._placeholders.values()))
+            media = torch.tensor(list(self.placeholders.values()))
             return FrameTalkerFeed(
                 request=request,
                 rows=node.spec.takes[0],

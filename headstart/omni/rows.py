@@ -24,7 +24,7 @@ from torch import Tensor
 
 from headstart.cache import ComputedBlocks, TokenSequence, UnsavedBlock
 from headstart.errors import EngineError
-from headstart.omni.output_cache import BlockPath, OutputCache
+from headstart.omni.output_cache import BlockPath, OutputCache, raw_bytes
 from headstart.omni.stage import AlignmentDetector, Chunk, Output, StageSpec
 
 
@@ -404,10 +404,7 @@ class TierRows:
     def _join(self, rows: Mapping[str, Tensor]) -> bytes | None:
         if not all(layout.fits(rows.get(layout.name)) for layout in self._layouts):
             return None
-        flat = (
-            rows[layout.name].contiguous().view(-1).view(torch.uint8) for layout in self._layouts
-        )
-        return b"".join(part.numpy().tobytes() for part in flat)
+        return b"".join(raw_bytes(rows[layout.name]) for layout in self._layouts)
 
     def write(self, sequence: TokenSequence, first: int, blocks: Sequence[memoryview]) -> None:
         """Put the rows of consecutive blocks into the stage-output store, as far as they fit.

@@ -359,5 +359,5 @@ def test_sounds_and_images_as_they_are(omni: Omni, tmp_path: Path) -> None:
     for image in ("http://127.0.0.1:9/secret.png", str(tmp_path), tmp_path):
         with pytest.raises(RequestError, match="allowed: a Pillow image or an array"):
             omni.generate(prompt | {"images": [image]}, just_text)
-    with pytest.raises(RequestError, match="not int"):
+    with pytest.raises(RequestError, match="a prompt is a int"):
         omni.generate(5)  # type: ignore[arg-type]

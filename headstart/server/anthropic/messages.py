@@ -55,7 +55,7 @@ _SECONDS = {"5m": 300.0, "1h": 3600.0}
 class Breakpoint(NamedTuple):
     """The end of a prefix to retain for `ttl`.
 
-    messages: the messages before it; None if it is the end of the conversation.
+    messages: the messages up to the breakpoint; None for the whole conversation.
     """
 
     ttl: str

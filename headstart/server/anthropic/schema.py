@@ -1,7 +1,7 @@
 """The bodies of Anthropic's requests, and their conversion to chats.
 
-Any field that is not declared here is an error. Fields without effect, such as `metadata`, accept
-only values that change nothing; docs/apis.md lists them.
+A field that is not declared here is refused. Fields without effect, such as `metadata`, accept only
+values that change nothing. docs/apis.md lists these fields.
 """
 
 from __future__ import annotations

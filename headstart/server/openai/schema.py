@@ -1,6 +1,6 @@
 """The bodies of OpenAI's requests for completions and chats, and vLLM's fields for them.
 
-Any field that is not declared here is an error. Fields without meaning for a server of one model
+A field that is not declared here is refused. Fields without meaning for a server of one model
 (`user`, `metadata`, `store`, ...) are accepted without effect.
 """
 

@@ -222,7 +222,7 @@ class ShellOutput(ItemFields):
 
 
 class ItemReference(ItemFields):
-    """A reference, which is replaced by the item of an earlier answer."""
+    """A reference to an item of an earlier answer, which replaces the reference."""
 
     type: Literal["item_reference"] = "item_reference"
     id: str

@@ -1,6 +1,6 @@
 """The bodies of OpenAI's Responses, and their conversion to chats.
 
-Any field that is not declared here is an error, such as the fields for OpenAI's stored prompts and
+A field that is not declared here is refused, such as the fields for OpenAI's stored prompts and
 conversations. Fields without meaning for a server of one model are accepted without effect.
 """
 
@@ -48,7 +48,7 @@ Choice = Annotated[NamedChoice | AllowedChoice, Field(discriminator="type")]
 
 
 class PlainFormat(Body):
-    """The format of answers that are any text or any JSON object."""
+    """The format of an answer: any text, or any JSON object."""
 
     type: Literal["text", "json_object"]
 
@@ -60,7 +60,7 @@ class PlainFormat(Body):
 
 
 class JsonFormat(Body):
-    """The format of answers in JSON that follow a schema."""
+    """The format of an answer: JSON that follows a schema."""
 
     type: Literal["json_schema"]
     name: str

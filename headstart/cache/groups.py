@@ -16,8 +16,6 @@ from headstart.cache.stats import MissReason
 class LayerGroup:
     """The states or window blocks of a model's layers without full attention.
 
-    The manager calls these methods after it has changed its own blocks.
-
     miss_reason: the reason of a miss if K/V are cached but the group cannot resume. num_dropped:
     the number of states or window blocks that were evicted.
     """

@@ -29,8 +29,8 @@ class BlockHasher:
 
     Hashes of recent prompts are cached in runs of 64 blocks. The key of a run is one SHA-256 over
     the hash before it and its block keys. Runs that are used enter `_young`. When `_young` is full,
-    it replaces `_old`, whose other runs are dropped. Threads need no lock: at worst a run is hashed
-    twice. A run is two bytes objects, which the garbage collector need not traverse.
+    it replaces `_old`, so runs that were not used since are dropped. Threads need no lock: at worst
+    a run is hashed twice. A run is two bytes objects, which the garbage collector ignores.
     """
 
     def __init__(self, block_size: int, model: str = "", digest: Digest = sha256) -> None:

@@ -281,7 +281,7 @@ class KVCacheManager:
         sequence.holder = self._holder
         self.pool.touch(hits)
         partial = computed.partial if computed is not None else None
-        window = group.window_block(partial.block) if group is not None and partial else -1
+        source_window = group.window_block(partial.block) if group is not None and partial else -1
         new = self._take(sequence, num_new, partial)
         sequence.blocks = hits + new
         sequence.block_ids = block_ids(sequence.blocks)
@@ -294,7 +294,7 @@ class KVCacheManager:
         if num_new_tokens:  # otherwise the sequence is not in this step
             self._extend_to(sequence, end)
         self._announce(sequence)
-        copies = () if partial is None else _copy_head(sequence, len(hits), partial, window)
+        copies = () if partial is None else _copy_head(sequence, len(hits), partial, source_window)
         return Allocation(copies, missed)
 
     def _check_admission(

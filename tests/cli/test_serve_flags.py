@@ -201,7 +201,7 @@ def test_the_environment_goes_behind_the_command_line(served: Served) -> None:
         ("--log-format json --disable-uvicorn-access-log", "--log-format is 'json' and "
          "--disable-uvicorn-access-log is 'off'; allowed: one of the two"),
         ("--max-images 2 --limit-mm-per-prompt.image 3", "max_images is 2 and "
-         "limit_mm_per_prompt is 3; allowed: one of the two"),
+         "limit_mm_per_prompt is {'image': 3}; allowed: one of the two"),
         ("--allowed-origins false", "--allowed-origins is False; allowed: a list in JSON, such as "
          """'["https://a.example"]'"""),
         ("--max-model-len x", "max_model_len is 'x'; allowed: a whole number of at least 1 or "

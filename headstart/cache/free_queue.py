@@ -157,7 +157,6 @@ class Marks:
         return minute * MINUTE <= self._clock()
 
     def drop(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Remove the marks of blocks."""
         for block in blocks:
             self._minutes.pop(block, None)
 
@@ -238,7 +237,6 @@ class RetainedBlocks:
         return due
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant is broken."""
         assert self._minutes == sorted(self._by_minute), "minutes are not in order"
         assert self.count == sum(map(len, self._by_minute.values())), "blocks are miscounted"
         for minute, queue in self._by_minute.items():

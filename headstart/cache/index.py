@@ -202,7 +202,6 @@ class PrefixIndex(PrefixTree):
         self._ancestors: set[PrefixNode] = set()  # evicted nodes that stay for their descendants
 
     def clear(self) -> None:
-        """Remove all nodes."""
         self._roots.clear()
         self.unwritten.clear()
         self._unordered.clear()

@@ -352,7 +352,6 @@ def _before(path: Path, state: ModelState, prefix: StoredPrefix) -> list[Indexed
 
 
 def _show_models(states: Sequence[ModelState]) -> str:
-    """Return a line for each model."""
     if not states:
         return "no prefixes are stored"
     rows = [

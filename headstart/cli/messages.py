@@ -136,7 +136,6 @@ class Conversation:
         return join_content(self.documents, self.images, text)
 
     def drop_waiting(self) -> None:
-        """Forget the waiting documents and images."""
         self.documents, self.images, self.waiting = [], [], []
 
     def take_back(self) -> Turn:

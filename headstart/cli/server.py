@@ -162,7 +162,6 @@ class Address:
     bounds: str = ""
 
     def show(self) -> None:
-        """Print the address and the example."""
         host, port = self.socket.getsockname()[:2]
         scheme = "http" if self.options.tls_cert is None else "https"
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -19,10 +19,6 @@ class UnknownFamilyError(UnsupportedLayerError):
     """Raised for a `model_type` that is not in `MODEL_TYPES`."""
 
 
-def _phi3_layers(config: Any) -> list[LayerShape]:
-    return alike(config, config.sliding_window)
-
-
 def _attention_layers(kinds: Iterable[str], window: int | None) -> list[LayerShape]:
     return [LayerShape(window if kind == "sliding_attention" else None) for kind in kinds]
 
@@ -116,11 +112,7 @@ def _gemma(config: Any) -> dict[str, Any]:
 
 
 def _gemma2(config: Any) -> dict[str, Any]:
-    caps = {
-        "softcap": config.attn_logit_softcapping,
-        "logit_softcap": config.final_logit_softcapping,
-    }
-    return _gemma(config) | caps
+    return _gemma3(config) | {"softcap": config.attn_logit_softcapping}
 
 
 def _gemma3(config: Any) -> dict[str, Any]:
@@ -272,7 +264,6 @@ _GEMMA4_FACTS = {
     "head_norms": "head",
     "value_norm": True,
     "layer_scalars": True,
-    "mlp_bias": False,
 }
 
 FAMILIES: dict[str, Family] = {
@@ -285,17 +276,16 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131072,
             "sliding_window": 4096,
         },
-        facts={"qkv_bias": False, "o_bias": False, "mlp_bias": False},
         layers=_mistral_layers,
     ),
     "qwen2": Family(
         defaults=_QWEN2,
-        facts={"qkv_bias": True, "o_bias": False, "mlp_bias": False},
+        facts={"qkv_bias": True, "o_bias": False},
         layers=_qwen_layers,
     ),
     "qwen3": Family(
         defaults=_QWEN2 | {"head_dim": 128},
-        facts={"head_norms": "head", "mlp_bias": False},
+        facts={"head_norms": "head"},
         layers=_qwen_layers,
     ),
     "smollm3": Family(
@@ -320,7 +310,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(
         defaults=_GEMMA2,
-        facts={"norm": "gemma", "norms": "around", "mlp_bias": False},
+        facts={"norm": "gemma", "norms": "around"},
         derive=_gemma2,
         layers=_gemma2_layers,
     ),
@@ -333,7 +323,7 @@ FAMILIES: dict[str, Family] = {
             "attn_logit_softcapping": None,
             "use_bidirectional_attention": False,
         },
-        facts={"norm": "gemma", "norms": "around", "head_norms": "head", "mlp_bias": False},
+        facts={"norm": "gemma", "norms": "around", "head_norms": "head"},
         derive=_gemma3,
         layers=_gemma3_layers,
         prepare=_prepare_gemma3,
@@ -373,25 +363,13 @@ FAMILIES: dict[str, Family] = {
             "partial_rotary_factor": 1.0,
             "sliding_window": None,
         },
-        facts={
-            "fused": True,
-            "partial_rotary": True,
-            "qkv_bias": False,
-            "o_bias": False,
-            "mlp_bias": False,
-        },
-        layers=_phi3_layers,
+        facts={"fused": True, "partial_rotary": True},
+        layers=lambda config: alike(config, config.sliding_window),
         prepare=_prepare_phi3,
     ),
     "olmo2": Family(
         defaults=LLAMA | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
-        facts={
-            "norm": "olmo",
-            "norms": "after",
-            "head_norms": "row",
-            "exact_angles": True,
-            "mlp_bias": False,
-        },
+        facts={"norm": "olmo", "norms": "after", "head_norms": "row", "exact_angles": True},
     ),
     **HYBRIDS,
 }

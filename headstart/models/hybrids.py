@@ -243,13 +243,7 @@ HYBRIDS: dict[str, Family] = {
     "granite": Family(defaults=_GRANITE, derive=_granite),
     "lfm2": Family(
         defaults=_LFM2,
-        facts={
-            "head_norms": "head",
-            "qkv_bias": False,
-            "o_bias": False,
-            "mlp_bias": False,
-            "names": _LFM2_NAMES,
-        },
+        facts={"head_norms": "head", "names": _LFM2_NAMES},
         layers=_lfm2_layers,
         prepare=_prepare_lfm2,
         kinds=frozenset({"full_attention", "conv"}),
@@ -261,7 +255,6 @@ HYBRIDS: dict[str, Family] = {
             "head_norms": "head",
             "partial_rotary": True,
             "gated": True,
-            "mlp_bias": False,
             "names": {"mixer": "linear_attn"},
             "ignored": ("mtp.",),
         },
@@ -271,7 +264,7 @@ HYBRIDS: dict[str, Family] = {
     ),
     "granitemoehybrid": Family(
         defaults=_GRANITE_HYBRID,
-        facts={"mlp_bias": False, "names": _GRANITE_NAMES},
+        facts={"names": _GRANITE_NAMES},
         derive=_granite_hybrid,
         layers=_granite_hybrid_layers,
         prepare=_prepare_granite_hybrid,

@@ -316,22 +316,6 @@ def test_missing_parameters_are_not_made_up(folder: Path) -> None:
         load_model(folder)
 
 
-def test_more_layers_than_weights(folder: Path) -> None:
-    edit_config(folder, num_hidden_layers=4)
-    with pytest.raises(
-        DamagedModelError, match=r"_layers is 4, .* have these layers: 3 in model\.layers"
-    ):
-        load_model(folder)
-
-
-def test_fewer_layers_than_weights(folder: Path) -> None:
-    edit_config(folder, num_hidden_layers=2)
-    with pytest.raises(
-        DamagedModelError, match=r"_layers is 2, .* have these layers: 3 in model\.layers"
-    ):
-        load_model(folder)
-
-
 def test_a_setting_that_only_building_the_model_finds(folder: Path) -> None:
     edit_config(folder, rope_parameters={"rope_type": "nonesuch", "rope_theta": 1e4})
     with pytest.raises(DamagedModelError, match="cannot be built: KeyError: 'nonesuch'"):

@@ -53,7 +53,7 @@ def compute_all_rows(model: PreTrainedModel) -> str | None:
     if not model._can_set_experts_implementation():
         return None
     earlier = model.config._experts_implementation
-    ALL_EXPERTS_FUNCTIONS.register(_NAME, _compute)
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, _mix_experts)
     model.set_experts_implementation(_NAME)
     return str(earlier or "eager")
 
@@ -86,7 +86,7 @@ def check_rows(model: PreTrainedModel, mixers: MixerStates) -> None:
                 )
 
 
-def _compute(experts: Any, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
+def _mix_experts(experts: Any, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
     """Return the weighted sum of the experts that each row chose."""
     chosen, weights = (*routing, *named.values())
     compute = type(experts).forward.__wrapped__

@@ -53,7 +53,7 @@ class CachedState(NamedTuple):
 
 
 class RecurrentMixer(NamedTuple):
-    """A module with states.
+    """A recurrent module.
 
     name: its dotted name. layer: the number of its layer in the cache. argument: the name of its
     argument for the cache. resumes_many: False if a call with several rows ignores the state in the

@@ -209,8 +209,6 @@ class EngineCore:
         for request in [request for group in ended for request in group.requests]:
             request.finish_reason = request.finish_reason or "error"
         self._scheduler.reset()
-        if self.images is not None:
-            self.images.cache.drop_wanted()
         return [StepResult(group, engine_error("the engine broke", cause)) for group in ended]
 
     def _step(self, results: list[StepResult]) -> None:
@@ -272,8 +270,6 @@ class EngineCore:
         self._scheduler.restart()
         if self.tiers is not None:
             self.tiers.roll_back()
-        if self.images is not None:
-            self.images.cache.drop_wanted()
 
     def _schedule(self) -> Batch:
         """Return the next batch; if nothing can run, wait for adapters that are being read."""

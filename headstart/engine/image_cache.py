@@ -277,7 +277,7 @@ class EncoderCache:
             del self._entries[oldest[max(oldest, key=lambda name: used[name] / weight(name))]]
 
     def leave(self, user: User, image: PromptImage) -> None:
-        """Remove a user; an entry without users stays until its space is needed. Idempotent."""
+        """Remove a user; encoded rows without users stay until space is needed. Idempotent."""
         if self._store is not None and user in self._awaiting:
             self._awaiting.discard(user)
             self._store.forget(image.key)
@@ -287,14 +287,14 @@ class EncoderCache:
         entry.users.remove(user)
         if entry.users:
             return
-        if entry.is_stored:
+        if entry.is_stored and entry.rows is not None:
             self._entries.move_to_end(image.key)
         else:
             del self._entries[image.key]
-            self._find_wanted()
+            self._wanted = [e for e in self._wanted if e is not entry]
 
     def encode_wanted(self) -> dict[object, EngineError]:
-        """Encode the images that are held and have no rows yet.
+        """Encode the images that have users and no rows yet.
 
         Return the requests whose images cannot be encoded, with the reason. The current step must
         then not run.
@@ -307,7 +307,7 @@ class EncoderCache:
             except Exception as error:  # the vision tower failed; it must end only these requests
                 reason = engine_error("an image cannot be encoded", error)
                 failed |= {request: reason for request, _ in entry.users}
-        self._wanted.clear()
+        self._wanted = [entry for entry in self._wanted if entry.rows is None]
         return failed
 
     def _encode(self, entry: _Entry) -> None:
@@ -328,24 +328,15 @@ class EncoderCache:
         if self._store is not None and entry.is_stored:
             self._store.save(entry.key, rows, time.perf_counter() - begun)
 
-    def drop_wanted(self) -> None:
-        """Forget the images that a failed step did not encode, once its requests have left."""
-        for entry in [e for e in self._entries.values() if e.rows is None and not e.users]:
-            del self._entries[entry.key]
-        self._find_wanted()
-
     def clear(self) -> None:
         """Forget every image without users."""
         for entry in [entry for entry in self._entries.values() if not entry.users]:
             del self._entries[entry.key]
-        self._find_wanted()
-
-    def _find_wanted(self) -> None:
-        self._wanted = [entry for entry in self._entries.values() if entry.rows is None]
 
     def check(self) -> None:
         """Raise AssertionError if any invariant is broken."""
         assert self.num_rows <= self.capacity
+        assert self._wanted == [entry for entry in self._entries.values() if entry.rows is None]
         for entry in self._entries.values():
             assert entry.users or entry.rows is not None, "unused, and never encoded"
 

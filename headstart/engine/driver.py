@@ -122,8 +122,8 @@ class Driver(Protocol):
     def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; return its result.
 
-        An exception of `function` is raised here and does not reset the engine, so `function` must
-        leave the engine valid, as the methods of `EngineCore` do. Raises EngineError if the engine
+        An exception of `function` is raised here and does not reset the engine. So `function` must
+        leave the engine valid, like the methods of `EngineCore`. Raises EngineError if the engine
         is closed or ends before the call, or in the engine's own thread.
         """
         ...

@@ -8,17 +8,17 @@
 An entry is removed with its last user if all its users had `is_stored=False`.
 
 All prompts of one salt that show an image share one entry, at any position. An entry of one salt is
-never found under another salt, so the time to the first token does not reveal the images of another
+never found under another salt. So the time to the first token does not reveal the images of another
 tenant. If tenants share the cache, images of the tenant with the most rows per weight are evicted
-first, including the rows that are about to be added. So a flood of images evicts only images of its
-own tenant.
+first; rows that are about to be added count too. So a flood of images evicts only images of its own
+tenant.
 
 A request that shows an image twice counts as two users. A user leaves when the sequence is computed
 beyond the image, when the request is preempted, and when it ends. A step computes tokens only up to
 the first image without an entry.
 
 Two requests cannot wait for each other's rows forever. Images are held in the order of the prompt
-and released one by one, so a request that holds images can compute the tokens up to their end. The
+and released one by one. So a request that holds images can compute the tokens up to their end. The
 exception is several images in one block in deterministic mode; then a request is preempted.
 
 Source: vLLM's `EncoderCacheManager`.

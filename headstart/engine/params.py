@@ -115,13 +115,14 @@ class SamplingParams:
     stop_token_ids and bad_words become lists, empty by default.
 
     stop and stop_token_ids end the answer; the text ends before a stop string unless
-    include_stop_str_in_output is set. logprobs=k returns the log-probabilities of the chosen token
-    and of the k likeliest, for each token of the answer; prompt_logprobs=k does the same for the
-    prompt. Without a seed, a request takes the engine's next seed. With skip_storing_prefix_cache,
-    a request reads the cache, and no other request hits its blocks. With similar_images, an image
-    is replaced by a similar image of an earlier request with the same cache salt that also set this
-    field; `images` of the output reports this. prediction, a text or token ids, is the answer that
-    the caller expects; drafts are taken from it, and the answer is the same without it.
+    include_stop_str_in_output is set. For each token of the answer, logprobs=k returns the
+    log-probabilities of the chosen token and of the k likeliest; prompt_logprobs=k does the same
+    for the prompt. Without a seed, a request takes the engine's next seed. With
+    skip_storing_prefix_cache, a request reads the cache, and no other request hits its blocks. With
+    similar_images, an image may be replaced by a similar image of an earlier request. The earlier
+    request must have the same cache salt and this field; `images` of the output reports the
+    replacement. prediction, a text or token ids, is the answer that the caller expects. Drafts are
+    taken from it, and the answer is the same without it.
 
     The other fields change logits. logit_bias adds a number from -100 to 100 to the logits of token
     ids. allowed_token_ids bans all other tokens. bad_words bans words. logits_processors are

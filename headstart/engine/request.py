@@ -1,9 +1,9 @@
 """A request: its prepared prompt, and its progress to the last token.
 
 Most prompts are only token ids. A prompt may also have embeddings for some positions, such as the
-placeholders of an image, and special position ids, such as the three ids per token of M-RoPE. The
-`items` of a prompt identify their content, so that a prompt with other content does not hit its
-K/V.
+placeholders of an image. It may have special position ids, such as the three ids per token of
+M-RoPE. The `items` of a prompt identify this content, so that a prompt with other content does not
+hit its K/V.
 """
 
 from array import array

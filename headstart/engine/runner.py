@@ -55,7 +55,7 @@ class _Rows(NamedTuple):
     draft: tuple[int, ...] = ()
 
     def tokens(self) -> list[int]:
-        """Return the tokens of the rows, drafted ones and padding included."""
+        """Return the tokens of the rows, including drafted tokens and padding."""
         tokens = self.sequence.token_ids[self.start : self.known]
         if self.draft:
             length = len(self.sequence.token_ids)

@@ -6,7 +6,7 @@ bytes are the states, followed by the K/V of the tokens after the block, since o
 the K/V of full blocks only.
 
 The stores get the last checkpoints of a prompt and of a reply, the checkpoints at marks and forks,
-and a checkpoint near the end of a prompt. A checkpoint that is less than `min_gain` tokens after
+and one checkpoint near the end of a prompt. A checkpoint that is less than `min_gain` tokens after
 the previous stored checkpoint of its path is not stored. A checkpoint is offered to the stores when
 the K/V of its last tokens can be read: when these tokens fill a block, or when their request ends.
 """

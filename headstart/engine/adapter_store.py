@@ -198,7 +198,7 @@ class AdapterStore(AdapterNames):
     # Steps
 
     def begin_step(self, runs: Sequence[tuple[str | None, int, int]]) -> None:
-        """Begin a pass. A run is a digest or None, its number of rows, and of those with logits."""
+        """Begin a pass. runs: digest or None, number of rows, and number of rows with logits."""
         self._layers.begin_step(
             [
                 AdapterRun(self._resident[digest] if digest is not None else None, rows, logits)

@@ -108,7 +108,7 @@ class Driver(Protocol):
         """
 
     def cancel(self, groups: Sequence[Any], *, wait: bool = True) -> None:
-        """Remove those of these requests that are not finished.
+        """Remove the unfinished requests of `groups`.
 
         wait: return after the current step, when their memory is released.
         """
@@ -129,7 +129,7 @@ class Driver(Protocol):
         ...
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
-        """Do what `call` does, without blocking the event loop."""
+        """Call `function` like `call`, without blocking the event loop."""
         ...
 
     def close(self) -> None:

@@ -418,7 +418,7 @@ def load_engine(
     large enough. Raises ConfigError, ModelError or OutOfMemoryError; no memory stays allocated.
     """
     config = make_config(options)
-    # Loading uses all cores: allocating memory for the weights keeps them busy.
+    # Load with all cores, even if steps use fewer: they allocate the weights' memory faster.
     torch.set_num_threads(max(config.threads, count_cores()))
     try:
         tokenizer = load_tokenizer(tokenizer_folder or model)

@@ -73,7 +73,7 @@ class ImageLoads:
     A request that shows an image is scheduled once the tiers have answered; other requests run
     meanwhile. A lookup is dropped when its request leaves; another request that waits for the same
     image then starts a new lookup. `load` and `save` are thread-safe; one thread must call the
-    other methods. worker: the thread of lookups. lookups: those whose results `load` has not taken.
+    other methods. worker: the thread of lookups. lookups: lookups that `load` has not taken.
     """
 
     def __init__(self, objects: ObjectStore, worker: Worker) -> None:

@@ -183,7 +183,7 @@ class Scheduler:
                 stop = reached
             draft: tuple[int, ...] = ()
             if decodes and self._drafting is not None:
-                spare = budget - (len(self.running) - index)  # others decode too
+                spare = budget - (len(self.running) - index)  # the other requests need a token each
                 draft = tuple(self._drafting.propose(request, spare))
                 if draft and not append_slots(sequence, 1, len(draft)):
                     draft = ()

@@ -17,7 +17,7 @@ from headstart.errors import EngineError
 class ScheduledTokens(NamedTuple):
     """Tokens `start` to `stop - 1` of a request, computed in this step.
 
-    samples: True if these tokens include the request's last one, whose logits give the next token.
+    samples: True if these tokens include the request's last token; its logits give the next token.
     draft: tokens that may follow, computed as well.
     """
 
@@ -68,7 +68,7 @@ class Limit(Protocol):
             > start up to this position, at most `stop`
             None    nothing: the request waits for its own inputs, and others need not wait for it
 
-        The limit may begin to fetch what the request needs, but reserves nothing for it yet.
+        The limit may begin to fetch resources for the request, but reserves nothing yet.
         """
         ...
 

@@ -61,7 +61,7 @@ class StructuredOutputsParams:
     """The constraint of an answer: exactly one of the following six. Raises RequestError.
 
     json: a JSON schema as a dict or as text, or a pydantic model. regex: a regular expression that
-    the whole answer matches. choice: texts of which the answer is one. grammar: a context-free
+    the whole answer matches. choice: the allowed answers. grammar: a context-free
     grammar in Lark's or GBNF's notation. json_object: True for any JSON object. structural_tag:
     free text with parts in JSON, see `read_tags`.
 

@@ -485,7 +485,7 @@ class Loads:
         """Return True if blocks of a load can be written to the pool.
 
         The pool must have space for its whole request. Only one load holds blocks at a time, since
-        two could each hold blocks that the other needs.
+        two loads could each hold blocks that the other needs.
         """
         if load.sequence is not None:
             return True

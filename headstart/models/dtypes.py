@@ -14,7 +14,7 @@ from headstart.machine import X86, available_memory, multiplies_bfloat16, why_no
 from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
 from headstart.validation import describe
-from headstart.weights.bf16 import supports_bf16_weights
+from headstart.weights.products import choose_product
 from headstart.weights.scheme import is_read
 
 # If memory runs out on a CPU, torch raises a RuntimeError with one of these texts.
@@ -71,7 +71,7 @@ def computes_wider(dtype: str | torch.dtype, folder: Path, device: torch.device)
     This is for CPUs without bfloat16 instructions. The compiled products take the memory of
     bfloat16 and the time of float32.
     """
-    is_supported = supports_bf16_weights({torch.bfloat16}, torch.float32, device)
+    is_supported = choose_product("bfloat16", torch.float32, device) == "float32"
     return dtype == "auto" and is_supported and _slow_dtypes(folder, device) == {"bfloat16"}
 
 
@@ -80,8 +80,9 @@ def auto_dtype(stored: torch.dtype, held: Set[torch.dtype], device: torch.device
 
     stored: the checkpoint's dtype. held: the dtypes of the checkpoint's matrices.
     """
-    wider = supports_bf16_weights(held, torch.float32, device) and multiplies_bfloat16() is False
-    return torch.float32 if wider else stored
+    is_supported = choose_product("bfloat16", torch.float32, device) == "float32"
+    is_wider = is_supported and held == {torch.bfloat16} and multiplies_bfloat16() is False
+    return torch.float32 if is_wider else stored
 
 
 def _slow_dtypes(folder: Path, device: torch.device) -> set[str]:

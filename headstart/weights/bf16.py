@@ -9,7 +9,6 @@ product, which reads bfloat16, takes half as long as float32. The product of man
 arithmetic: the weight becomes float32 tile by tile, and torch multiplies it.
 """
 
-from collections.abc import Set
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from headstart.native import library, required
 from headstart.native.bindings import BF16
 from headstart.weights.format import WeightFormat, check_numbers, multiply_tiles, widen_tiles
 from headstart.weights.memory import Arena, has_memory
-from headstart.weights.products import CompiledProduct, choose_product
+from headstart.weights.products import CompiledProduct
 
 _PANEL = 32  # outputs
 MANY_ROWS = 64
@@ -91,13 +90,6 @@ class PackedWeight(WeightFormat):
         pairs = self.panels.view(torch.int32).view(-1, self.inputs + 1 >> 1, _PANEL)
         rows = pairs[flat // _PANEL, :, flat % _PANEL].view(torch.bfloat16)
         return rows[:, : self.inputs].reshape(*numbers.shape, self.inputs)
-
-
-def supports_bf16_weights(
-    stored: Set[torch.dtype], dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Return True if the kernels multiply weights of dtypes `stored` in `dtype` here."""
-    return stored == {torch.bfloat16} and choose_product("bfloat16", dtype, device) == "float32"
 
 
 class Bf16Weight(WeightFormat):

@@ -1,7 +1,5 @@
 """Products of float32 rows with weights in bfloat16, against float64."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from headstart.native import avx2_library
 from headstart.weights import format as formats
-from headstart.weights.bf16 import MANY_ROWS, Bf16Weight, supports_bf16_weights
+from headstart.weights.bf16 import MANY_ROWS, Bf16Weight
 from headstart.weights.format import Embedding, Linear
 from tests.examples import at_least
 from tests.native.foreign_rows import among_nonfinite
@@ -129,14 +127,3 @@ def test_modules() -> None:
 def test_rows_that_do_not_fit(x: Tensor) -> None:
     with pytest.raises(ValueError, match="allowed: 12 in"):
         make(20, 12, 2, bias=False).multiply(x)
-
-
-def test_only_bfloat16_under_float32_on_a_cpu(use_kernels: Callable[..., None]) -> None:
-    half = {torch.bfloat16}
-    assert supports_bf16_weights(half, torch.float32, CPU)
-    assert not supports_bf16_weights(half, torch.bfloat16, CPU)
-    assert not supports_bf16_weights({torch.float32}, torch.float32, CPU)
-    assert not supports_bf16_weights(half | {torch.float32}, torch.float32, CPU)
-    assert not supports_bf16_weights(half, torch.float32, torch.device("meta"))
-    use_kernels("0")
-    assert not supports_bf16_weights(half, torch.float32, CPU)

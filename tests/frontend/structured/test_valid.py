@@ -235,5 +235,5 @@ def test_with_a_bias_and_bad_words_it_is_still_valid(writer: LLM) -> None:
             or jsonschema.validate(json.loads(one.text), schema) is None
         )
     params = SamplingParams(structured_outputs=form, allowed_token_ids=[end])
-    with pytest.raises(RequestError, match="allowed_token_ids cannot be combined"):
+    with pytest.raises(RequestError, match="allowed_token_ids and structured_outputs"):
         writer.generate("the", params)

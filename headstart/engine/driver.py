@@ -55,7 +55,6 @@ class AnyRequest(Protocol):
 
     def output(self) -> AnyOutput:
         """Return the output so far."""
-        ...
 
 
 class Core(Protocol):
@@ -63,23 +62,18 @@ class Core(Protocol):
 
     def submit(self, group: Any, /) -> None:
         """Queue a prepared request. Raises RequestError when its id is in use."""
-        ...
 
     def step(self) -> Sequence[tuple[Any, BaseException | None]]:
         """Run one step; return the requests that got a token or ended, and their errors."""
-        ...
 
     def abort(self, request_id: str) -> object:
         """Remove a request at any time between steps."""
-        ...
 
     def reset(self, cause: BaseException) -> Sequence[tuple[Any, BaseException | None]]:
         """End all requests after an unexpected exception; return them with their errors."""
-        ...
 
     def close(self, reason: str) -> None:
         """Release everything; later calls raise EngineError with this reason."""
-        ...
 
 
 class Driver(Protocol):
@@ -99,7 +93,6 @@ class Driver(Protocol):
         a coroutine that the engine's work started, or in the work of another engine that this
         engine waits for.
         """
-        ...
 
     def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None:
         """Queue a prepared request. Its last update is a finished output or an error.
@@ -126,11 +119,9 @@ class Driver(Protocol):
         leave the engine valid, like the methods of `EngineCore`. Raises EngineError if the engine
         is closed or ends before the call, or in the engine's own thread.
         """
-        ...
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` like `call`, without blocking the event loop."""
-        ...
 
     def close(self) -> None:
         """End every request with an EngineError and release everything. Idempotent."""

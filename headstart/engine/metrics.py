@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from headstart.cache import AGE_BOUNDS, MissReason
@@ -27,36 +26,34 @@ _WINDOWS = "headstart:window_blocks"
 _BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _IDLE = "vllm:kv_block_idle_before_evict_seconds"
 
-MEANINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "vllm:prefix_cache_queries": "Prompt tokens looked up in the cache",
-        "vllm:prefix_cache_hits": "Prompt tokens found cached",
-        "vllm:num_preemptions": "Times that a running request gave its blocks to another",
-        "vllm:spec_decode_num_drafts": "Drafts that were verified",
-        "vllm:spec_decode_num_draft_tokens": "Drafted tokens that were verified",
-        "vllm:spec_decode_num_accepted_tokens": "Drafted tokens that were accepted",
-        _BY_POSITION: "Accepted tokens by their position in the draft",
-        "vllm:num_requests_running": "Answers being computed",
-        "vllm:num_requests_waiting": "Answers waiting to be computed",
-        "vllm:kv_cache_usage_perc": "Share of the KV blocks that requests hold",
-        "headstart:blocks_evicted": "Cached blocks reused for other content",
-        _IDLE: "Seconds that cached blocks had been free when they were reused",
-        _SLOTS: "Slots for states of recurrent layers, by use",
-        "headstart:checkpoints_dropped": "Checkpoints of recurrent layers dropped to free a slot",
-        _WINDOWS: "Blocks of the layers with a sliding window, by use",
-        "headstart:window_blocks_evicted": "Cached window blocks reused for other content",
-        "headstart:recomputed_tokens": "Cached prompt tokens computed again for states or windows",
-        _LOADED: "Tokens of prompts loaded from disk or another machine",
-        "headstart:declined_tokens": "Stored tokens that were faster to compute than to load",
-        "headstart:stored_blocks": "Blocks written to disk or another machine",
-        "headstart:stored_states": "States of recurrent layers written to disk or another machine",
-        "headstart:dropped_blocks": "Blocks reused before they could be stored",
-        "headstart:late_answers": "Times that a tier timed out or took longer than computing",
-        _UNSAVED: "Blocks that a tier did not save, because it failed or was paused",
-        _FAULTS: "Failures of tiers, by kind",
-        _MISSES: "Requests by the reason for not hitting more tokens",
-    }
-)
+MEANINGS: Mapping[str, str] = {
+    "vllm:prefix_cache_queries": "Prompt tokens looked up in the cache",
+    "vllm:prefix_cache_hits": "Prompt tokens found cached",
+    "vllm:num_preemptions": "Times that a running request gave its blocks to another",
+    "vllm:spec_decode_num_drafts": "Drafts that were verified",
+    "vllm:spec_decode_num_draft_tokens": "Drafted tokens that were verified",
+    "vllm:spec_decode_num_accepted_tokens": "Drafted tokens that were accepted",
+    _BY_POSITION: "Accepted tokens by their position in the draft",
+    "vllm:num_requests_running": "Answers being computed",
+    "vllm:num_requests_waiting": "Answers waiting to be computed",
+    "vllm:kv_cache_usage_perc": "Share of the KV blocks that requests hold",
+    "headstart:blocks_evicted": "Cached blocks reused for other content",
+    _IDLE: "Seconds that cached blocks had been free when they were reused",
+    _SLOTS: "Slots for states of recurrent layers, by use",
+    "headstart:checkpoints_dropped": "Checkpoints of recurrent layers dropped to free a slot",
+    _WINDOWS: "Blocks of the layers with a sliding window, by use",
+    "headstart:window_blocks_evicted": "Cached window blocks reused for other content",
+    "headstart:recomputed_tokens": "Cached prompt tokens computed again for states or windows",
+    _LOADED: "Tokens of prompts loaded from disk or another machine",
+    "headstart:declined_tokens": "Stored tokens that were faster to compute than to load",
+    "headstart:stored_blocks": "Blocks written to disk or another machine",
+    "headstart:stored_states": "States of recurrent layers written to disk or another machine",
+    "headstart:dropped_blocks": "Blocks reused before they could be stored",
+    "headstart:late_answers": "Times that a tier timed out or took longer than computing",
+    _UNSAVED: "Blocks that a tier did not save, because it failed or was paused",
+    _FAULTS: "Failures of tiers, by kind",
+    _MISSES: "Requests by the reason for not hitting more tokens",
+}
 """The meaning of each name."""
 
 

@@ -121,11 +121,9 @@ class AnswerText(Protocol):
 
     def push(self, token_id: int, total_tokens: int) -> str | None:
         """Add a token; return the finish reason if it is the last."""
-        ...
 
     def end(self) -> None:
         """Complete the text: no token follows."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -59,7 +59,6 @@ class Limit(Protocol):
 
         If False, the other methods are not called for it.
         """
-        ...
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
         """Return the position up to which the request can be computed; called before each step.
@@ -70,15 +69,12 @@ class Limit(Protocol):
 
         The limit may begin to fetch resources for the request, but reserves nothing yet.
         """
-        ...
 
     def enter(self, request: Request, start: int, stop: int) -> None:
         """Note that tokens `start` to `stop - 1` are in the step, as `reach` allowed."""
-        ...
 
     def leave(self, request: Request) -> None:
         """Note that the request no longer runs or waits. Idempotent."""
-        ...
 
 
 class EngineHooks(Limit, Protocol):
@@ -93,12 +89,9 @@ class EngineHooks(Limit, Protocol):
 
     def usable_blocks(self, request: Request, found: ComputedBlocks) -> int:
         """Return how many of the cached blocks the request may skip. Changes nothing."""
-        ...
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         """Note that the request was admitted, perhaps again, and is computed from this token on."""
-        ...
 
     def computed(self, batch: Batch) -> None:
         """Note that the model has computed a step. An exception fails the step."""
-        ...

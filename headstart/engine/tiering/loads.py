@@ -73,11 +73,9 @@ class BlockRows(Protocol):
 
     def read(self, blocks: Sequence[UnsavedBlock]) -> Sequence[bytes | None]:
         """Return the rows of each block; None for a block whose rows were dropped."""
-        ...
 
     def write(self, sequence: TokenSequence, first: int, blocks: Sequence[memoryview]) -> None:
         """Store rows, as `read` returned them, for the sequence's blocks from `first` on."""
-        ...
 
 
 class BlockPayload:

@@ -356,10 +356,10 @@ class ServeCommand(GroupedCommand):
         """Parse headstart's and vLLM's flags. Raises ConfigError."""
         if ctx.resilient_parsing:  # for shell completion
             return super().parse_args(ctx, args)
-        typed, others = _read(args)
-        filed, file_arguments = self._read_file(ctx, typed, others)
-        left = super().parse_args(ctx, [*file_arguments, *others])
-        values = read_names({**filed, **typed}, _VLLM_OPTIONS, _spell)
+        typed_values, others = _read(args)
+        file_values, file_arguments = self._read_file(ctx, typed_values, others)
+        arguments_left = super().parse_args(ctx, [*file_arguments, *others])
+        values = read_names({**file_values, **typed_values}, _VLLM_OPTIONS, _spell)
         first, *aliases = values.pop("served_model_name", [None])
         adapters = tuple(map(_read_module, values.pop("lora_modules", ())))
         has_limit = _is_given("limit_mm_per_prompt", values)
@@ -378,7 +378,7 @@ class ServeCommand(GroupedCommand):
         ctx.params |= options
         ctx.params["adapters"] += adapters
         ctx.params["model_alias"] += tuple(aliases)
-        positional, model = ctx.params.pop("model_tag"), typed.get("model")
+        positional, model = ctx.params.pop("model_tag"), typed_values.get("model")
         if positional is not None:  # as in `vllm serve MODEL`
             if model not in (None, positional):
                 raise ConfigError(
@@ -386,16 +386,16 @@ class ServeCommand(GroupedCommand):
                     "allowed: one of the two"
                 )
             ctx.params["model"] = positional
-        return left
+        return arguments_left
 
     def _read_file(
-        self, ctx: click.Context, typed: Mapping[str, Any], arguments_left: list[str]
+        self, ctx: click.Context, typed_values: Mapping[str, Any], arguments_left: list[str]
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the result of `_read` for the file of --config.
 
         Options of the file that are also set on the command line are left out.
         """
-        if not typed.get("config"):
+        if not typed_values.get("config"):
             return {}, []
         switches = {f for f, a in _parser()._option_string_actions.items() if a.nargs == 0}
         lists = {n for n, option in _VLLM_OPTIONS.items() if option.kind in ("list", "texts")}
@@ -406,9 +406,9 @@ class ServeCommand(GroupedCommand):
                 switches |= {*option.opts, *option.secondary_opts}
         click_values, *_ = self.make_parser(ctx).parse_args([*arguments_left])
         present = {
-            _SAME.get(name, name) for name in typed if _is_given(name, typed)
+            _SAME.get(name, name) for name in typed_values if _is_given(name, typed_values)
         } | click_values.keys()
-        entries = _read_config(typed["config"], {_field(flag) for flag in switches}, lists)
+        entries = _read_config(typed_values["config"], {_field(flag) for flag in switches}, lists)
         entries = [entry for entry in entries if _SAME.get(entry[0], entry[0]) not in present]
         return _read([argument for _, arguments in entries for argument in arguments])
 

@@ -21,7 +21,7 @@ from headstart.cluster.options import ReplicaConfig
 from headstart.errors import ConfigError, ModelError
 from headstart.frontend.vllm_compat import read_config
 from headstart.imports import install, load_module
-from headstart.models.files import BUILT_IN
+from headstart.models.files import BUILT_IN, is_omni
 from headstart.server.keys import KeyFolder
 from headstart.server.options import ServerOptions
 
@@ -96,11 +96,11 @@ def run_server(
 
 
 def _speaks(model: str) -> bool:
-    """Return True for a model of several stages, and False for a model that cannot be read."""
+    """Return True for an omni model. If a model cannot be read, its loader reports the error."""
     if model in (RANDOM_MODEL, BUILT_IN):
         return False
     with waiting(announce(model, {})), suppress(ModelError):
-        return bool(load_module("headstart.models.files").is_omni(model))
+        return is_omni(model)
     return False
 
 

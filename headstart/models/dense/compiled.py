@@ -96,17 +96,17 @@ class CompiledLayers:
         hidden: Tensor,
         angles: Mapping[str, Angles],
         backend: AttentionBackend,
-        kept: Tensor | None,
+        output_rows: Tensor | None,
     ) -> Tensor | None:
         """Return rows `[rows, hidden]` after the last layer; None if modules must compute them.
 
-        angles: of the rows, by `LayerShape.angles`. kept: int64 numbers of the rows to return, or
-        None for all.
+        angles: of the rows, by `LayerShape.angles`. output_rows: int64 numbers of the rows to
+        return; None for all.
         """
         rows = len(hidden)
         if self._is_float and not 0 < rows < self._row_limit:
             return None
-        count = len(self._layers) - (kept is not None and not self._is_float)
+        count = len(self._layers) - (output_rows is not None and not self._is_float)
         if self._is_float:
             angles = {kind: (cos.float(), sin.float()) for kind, (cos, sin) in angles.items()}
         if self._prepare(count, rows, angles, backend):
@@ -125,9 +125,9 @@ class CompiledLayers:
                 hidden = self._layer(index, hidden, angles, backend, None)
         if self._is_float:
             hidden = hidden.to(self._dtype)
-            return hidden if kept is None else hidden.index_select(0, kept)
+            return hidden if output_rows is None else hidden.index_select(0, output_rows)
         for index in range(count, len(self._layers)):
-            hidden = self._layer(index, hidden, angles, backend, kept)
+            hidden = self._layer(index, hidden, angles, backend, output_rows)
         return hidden
 
     def _prepare(
@@ -151,7 +151,7 @@ class CompiledLayers:
         hidden: Tensor,
         angles: Mapping[str, Angles],
         backend: AttentionBackend,
-        kept: Tensor | None,
+        output_rows: Tensor | None,
     ) -> Tensor:
         shape, address = self._shape, ctypes.addressof(self._structs[index])
         hidden, threads = hidden.contiguous(), torch.get_num_threads()
@@ -164,8 +164,9 @@ class CompiledLayers:
         )
         attention = self._layers[index].self_attn
         attended = backend.attend(attention.layer_idx, query, key, value, attention.options)
-        if kept is not None:
-            attended, hidden = attended.index_select(0, kept), hidden.index_select(0, kept)
+        if output_rows is not None:
+            attended = attended.index_select(0, output_rows)
+            hidden = hidden.index_select(0, output_rows)
         out = torch.empty_like(hidden)
         rows = (attended.data_ptr(), hidden.data_ptr(), len(hidden), out.data_ptr())
         self._kernels.headstart_after_attention(address, *rows, threads)

@@ -222,7 +222,7 @@ class DenseDecoder(DecoderModel):
             x = layer(x, step)
         x = layers[count - 1](x, step, rows)
         if rows is not None and count < len(layers):
-            step = step.keep(rows)
+            step = step.select_rows(rows)
         for layer in layers[count:] if len(x) else []:
             x = layer(x, step)
         return x

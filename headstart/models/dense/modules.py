@@ -152,7 +152,7 @@ class LayerStep:
     angles: of the rows, by `LayerShape.angles`. hooked: linear layers may have hooks, which need
     all rows at once. states: those of recurrent layers. inputs: `[rows, layers, width]` of
     `DecoderShape.layer_inputs`. shared: K and V of the step that later layers read, by `layer_idx`.
-    kept: the numbers of the rows that the layers compute; None for all.
+    row_numbers: int64, of the rows that the layers compute; None for all rows.
     """
 
     backend: AttentionBackend
@@ -161,16 +161,16 @@ class LayerStep:
     states: StateMemory | None = None
     inputs: Tensor | None = None
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    kept: Tensor | None = None
+    row_numbers: Tensor | None = None
 
-    def keep(self, rows: Tensor) -> "LayerStep":
+    def select_rows(self, rows: Tensor) -> "LayerStep":
         """Return the step for the last layers, which compute only these rows and no K and V."""
         angles = {
             kind: (cos.index_select(0, rows), sin.index_select(0, rows))
             for kind, (cos, sin) in self.angles.items()
         }
         inputs = None if self.inputs is None else self.inputs.index_select(0, rows)
-        return replace(self, angles=angles, inputs=inputs, kept=rows)
+        return replace(self, angles=angles, inputs=inputs, row_numbers=rows)
 
 
 class FamilyModule(nn.Module):
@@ -265,10 +265,10 @@ class Attention(FamilyModule):
                 value = normalize(value, self._value_epsilon).to(value.dtype)
         if self._is_source:
             step.shared[self.layer_idx] = key, value
-        if step.kept is not None:
+        if step.row_numbers is not None:
             # Attention takes a query for every row; the queries of other rows are not used.
             every = query.new_zeros((len(key), *query.shape[1:]))
-            query, output_rows = every.index_copy(0, step.kept, query), step.kept
+            query, output_rows = every.index_copy(0, step.row_numbers, query), step.row_numbers
         attended = step.backend.attend(self.layer_idx, query, key, value, self.options)
         if self._gated:
             attended = attended * torch.sigmoid(gate)

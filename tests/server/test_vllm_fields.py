@@ -68,7 +68,7 @@ def test_names_that_are_no_fields(part: str) -> None:
          "the nearest is min_tokens"),
         ({"use_beam_serch": True}, "use_beam_serch", "the request has the unknown field "
          "'use_beam_serch'; use_beam_search is not supported: there is no beam search over HTTP: "
-         "draw with `n`, or call `LLM.beam_search` in Python"),
+         "sample with `n`, or call `LLM.beam_search` in Python"),
         ({"flurb": 3}, "flurb", "the request has the unknown field 'flurb'"),
         ({"x" * 10**6: 3}, "x" * 297 + "...", "the request has the unknown field"),
         ({"\ud800": 3}, "\\ud800", "the request has the unknown field '\\ud800'"),
@@ -140,7 +140,7 @@ def post(server: Running, path: str, **body: Any) -> httpx.Response:
         ("chat/completions", CHAT | {"temperature": -1}, "temperature", "temperature is -1"),
         ("chat/completions", CHAT | {"min_tokens": 5}, "min_tokens", "min_tokens is 5; allowed: "),
         ("completions", COMPLETION | {"best_of": 3}, "best_of",
-         "best_of is 3; allowed: none, or n, which is 1; use n"),
+         "best_of is 3; allowed: null, or 1 (the value of n)"),
         ("completions", {"prompt": []}, "prompt", "prompt has 0 entries"),
         ("completions", COMPLETION | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs",
          "prompt_logprobs is 1 and stream true"),

@@ -82,7 +82,8 @@ def _read_marks(body: CountTokensRequest) -> Iterator[Breakpoint]:
     system = [] if isinstance(body.system, str) else body.system or []
     tools = [tool for tool in body.tools or () if isinstance(tool, ToolDefinition)]
     for marked in (*tools, *system):
-        if marked.cache_control is not None:  # templates need a message
+        if marked.cache_control is not None:
+            # Chat templates need a message, so an empty message follows the prefix.
             yield Breakpoint(marked.cache_control.ttl, [MessageParam(role="user", content="")])
     for turn, message in enumerate(body.messages):
         content = message.content if isinstance(message.content, list) else []
@@ -102,7 +103,7 @@ def _read_marks(body: CountTokensRequest) -> Iterator[Breakpoint]:
 def created_tokens(lengths: Mapping[str, int], usage: Usage) -> dict[str, int]:
     """Return how many tokens before breakpoints were computed and cached, by time to live.
 
-    lengths: tokens of the prompt before its last breakpoint of each time to live.
+    lengths: the number of prompt tokens up to the last breakpoint with each time to live.
 
     >>> created_tokens({"1h": 100, "5m": 160}, Usage(prompts={"a": (200, 64)}))
     {'1h': 36, '5m': 60}
@@ -119,9 +120,9 @@ async def apply_breakpoints(
 ) -> dict[str, int]:
     """Retain the blocks before a prompt's breakpoints, for their time to live after each use.
 
-    Return the number of tokens in full blocks before the last breakpoint of each time to live. To
-    find this number, the messages before the breakpoint are tokenized separately, and their tokens
-    are compared with the prompt's tokens.
+    Return, by time to live, the number of tokens in full blocks before its last breakpoint. To
+    find it, the messages before the breakpoint are tokenized separately, and their tokens are
+    compared with the prompt's tokens.
     """
     lengths: dict[str, int] = {}
     if not prepared.request.params.is_stored:
@@ -145,7 +146,10 @@ async def apply_breakpoints(
 
 
 async def _count_common(service: Service, call: ChatCall, token_ids: Sequence[int]) -> int:
-    """Count the first tokens of a call that equal `token_ids`; 0 if the template refuses it."""
+    """Return the length of the common prefix of a call's prompt and `token_ids`.
+
+    Return 0 if the chat template refuses the call.
+    """
     try:
         name = service.new_id("part")
         prepared = await prepare_chat(service, call, name, stream=False, will_run=False)

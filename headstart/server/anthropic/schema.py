@@ -1,7 +1,7 @@
 """The bodies of Anthropic's requests, and their conversion to chats.
 
-A field that is not declared here is refused. Fields without effect, such as `metadata`, accept only
-values that change nothing. docs/apis.md lists these fields.
+A field that is not declared here is refused. Some fields, such as `metadata`, have no effect. Other
+fields, such as `speed`, accept only a value that changes nothing. docs/apis.md lists both kinds.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ class DocumentBlock(Marked):
     citations: Citations | None = None
 
     def as_parts(self) -> Parts:
-        """Return the document as parts of a chat's message. The parts only name a file."""
+        """Return the document as parts of a chat's message.
+
+        A note replaces the content of a file, which the model cannot read.
+        """
         head = f"Document: {self.title or 'untitled'}"
         head = f"{head}\n{self.context}" if self.context else head
         where = "a file"
@@ -170,13 +173,14 @@ class ToolUseBlock(Marked):
     caller: Caller | None = None
 
 
-Shown = Annotated[
+ResultBlock = Annotated[
     TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock,
     Field(discriminator="type"),
 ]
+"""A block that a tool result may contain."""
 
 
-def all_parts(blocks: Iterable[Shown]) -> Parts:
+def all_parts(blocks: Iterable[ResultBlock]) -> Parts:
     """Return the parts of all blocks."""
     return [part for block in blocks for part in block.as_parts()]
 
@@ -186,7 +190,7 @@ class ToolResultBlock(Marked):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Many[Shown] | None = None
+    content: str | Many[ResultBlock] | None = None
     is_error: Flag | None = None
 
     def as_message(self) -> dict[str, Any]:
@@ -404,7 +408,7 @@ class CountTokensRequest(ChatFields):
         return ToolUse(tools, "none" if choice.type == "none" else "auto", None, parallel)
 
     def read_template(self) -> dict[str, Any]:
-        """Return the template options. An answer continues the assistant's message at the end."""
+        """Return the template options. If the last message is the assistant's, continue it."""
         extra: dict[str, Any] = {}
         if self.thinking is not None and self.thinking.type != "adaptive":
             extra["enable_thinking"] = self.thinking.type == "enabled"

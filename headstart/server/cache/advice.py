@@ -17,16 +17,16 @@ from headstart.server.cache.traffic import Closest, PastPrompt, Tokens, Traffic,
 _BEFORE, _AFTER = 64, 512  # tokens to decode before and after a difference
 _MOST_FORKS = 10
 _LONGEST_WORD = 16  # tokens
-# A passage is moved if its tokens from `_NUMBER` to `_HEAD` are repeated in the other prompt, at
-# least `_MOVED` tokens after the difference. Its first tokens may be a number.
+# A passage has moved if some of its tokens from `_NUMBER` to `_HEAD` occur in the other prompt, at
+# least `_MOVED` tokens after the difference. Its first tokens are skipped: they may be a number.
 _NUMBER, _HEAD, _MOVED = 8, 40, 64
 
 
 class Adviser:
-    """Explains misses by earlier prompts, and gives advice on them."""
+    """Explanations of misses, and advice, from comparisons with earlier prompts."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str] | None, block_size: int) -> None:
-        """Show texts of prompts by `decode`, or no texts if it is None."""
+        """Use `decode` to show texts of prompts. Without it, no texts are shown."""
         self._decode = decode
         self._block_size = block_size
 
@@ -86,8 +86,8 @@ class Adviser:
             for side in sides
         )
         difference = describe_difference(before, here, there)
-        # Passages are longer than these texts. If two passages are swapped, the head of each is
-        # later in the other prompt. After an edit, at most one of the two heads is.
+        # Passages are longer than these texts, so compare tokens. If two passages were swapped, the
+        # head of each occurs later in the other prompt. After an edit, at most one head does.
         if difference.looks_like == OTHER and all(
             count_repeated(mine[start + _NUMBER : start + _HEAD], theirs[start + _MOVED :])
             for mine, theirs in (sides, sides[::-1])
@@ -153,7 +153,7 @@ class Adviser:
         remedy = _REMEDIES.get(looks_like, "moving the differing text to the end")
         advice += f" and {go_on} with equal text: {remedy} would have saved {saved:,} tokens"
         if looks_like == OTHER:
-            advice += "; an edited turn needs no change"
+            advice += "; no change is needed if the user edited a turn"
         return {
             "position": closest[-1].num_common,
             "prompts": len(cause),

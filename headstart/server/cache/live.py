@@ -49,7 +49,7 @@ class Live:
         self._tenants = tenants
         self._lock = asyncio.Lock()
         self._began = -1e9  # start of the last snapshot, by `time.monotonic`
-        self._took = 0.0  # its duration in seconds: the sum of both threads
+        self._took = 0.0  # its duration in seconds, in the engine's thread and in a worker
         self._shown: dict[str, Any] = {}
         self._segments: list[PathSegment] = []
         self.num_watchers = 0  # open streams of snapshots
@@ -268,9 +268,9 @@ def count_hits(
 ) -> Counter[int]:
     """Count the prompts that hit the first block of each segment, by the segment's index.
 
-    places: the indices to count, parents first; they include all parents. Only blocks of plain
-    tokens are compared. Keys with an image, or with a salt after a public prefix, cannot be rebuilt
-    from a stored prompt.
+    places: the indices of the segments, parents first; must include all parents. Only blocks of
+    plain tokens are compared. Keys with an image, or with a salt after a public prefix, cannot be
+    rebuilt from a stored prompt.
     """
     cached: dict[Namespace, list[bytes]] = {segments[place].namespace: [] for place in places}
     for prompt in prompts:
@@ -296,7 +296,7 @@ def count_hits(
 
 
 def _find_owner(namespace: Namespace, tenants: Tenancy) -> Namespace:
-    """Return a namespace with the salt of its tenant, which a request may have narrowed."""
+    """Return a namespace with only its tenant's salt, without a request's salt after the slash."""
     salt = (namespace.salt or "").partition("/")[0]
     return namespace._replace(salt=salt) if salt in (tenants or ()) else namespace
 

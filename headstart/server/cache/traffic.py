@@ -22,7 +22,9 @@ from headstart.cache import MissExplanation, MissReason, Namespace
 
 Tokens = NDArray[np.int32]
 _LOST = (MissReason.EVICTED, MissReason.UNSEEN, MissReason.TOKEN)
+"""Reasons that the cache may report for an evicted prefix."""
 _DIFFERENT = (MissReason.TOKEN, MissReason.ITEM, MissReason.UNSEEN)
+"""Reasons that the cache may report for a prompt that differs from all cached prompts."""
 _FAR = 2048  # further tokens of the earlier prompt to search for repeated tokens
 _SPAN = 8  # least length of a run of repeated tokens
 _WEIGHTS: NDArray[np.int64] = np.array([31**n for n in range(_SPAN)], np.int64)
@@ -45,7 +47,7 @@ _NOW = Times()
 class PastPrompt:
     """A prompt that was answered.
 
-    key: bytes that sort like its tokens. closest: the closest earlier prompt when it was answered.
+    key: see `sort_key`. closest: the earlier prompt with the longest common prefix.
     num_repeated: computed tokens after the first difference that `closest` also contains.
     num_computed: tokens of prompt and answer with K/V. ended: the end of the request, on the clock
     of `times`.
@@ -126,12 +128,12 @@ class Traffic:
         ago: Times = _NOW,
         num_generated: int = 1,
     ) -> PastPrompt:
-        """Store a prompt that was answered just now. ago: how many seconds ago its times were."""
+        """Store a prompt that was answered just now. ago: its times in seconds before now."""
         now, tokens = self.now(), np.asarray(token_ids, np.int32)
         closest = self.closest(namespace, tokens)
         num_repeated = 0
         if closest is not None:
-            # Without its own `closest`. Otherwise all earlier prompts would stay in memory.
+            # Remove the `closest` of `closest`, or all earlier prompts would stay in memory.
             closest = closest._replace(prompt=replace(closest.prompt, closest=None, key=b""))
             if missed is not None and missed.reason in _DIFFERENT:
                 new_tokens = tokens[max(closest.num_common, num_cached) :]
@@ -212,7 +214,10 @@ class TenantTraffic:
         self._last_dropped = -inf
 
     def of(self, salt: str | None) -> Traffic:
-        """Return the prompts of the tenant with this salt, which a request may have narrowed."""
+        """Return the prompts of a tenant.
+
+        salt: the tenant's salt. A slash and the salt of a request may follow it.
+        """
         tenant = (salt or "").partition("/")[0] if self._by_tenant else ""
         traffic = self._traffic.pop(tenant, None)
         if traffic is None:

@@ -127,7 +127,7 @@ class Metrics(_Registry):
         self._counters = self.make_all(Counter, _COUNTERS)
         self._seconds = self.make_all(Histogram, _TIMES, buckets=_SECONDS)
         self._tokens = self.make_all(Histogram, _LENGTHS, buckets=_TOKENS)
-        text = "Answers by the reason of their end"
+        text = "Answers by finish reason"
         self._ends = self.make(Counter, "vllm:request_success", text, "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
             self.count(self._ends, reason, 0)
@@ -244,14 +244,15 @@ class Watch:
         """Queue an ended request, to be recorded in a thread. Must run in the event loop.
 
         output: the last output; "abort" or "error" without an answer. Recording takes as long as
-        several tokens of a small model. If the prompt must not be stored, only counts are recorded.
+        several decoding steps of a small model. If the prompt must not be stored, only counts are
+        recorded.
         """
         self._ended.append((request, output, time.monotonic(), time.time()))
         if len(self._ended) > _MOST_ENDED:
             self.settle(1)
         if not self._is_due:
             self._is_due = True
-            # An empty context names no tenant, so recording does not wait behind a tenant's work.
+            # An empty context has no `TENANT`, so recording does not wait for a tenant's jobs.
             loop = asyncio.get_running_loop()
             loop.call_later(_DELAY, self._settle_in_thread, context=Context())
 
@@ -262,7 +263,7 @@ class Watch:
     def settle(self, most: int | None = None) -> None:
         """Record all ended requests, or at most `most`.
 
-        Each method that reads records calls `settle` first. It takes the lock even if no request
+        Methods that return records call `settle` first. `settle` takes the lock even if no request
         waits, since another thread may be recording the last request.
         """
         for _ in range(most or max(1, len(self._ended))):

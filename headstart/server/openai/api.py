@@ -59,11 +59,12 @@ class Chunks(AnswerEvents):
 
 
 def chat_logprobs(
-    answer: CompletionOutput, most: int, *, as_ids: bool = False
+    answer: CompletionOutput, num_top: int, *, as_ids: bool = False
 ) -> dict[str, Any] | None:
-    """Return the log-probabilities of an answer's tokens and of the `most` likeliest tokens.
+    """Return the log-probabilities of an answer's tokens in the form of chats.
 
-    as_ids: show tokens as `token_id:5`, since a token alone may have no valid text.
+    num_top: how many of the likeliest tokens to add to each token. as_ids: show tokens as
+    `token_id:5`, since a token alone may have no valid text.
     """
     if answer.logprobs is None:
         return None
@@ -75,14 +76,14 @@ def chat_logprobs(
 
     content = [
         show(*next(iter(entry.items())))
-        | {"top_logprobs": [show(*likely) for likely in _likeliest(entry, most)]}
+        | {"top_logprobs": [show(*likely) for likely in _likeliest(entry, num_top)]}
         for entry in answer.logprobs
     ]
     return {"content": content}
 
 
-def _likeliest(entry: Logprobs, most: int) -> list[tuple[int, Logprob]]:
-    return sorted(entry.items(), key=lambda item: item[1].rank)[:most]
+def _likeliest(entry: Logprobs, num_top: int) -> list[tuple[int, Logprob]]:
+    return sorted(entry.items(), key=lambda item: item[1].rank)[:num_top]
 
 
 def _text(token_id: int, entry: Logprob, as_ids: bool) -> str:
@@ -95,7 +96,7 @@ def _bounded(entry: Logprob) -> float:
 
 def completion_logprobs(
     entries: Iterable[Logprobs | None],
-    most: int,
+    num_top: int,
     offset: int = 0,
     *,
     as_ids: bool = False,
@@ -103,8 +104,9 @@ def completion_logprobs(
 ) -> tuple[dict[str, Any], int]:
     """Return log-probabilities in the form of completions, and the end of the last token's text.
 
-    offset: the position of the first token's text; negative if the text lacks the first tokens.
-    first: the id and text of a prompt's first token, whose entry is None.
+    num_top: how many of the likeliest tokens to add to each token. offset: the position of the
+    first token in the text; negative as in `_prompt_start`. first: the id and text of a prompt's
+    first token, whose entry is None.
     """
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     columns: dict[str, list[Any]] = {name: [] for name in names}
@@ -113,7 +115,7 @@ def completion_logprobs(
         if entry:
             token_id, token_logprob = next(iter(entry.items()))
             text, logprob = token_logprob.decoded_token or "", _bounded(token_logprob)
-            likeliest = _likeliest(entry, most)
+            likeliest = _likeliest(entry, num_top)
             top = {_text(*likely, as_ids): _bounded(likely[1]) for likely in likeliest}
         shown = f"token_id:{token_id}" if as_ids else text
         for name, value in zip(names, (shown, logprob, top, max(0, offset)), strict=True):
@@ -122,10 +124,10 @@ def completion_logprobs(
     return columns, offset
 
 
-def prompt_logprobs(output: RequestOutput, most: int) -> list[dict[str, Any] | None] | None:
+def prompt_logprobs(output: RequestOutput, num_top: int) -> list[dict[str, Any] | None] | None:
     """Return the log-probabilities of a prompt's tokens in vLLM's form; None for the first.
 
-    Each entry also has the `most` likeliest tokens.
+    num_top: how many of the likeliest tokens to add to each token.
     """
     if output.prompt_logprobs is None:
         return None
@@ -139,7 +141,7 @@ def prompt_logprobs(output: RequestOutput, most: int) -> list[dict[str, Any] | N
                 "decoded_token": logprob.decoded_token,
             }
             for place, (token_id, logprob) in enumerate(entry.items())
-            if place == 0 or logprob.rank <= most
+            if place == 0 or logprob.rank <= num_top
         }
         for entry in output.prompt_logprobs
     ]
@@ -260,7 +262,7 @@ class _ChatAnswers(Chunks):
             yield output
 
     def read(self, output: RequestOutput) -> list[bytes]:
-        """Return a chunk for each new part, since clients read one part of a call per chunk."""
+        """Return a chunk for each part: some clients read only the first tool call of a chunk."""
         self.usage.add(output)
         chunks = []
         for answer in output.outputs:
@@ -373,7 +375,7 @@ class _TextAnswers(Chunks):
         self._body = body
         self._places = {request_id: place for place, request_id in enumerate(ids)}
         self._tokenizer = tokenizer
-        self._offsets: dict[int, int] = {}  # position of the next token in the text, by choice
+        self._offsets: dict[int, int] = {}  # position of a choice's next token in its text
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = []
@@ -405,8 +407,8 @@ class _TextAnswers(Chunks):
             entries = [*(output.prompt_logprobs or ()), *entries]
         logprobs = None
         start = self._offsets.get(index, 0)
-        # With log-probabilities `end` is counted by tokens: a token is sent before its text if the
-        # text may begin a stop string.
+        # With log-probabilities, `end` counts the texts of the tokens. `text` may be shorter, since
+        # text that may begin a stop string is sent later than its tokens.
         end = start + len(text)
         if body.logprobs is not None:
             first = (0, "")
@@ -447,8 +449,8 @@ class _TextAnswers(Chunks):
     def _prompt_start(self, output: RequestOutput, first: str) -> int:
         """Return the position of the first token's text in the prompt's text.
 
-        It is negative if the prompt's text lacks this text: a BOS token, or the space before the
-        first word.
+        It is negative if decoding the prompt dropped a BOS token, or the space before the first
+        word.
         """
         if not first:
             return 0

@@ -40,7 +40,7 @@ ACCEPTED = frozenset(
 
 _REFUSED = refusals(
     {
-        "there is no beam search over HTTP: draw with `n`, or call `LLM.beam_search` in Python": (
+        "there is no beam search over HTTP: sample with `n`, or call `LLM.beam_search` in Python": (
             "use_beam_search=false length_penalty=1 early_stopping=false beam_width=1 num_beams=1"
         ),
         'give `structured_outputs`, such as {"json": ...}': (
@@ -243,6 +243,7 @@ class SamplingFields(CacheFields):
 
     @property
     def names(self) -> dict[str, str]:
+        """Return this API's names of fields of `SamplingParams`, if they differ."""
         return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
 
@@ -262,10 +263,9 @@ class CompletionRequest(SamplingFields):
         """Return the fields of `SamplingParams`. Raises RequestError for unsupported values."""
         if self.suffix:
             raise RequestError("suffix is set; allowed: none, as models only append to a text")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError(
-                f"best_of is {self.best_of}; allowed: none, or n, which is {self.n or 1}; use n"
-            )
+        n = self.n or 1
+        if self.best_of is not None and self.best_of != n:
+            raise RequestError(f"best_of is {self.best_of}; allowed: null, or {n} (the value of n)")
         params = super().read_sampling()
         if self.max_tokens == 0 and self.echo:
             params["max_tokens"] = 1  # `_TextAnswers` leaves this token out
@@ -308,7 +308,7 @@ class ToolChoice(Body):
 
 
 class Speech(Body):
-    """The voice and format of a spoken answer. The model has a list of voices."""
+    """The voice and format of a spoken answer. The model defines the allowed voices."""
 
     voice: str | None = None
     format: Literal["wav", "pcm16", "flac", "mp3", "opus"] = "wav"
@@ -390,9 +390,9 @@ class PromptFields(TemplateFields):
 class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
     """`POST /v1/chat/completions`.
 
-    functions, function_call: the older forms of tools and tool_choice. With these an answer has a
-    function_call. return_progress: while the prompt is computed, the stream has events with
-    `prompt_progress`, as in llama.cpp.
+    functions, function_call: the older forms of tools and tool_choice. The answer then has
+    `function_call` instead of `tool_calls`. return_progress: while the prompt is computed, the
+    stream has events with `prompt_progress`, as in llama.cpp.
     """
 
     accepted = ACCEPTED

@@ -34,7 +34,7 @@ _FOLDER = Path(__file__).parent
 _STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _EVENTS: dict[str, Any] = {"text/event-stream": {}}
 _SUCCESS = {"/metrics": {"text/plain": {"schema": {"type": "string"}}}, "/cache/live": _EVENTS}
-"""Content types of successful answers in other formats than JSON, by path."""
+"""Content types of successful answers in formats other than JSON, by path."""
 _ALWAYS = (400, 403, 413, 500, 503)
 _CALLS = (404, 415, 429, 504)
 _EXCEPTIONS = {"/cache/reset": (409, 415), "/cache/advice": (429,)}
@@ -98,7 +98,7 @@ def _responses(path: str, method: str, texts: dict[str, str]) -> dict[str, Any]:
 
 
 def _allow_overlaps(schema: Any) -> None:
-    """Replace `oneOf` without a discriminator by `anyOf`, since a hosted tool may match two."""
+    """Replace `oneOf` without a discriminator by `anyOf`: a hosted tool may match two schemas."""
     parts = schema
     if isinstance(schema, dict):
         if "oneOf" in schema and "discriminator" not in schema:

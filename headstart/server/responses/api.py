@@ -57,14 +57,14 @@ _ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_tool_call": ("ctc", {"input": ""}),
     "local_shell_call": ("lsh", {}),
 }
-"""The prefix of a new item's id and its first fields, by its type."""
+"""By type of item: the prefix of its id, and its initial fields."""
 _TEXTS = {
     "message": "output_text",
     "reasoning": "reasoning_text",
     "function_call": "function_call_arguments",
     "custom_tool_call": "custom_tool_call_input",
 }
-"""The name of an item's text in events."""
+"""By type of item: the name of its text in events."""
 
 
 def read_partial(arguments: str) -> Mapping[str, Any]:
@@ -102,9 +102,9 @@ _LONG = 1 << 16  # bytes
 
 
 class ResponseAnswer(AnswerEvents):
-    """The items of an answer so far, and the response as JSON at any time.
+    """The items of one answer, and the response that contains them, as events and as JSON.
 
-    The request's fields that the response repeats may have megabytes, so they are encoded once.
+    The response repeats fields of the request. They may have megabytes, so they are encoded once.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class ResponseAnswer(AnswerEvents):
         return self._event(step, "content_part", part=self._content(text), content_index=0)
 
     def _event(self, step: str, name: str = "", **data: Any) -> Event:
-        """Return an event of the last item. name: by default that of the item's text."""
+        """Return an event of the last item. name: by default the item's name in `_TEXTS`."""
         item = self._items[-1]
         if not name and self._open != "call":
             data |= {"content_index": 0} | ({"logprobs": []} if self._open == "content" else {})
@@ -435,7 +435,7 @@ async def show_response(name: str, request: Request) -> Response:
                 f"{shorten(parameter)} is {shorten(repr(value))}; stored responses are sent whole"
             )
             if parameter in _QUERY:
-                text += f"; allowed as {parameter}: {', '.join(_QUERY[parameter])}"
+                text += f"; allowed: {', '.join(_QUERY[parameter])}"
             raise ApiError(400, text, param=shorten(parameter))
     return Response(_find(request, name).response, media_type=JsonResponse.media_type)
 

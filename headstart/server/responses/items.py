@@ -72,7 +72,7 @@ class InputFile(Body):
 
 
 class Refusal(Body):
-    """The assistant's text of a refusal to answer."""
+    """The assistant's refusal to answer."""
 
     type: Literal["refusal"]
     text: Annotated[str, Field(alias="refusal")]
@@ -97,13 +97,13 @@ def _chat_content(content: Content) -> Any:
     )
 
 
-def spell_name(name: str, namespace: str | None) -> str:
-    """Return the tool's name that the model sees."""
+def qualified_name(name: str, namespace: str | None) -> str:
+    """Return the name under which the model sees a tool."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call of a tool as a message of a chat."""
+    """Return a tool call as a chat message."""
     function = {"name": name, "arguments": arguments}
     call = {"id": call_id, "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -133,7 +133,10 @@ class Message(ItemFields):
     phase: str | None = None
 
     def as_message(self) -> dict[str, Any]:
-        """Return the item as a message of a chat. Raises ApiError for an image of an assistant."""
+        """Return the item as a chat message.
+
+        Raises ApiError if a message of the assistant has an image.
+        """
         content = _chat_content(self.content)
         if self.role == "assistant" and not isinstance(content, str):
             if any(part["type"] != "text" for part in content):
@@ -143,15 +146,15 @@ class Message(ItemFields):
         return {"role": self.role, "content": content}
 
 
-class Called(ItemFields):
-    """Fields that calls of tools and their outputs have in common."""
+class CallFields(ItemFields):
+    """Fields that tool calls and their outputs have in common."""
 
     call_id: str
     caller: Caller | None = None
     namespace: Label | None = None
 
 
-class FunctionCall(Called):
+class FunctionCall(CallFields):
     """A call that the model made; `parsed_arguments` is a copy that OpenAI's client makes."""
 
     type: Literal["function_call"]
@@ -160,10 +163,10 @@ class FunctionCall(Called):
     parsed_arguments: Any = None
 
     def as_message(self) -> dict[str, Any]:
-        return _call(self.call_id, spell_name(self.name, self.namespace), self.arguments)
+        return _call(self.call_id, qualified_name(self.name, self.namespace), self.arguments)
 
 
-class CustomCall(Called):
+class CustomCall(CallFields):
     """A call of a custom tool."""
 
     type: Literal["custom_tool_call"]
@@ -172,10 +175,10 @@ class CustomCall(Called):
 
     def as_message(self) -> dict[str, Any]:
         arguments = json.dumps({"input": self.input}, ensure_ascii=False)
-        return _call(self.call_id, spell_name(self.name, self.namespace), arguments)
+        return _call(self.call_id, qualified_name(self.name, self.namespace), arguments)
 
 
-class FunctionOutput(Called):
+class FunctionOutput(CallFields):
     """The result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -298,7 +301,7 @@ def as_items(items: list[dict[str, Any]]) -> list[Item]:
 
 
 class CallKind(NamedTuple):
-    """The type, name and namespace of the items for calls of a tool."""
+    """The type, name and namespace that the items of a tool's calls have."""
 
     type: str
     name: str
@@ -319,7 +322,7 @@ class ResponseFunctionTool(ClientTool):
     defer_loading: Flag | None = None
 
     def read(self, namespace: str | None = None) -> tuple[CallKind, Tool]:
-        tool = Tool(spell_name(self.name, namespace), self.description, self.parameters)
+        tool = Tool(qualified_name(self.name, namespace), self.description, self.parameters)
         return CallKind("function_call", self.name, namespace), tool
 
 
@@ -344,9 +347,9 @@ class CustomTool(Body):
     def read(self, namespace: str | None = None) -> tuple[CallKind, Tool]:
         texts = [self.description] if self.description else []
         if self.format is not None and self.format.definition:
-            syntax = self.format.syntax or "a"
-            texts.append(f"The input follows this {syntax} grammar:\n{self.format.definition}")
-        name = spell_name(self.name, namespace)
+            syntax = f"{self.format.syntax} " if self.format.syntax else ""
+            texts.append(f"The input follows this {syntax}grammar:\n{self.format.definition}")
+        name = qualified_name(self.name, namespace)
         kind = CallKind("custom_tool_call", self.name, namespace)
         return kind, Tool(name, "\n\n".join(texts) or None, _INPUT)
 

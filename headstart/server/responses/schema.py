@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's Responses, and their conversion to chats.
+"""Request bodies of OpenAI's Responses API, and their conversion to chats.
 
 A field that is not declared here is refused, such as the fields for OpenAI's stored prompts and
 conversations. Fields without meaning for a server of one model are accepted without effect.
@@ -16,7 +16,7 @@ from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.server.bodies import Body, Flag, Label, Many, Real, Whole, at_most, refusals
 from headstart.server.chats import ChatFields
 from headstart.server.errors import ApiError
-from headstart.server.responses.items import AnyTool, CallKind, Item, NamespaceTool, spell_name
+from headstart.server.responses.items import AnyTool, CallKind, Item, NamespaceTool, qualified_name
 from headstart.server.tools import HostedTool, Tool, ToolUse, make_tools
 
 
@@ -166,10 +166,12 @@ class InputTokensRequest(ChatFields):
         parallel = self.parallel_tool_calls is not False
         choice = self.tool_choice
         if isinstance(choice, NamedChoice):
-            name = spell_name(choice.name, choice.namespace)
+            name = qualified_name(choice.name, choice.namespace)
             return ToolUse(tools, "required", name, parallel)
         if isinstance(choice, AllowedChoice):
-            names = {spell_name(tool.name or tool.type, tool.namespace) for tool in choice.tools}
+            names = {
+                qualified_name(tool.name or tool.type, tool.namespace) for tool in choice.tools
+            }
             return ToolUse(tools, choice.mode, None, parallel, frozenset(names))
         return ToolUse(tools, choice or "auto", None, parallel)
 

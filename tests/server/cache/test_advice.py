@@ -61,7 +61,7 @@ def test_each_cause_has_its_remedy(first: str, second: str, looks_like: str, rem
     [fork] = advise(head + first, head + second)["forks"]  # type: ignore[misc]
     assert looks_like in fork["looks_like"]
     assert f": {remedy}" in fork["advice"] and "would have saved" in fork["advice"]
-    assert ("an edited turn" in fork["advice"]) == (looks_like == "another text")
+    assert ("edited a turn" in fork["advice"]) == (looks_like == "another text")
 
 
 def test_equal_prompts_under_several_salts_are_one_piece_of_advice() -> None:

@@ -82,8 +82,9 @@ export function coldPrompts(requests) {
     .map((request) => ({ tokens: request.prompt_tokens - request.cached_tokens, seconds: request.time_to_first_token }));
 }
 
-// The seconds that cached tokens saved, at the mean speed of the cold requests. The result is at most
-// the time of any cold request with at least as many computed tokens, and null for less than two.
+// Returns the seconds that cached tokens saved, at the mean speed of the cold requests. The result is
+// at most the time of any cold request that computed at least as many tokens. It is null for fewer
+// than two cold requests.
 export function savedSeconds(cached, cold) {
   if (cold.length < 2) return null;
   const sum = (name) => cold.reduce((total, request) => total + request[name], 0);

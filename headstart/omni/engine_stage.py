@@ -366,6 +366,7 @@ class EngineStage(Stage):
             self._forget(request_id)
 
     def peek(self, request_id: str) -> object:
+        """Return a running request's result so far, without rows; None if it has none."""
         state = self._states.get(request_id)
         return state.group.output() if state is not None and state.group is not None else None
 

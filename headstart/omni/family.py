@@ -190,7 +190,7 @@ class OmniModel:
         raise NotImplementedError
 
     def _sound_lengths(self, counts: Tensor) -> Tensor:
-        """Return the number of embeddings of sounds with these numbers of frames."""
+        """Return the numbers of embeddings of sounds, from their numbers of frames."""
         raise NotImplementedError
 
     def _rope_model(self, *, of_talker: bool) -> Any:

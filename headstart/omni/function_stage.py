@@ -1,12 +1,11 @@
 """Stages that are functions, such as vocoders, encoders and diffusion.
 
     WholeStage    runs once per request, when all inputs are complete. The cache key of the result
-                  is the content of all inputs.
+                  is a digest of the inputs.
     FramesStage   causal: runs block by block as codes arrive. The cache key of a block's frames is
                   the content of all codes up to the block's end.
 
-Both return the same bits with and without the cache. A `FramesStage` always computes whole blocks,
-which begin at multiples of the block's size.
+Both return the same bits with and without the cache: a `FramesStage` computes the same blocks.
 """
 
 import time

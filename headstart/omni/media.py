@@ -47,6 +47,7 @@ class PlacedItem:
     content: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, eq=False)
 class Media:
     """Reads audio and images of one model's prompts.
 
@@ -56,27 +57,19 @@ class Media:
     mode; padding beyond the longest sound is removed afterwards.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        placeholders: Mapping[str, int],
-        sound_lengths: Callable[[Tensor], Tensor],
-        merge_size: int,
-        padding: str | bool,
-    ) -> None:
-        self._folder = folder
-        self._placeholders = placeholders
-        self._sound_lengths = sound_lengths
-        self._merge_size = merge_size
-        self._padding = padding
+    folder: Path
+    placeholders: Mapping[str, int]
+    sound_lengths: Callable[[Tensor], Tensor]
+    merge_size: int
+    padding: str | bool
 
     @cached_property
     def _extractor(self) -> Any:
-        return _load(AutoFeatureExtractor, self._folder)
+        return _load(AutoFeatureExtractor, self.folder)
 
     @cached_property
     def _image_processor(self) -> Any:
-        return _load(AutoImageProcessor, self._folder, backend="pil")
+        return _load(AutoImageProcessor, self.folder, backend="pil")
 
     @property
     def sound_rate(self) -> int:
@@ -96,7 +89,7 @@ class Media:
             features = extractor(
                 waves,
                 sampling_rate=extractor.sampling_rate,
-                padding=self._padding,
+                padding=self.padding,
                 return_attention_mask=True,
                 return_tensors="pt",
             )
@@ -142,7 +135,7 @@ class Media:
         expanded, placed = list(token_ids), []
         contents = {"audio": self._audios(features), "image": self._images(features)}
         for kind, (lengths, _) in contents.items():
-            placeholder = self._placeholders[kind]
+            placeholder = self.placeholders[kind]
             if expanded.count(placeholder) == len(lengths):
                 counts = iter(lengths)
                 expanded = [
@@ -151,7 +144,7 @@ class Media:
                     for token in [old] * (next(counts) if old == placeholder else 1)
                 ]
         for kind, (lengths, items) in contents.items():
-            positions = [i for i, token in enumerate(expanded) if token == self._placeholders[kind]]
+            positions = [i for i, token in enumerate(expanded) if token == self.placeholders[kind]]
             if len(positions) != sum(lengths):
                 raise RequestError(
                     f"the prompt has {len(positions)} {kind} placeholders; allowed: {sum(lengths)}"
@@ -177,7 +170,7 @@ class Media:
                 "[sounds, frames] of zeros and ones"
             )
         counts = mask.sum(-1)
-        lengths = self._sound_lengths(counts).tolist()
+        lengths = self.sound_lengths(counts).tolist()
         if min(lengths, default=1) < 1:
             raise RequestError(f"a sound of {int(counts.min())} frames is too short")
         return lengths, [{name: features[name][i : i + 1] for name in names} for i in range(sounds)]
@@ -188,7 +181,7 @@ class Media:
         if "image_grid_thw" not in features:
             raise RequestError("pixel_values need an image_grid_thw")
         grids = features["image_grid_thw"]
-        side = self._merge_size
+        side = self.merge_size
         if grids.shape[-1] != 3 or (grids < 1).any() or (grids[:, 1:] % side).any():
             raise RequestError(
                 f"image_grid_thw is {describe(grids.tolist())}; allowed: frames, height and width "

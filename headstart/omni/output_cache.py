@@ -51,7 +51,7 @@ class BlockPath(NamedTuple):
 
 
 class OutputCacheStats(NamedTuple):
-    """The numbers of stored entries and bytes, and total counts of entries by event."""
+    """The numbers of stored entries and bytes; counts of entries since the store was made."""
 
     entries: int
     bytes: int
@@ -89,8 +89,8 @@ class OutputCache:
         if max_bytes not in _BYTES:
             raise ConfigError(f"cache_bytes is {describe(max_bytes)}; allowed: {_BYTES}")
         self.max_bytes = max_bytes
-        self._tree = PrefixTree()  # a stage is a namespace's child
-        self._order: OrderedDict[tuple[_Node, str], int] = OrderedDict()  # to bytes; oldest first
+        self._tree = PrefixTree()  # per namespace: stages, then blocks
+        self._order: OrderedDict[tuple[_Node, str], int] = OrderedDict()  # bytes; oldest first
         self._bytes = 0
         self._written = self._evicted = self._refused = 0
         self._places: Counter[str] = Counter()

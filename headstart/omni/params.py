@@ -66,7 +66,7 @@ class OmniParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpokenPrompt:
-    """A prompt, ready for the thinker, and the tensors of its audio and images."""
+    """A tokenized prompt, and the features of its audio and images."""
 
     prepared: PreparedPrompt
     features: Mapping[str, Tensor]

@@ -5,22 +5,8 @@ reach later stages at once, so a talker speaks while its thinker still generates
 different requests at the same time. A driver's thread runs the steps. A request that fails in one
 stage ends in all stages and frees its memory; other requests continue.
 
-A graph is written in TOML. `kind` names the factory that makes the stage, and `options` are the
-factory's arguments:
-
-    collects = ["vocoder.audio"]
-
-    [stages.thinker]
-    kind = "thinker"
-    gives = { hidden = "token" }
-
-    [stages.vocoder]
-    kind = "vocoder"
-    autoregressive = false
-    takes = ["thinker.hidden"]
-    gives = { audio = { alignment = "frames(4)", dtype = "float32" } }
-    enable_prefix_caching = false
-    options = { chunk = 8 }
+docs/omni.md shows a graph in TOML. A stage's `kind` names its factory, by default the stage's name.
+`options` are the arguments of the factory.
 """
 
 from __future__ import annotations
@@ -131,17 +117,12 @@ def read_graph(text: str) -> Graph:
 
 
 def _node(name: str, table: Mapping[str, Any]) -> StageNode:
-    switches = {}
     _check_keys(table, {"kind", "takes", "gives", "options", *_SWITCHES}, f"stage {name!r}")
-    for key in table.keys() & _SWITCHES:
-        if not isinstance(table[key], bool):
-            raise ConfigError(f"{name}.{key} is {table[key]!r}; allowed: true or false")
-        switches[key] = table[key]
     spec = StageSpec(
         name=name,
         takes=_inputs(table.get("takes", []), f"stage {name!r}"),
         gives=tuple(_output(key, value) for key, value in table.get("gives", {}).items()),
-        **switches,
+        **{key: table[key] for key in table.keys() & _SWITCHES},
     )
     options = table.get("options", {})
     _refuse(options, _OF_STORES)
@@ -264,8 +245,8 @@ class Progress:
 class Pipeline:
     """Runs stages for a driver. collects: the outputs for the user.
 
-    Raises ConfigError if two stages have the same name, no stage has an input of another stage, or
-    the stages form a cycle.
+    Raises ConfigError if two stages have the same name, a stage takes an output that does not
+    exist, or the stages form a cycle.
     """
 
     def __init__(self, stages: Sequence[Stage], collects: Sequence[Input] = ()) -> None:

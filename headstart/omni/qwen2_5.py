@@ -61,7 +61,7 @@ class _Cached(nn.Module):
 
 @dataclass(kw_only=True, eq=False)
 class CodecTalkerFeed(TalkerFeed):
-    """One request's feed. In a step the thinker must be one row ahead.
+    """One request's feed. The thinker must be one row ahead of the talker.
 
     mask_id, lead_ids: the prompt's token ids. embed: maps token ids int64 `[n]` to embeddings `[n,
     width]`. positions: the rotary positions of the thinker's prompt and of `lead_ids`. limit:
@@ -159,7 +159,7 @@ class Qwen25Omni(OmniModel):
                 str(name): Voice(int(e["bos_token"]), e["cond"].float(), e["ref_mel"].float())
                 for name, e in entries.items()
             }
-        except Exception as error:  # a damaged file raises many types
+        except Exception as error:  # a damaged file raises exceptions of many types
             reason = f"{type(error).__name__}: {error}"
             raise DamagedModelError(f"{file} has no voices: {reason}") from error
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, EngineError, HeadstartError
-from headstart.validation import check_name
+from headstart.validation import check_fields, check_name
 
 
 class Kind(Enum):
@@ -80,6 +80,7 @@ class Output:
 
     def __post_init__(self) -> None:
         check_name("an output's name", self.name, ConfigError, required=True)
+        check_fields(self, ConfigError, f"{self.name}.")
         if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ConfigError(f"output {self.name!r}: {self.dtype!r} is not a dtype of torch")
 
@@ -181,6 +182,7 @@ class StageSpec:
 
     def __post_init__(self) -> None:
         check_name("a stage's name", self.name, ConfigError, required=True)
+        check_fields(self, ConfigError, f"{self.name}.")
         names = [output.name for output in self.gives]
         duplicates = {name for name in names if names.count(name) > 1}
         if duplicates:
@@ -323,10 +325,6 @@ class Stage:
     def abort(self, request_id: str) -> None:
         """Forget a request in any state. Ignores an unknown request."""
         raise NotImplementedError
-
-    def peek(self, request_id: str) -> object:
-        """Return a running request's result so far, without rows; None if it has none."""
-        return None
 
     def reset_cache(self) -> None:
         """Drop the stage's cache. Call only while no request runs."""

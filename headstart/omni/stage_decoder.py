@@ -30,7 +30,7 @@ from headstart.models.transformers_backend.recurrent import has_recurrent_layers
 class HostCopy:
     """A copy of named rows to host memory, which is complete after `wait`.
 
-    source: prevents that the device's memory is freed during the copy.
+    source: the rows on the device, whose memory must not be freed during the copy.
     """
 
     host: Mapping[str, Tensor]
@@ -114,7 +114,7 @@ class StageParts:
     needs_layers: `give` reads `layers`. hidden_ids: tokens that are never sampled. num_deep: number
     of first layers after which rows of images are added (DeepStack, https://arxiv.org/abs/2406.04334).
     An image's input row is its embedding and these rows, so it is `1 + num_deep` times as wide.
-    checkpoint: the whole model's; None for a model in memory.
+    checkpoint: the checkpoint of the whole model; None for a model in memory.
     """
 
     text_model: PreTrainedModel

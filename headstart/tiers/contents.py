@@ -135,14 +135,14 @@ def verify(
 def _open_index(folder: Path, stack: ExitStack) -> DiskIndex | None:
     """Return the folder's index; None if it is missing or damaged.
 
-    Raises an error of `is_transient` if the index cannot be read now.
+    Raises a transient error of SQLite if the index cannot be read now.
     """
     try:
         if (folder / INDEX).exists():
             index = DiskIndex(folder / INDEX, read_only=not os.access(folder, os.W_OK))
             stack.callback(index.close)
             return index if index.is_sound() else None
-    except Exception as error:  # a damaged index raises many types
+    except Exception as error:  # a damaged index raises exceptions of many types
         if is_transient(error):
             raise
     return None
@@ -211,7 +211,7 @@ class _Check:
         self.counts["unlisted"] = len(unlisted)
 
     def _read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[bool]:
-        """Yield True for each block whose record is whole."""
+        """Yield for each block True if its record is undamaged."""
         if self._file is None:
             yield from [False] * len(blocks)
             return
@@ -425,7 +425,7 @@ def _read_model(file: BinaryIO, path: Path) -> ModelRecord:
         raise CacheError(f"{path} is not a file of `headstart cache export`")
     try:
         model = parse_description(file.readline(_LONGEST))
-    except Exception as error:  # a damaged file raises many types
+    except Exception as error:  # a damaged file raises exceptions of many types
         raise CacheError(f"{path} has no readable description of its model") from error
     if model is None:
         raise CacheError(f"{path} has blocks of an impossible size")

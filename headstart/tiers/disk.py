@@ -211,7 +211,7 @@ class DiskStore:
     def _remove_block(self, index: DiskIndex, block: IndexedBlock) -> None:
         """Remove a block from the index, and move the last block of the file to its slot.
 
-        `_changing` truncates the file.
+        `_changing` truncates the file afterwards.
         """
         record = dict(index.models())[block.model]
         file, last = self._file(record), index.count(block.model) - 1
@@ -322,7 +322,7 @@ class DiskStore:
             self.faults.note("a file cannot be used", error)
         except ConfigError as error:
             self.faults.note("the folder cannot be used", error)
-        except Exception as error:  # a damaged index raises many types
+        except Exception as error:  # a damaged index raises exceptions of many types
             if is_transient(error):
                 self.faults.note("the index cannot be used", error)
                 return
@@ -341,7 +341,7 @@ class DiskStore:
                 self._num_rebuilds += 1
         except _Closed:
             pass
-        except Exception as error:  # a damaged folder raises many types
+        except Exception as error:  # a damaged folder raises exceptions of many types
             self.faults.note("the index cannot be rebuilt", error)
 
     def _check_files(self) -> None:

@@ -32,7 +32,7 @@ _LOG = logging.getLogger("headstart.tiers")
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _ATTEMPTS = 5  # attempts to open a file that other processes replace
 _ALIGN = 512
-_READ_BYTES = 2 << 20  # bytes that one call reads; few enough to be checked in the CPU's cache
+_READ_BYTES = 2 << 20  # bytes that one call reads; they stay in the CPU's cache for the checksums
 _NUM_BUFFERS = 8  # unused buffers of this size that are retained
 
 
@@ -44,8 +44,8 @@ def is_accepted(state: os.stat_result) -> bool:
 def open_file(path: Path, flags: int, *, create: bool = False) -> int:
     """Return the descriptor of an accepted file.
 
-    create: create a new file if there is no accepted file of this name, and remove anything else
-    with the name, but not a link's target. Raises OSError; without `create`, FileNotFoundError.
+    create: replace anything but an accepted file by a new file; a link's target stays. Raises
+    OSError. Without `create`, raises FileNotFoundError if there is no accepted file.
     """
     for _ in range(_ATTEMPTS):
         with suppress(FileNotFoundError):

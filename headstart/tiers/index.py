@@ -447,7 +447,7 @@ def rebuild_index(folder: Path, broken: Collection[int]) -> None:
             try:
                 with closing(DiskIndex(folder / INDEX)) as index:
                     is_sound = index.is_sound()
-            except Exception as error:  # a damaged file raises many types
+            except Exception as error:  # a damaged file raises exceptions of many types
                 is_sound = is_transient(error)
             if is_sound:
                 return
@@ -507,7 +507,7 @@ def described_models(folder: Path) -> Iterator[ModelRecord]:
 def _read_description(path: Path) -> ModelRecord | None:
     try:
         return parse_description(read_file(path))
-    except Exception:  # a damaged file raises many types
+    except Exception:  # a damaged file raises exceptions of many types
         return None
 
 

@@ -173,7 +173,7 @@ class RemoteStore:
             return default
         try:
             answer = query(*about)
-        except Exception as error:  # the client and the network raise many kinds
+        except Exception as error:  # the client raises exceptions of many types
             self._pause.failed("the server does not answer", error)
             return default
         self._pause.answered()

@@ -340,7 +340,7 @@ class Loader:
 class _Batch(Job):
     """Blocks to save, and the names of stored blocks that were used (`touched`).
 
-    nbytes: bytes of the unsaved blocks. stored: names of those that the stores have afterwards.
+    nbytes: bytes of the unsaved blocks. stored: their names, if the stores have them afterwards.
     """
 
     unsaved: list[StoredBlock]
@@ -377,7 +377,7 @@ class Saver:
         self._batch: _Batch | None = None  # being saved
         self._stored: deque[BlockHash] = deque(maxlen=_MOST_STORED)
         self._rests = False
-        self._num_waiting = 0  # callers that wait for all to be saved
+        self._num_waiting = 0  # callers that wait in `flush`
         self._worker = Worker(
             *("headstart-saver", faults, "blocks could not be saved"),
             pick=self._pick,
@@ -415,7 +415,7 @@ class Saver:
         return bool(self._blocks or self._touched or self._batch)
 
     def take_saved(self) -> list[BlockHash]:
-        """Return the last `_MOST_STORED` blocks that were saved or used since the last call."""
+        """Return the blocks saved or used since the last call, at most the last `_MOST_STORED`."""
         with self._changed:
             names = list(self._stored)
             self._stored.clear()
@@ -493,7 +493,7 @@ class Saver:
         if count == len(names):
             return names
         stored: list[BlockHash] = []
-        while names:  # a store may have had some already, or have no space
+        while names:  # a store had some blocks before, or lacks space for some
             num_stored = self._stores.find(names, job)
             stored += names[:num_stored]
             names = names[num_stored + 1 :]

@@ -97,7 +97,7 @@ class Worker:
         self._problem = problem
         self._pick = pick or (lambda: self.jobs[0] if self.jobs else None)
         self._ended = ended
-        self._job: Job | None = None  # under way
+        self._job: Job | None = None  # the current job
         self._thread: threading.Thread | None = None
 
     @property
@@ -106,7 +106,7 @@ class Worker:
         return self._thread is not None and self._thread.is_alive()
 
     def submit(self, job: Job) -> None:
-        """Queue a job. If the worker is closed or gets no thread, set `job.done` without work."""
+        """Queue a job; mark it as done at once if the worker is closed or gets no thread."""
         with self.changed:
             if self.wake():
                 self.jobs.append(job)

@@ -43,7 +43,7 @@ class AsyncLLM(Facade):
     """An engine that streams answers to many callers at once.
 
     `async for output in llm.generate(prompt, params)`: each output has the whole text so far.
-    Leaving the loop or cancelling the task aborts the request and frees its blocks and its id at
+    Leaving the loop or cancelling the task cancels the request and frees its blocks and its id at
     once. After `close` every call raises EngineError. Parameters of calls are as in `LLM`.
     """
 
@@ -51,11 +51,11 @@ class AsyncLLM(Facade):
     def from_started(cls, started: Started) -> AsyncLLM:
         """Make an `AsyncLLM` over an engine that has been loaded."""
         llm = cls.__new__(cls)
-        llm._take(started)
+        llm._attach(started)
         return llm
 
-    def _take(self, started: Started) -> None:
-        super()._take(started)
+    def _attach(self, started: Started) -> None:
+        super()._attach(started)
         # Compiling a grammar may take long and cannot be stopped, so these threads are not joined.
         count = max(2, count_cores() // 2)
         self._compilers = TenantQueue("headstart-grammars", count + 1, per_tenant=count)
@@ -144,16 +144,25 @@ class AsyncLLM(Facade):
     ) -> RequestGroup:
         """Check and tokenize a request in another thread, for `outputs`. Raises RequestError.
 
-        template: required if `prompt` is a conversation. A few token ids are checked without a
-        thread, as waking a thread would take longer.
+        template: required if `prompt` is a conversation. A short list of token ids is checked in
+        the calling thread, because waking another thread would take longer.
         """
         self.frontend.require_open()
-        [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
+        options = self._broadcast(1, sampling_params, adapter, lora_request, priority)
+        [(params, choice, level)] = options
         make: Callable[..., RequestGroup] = self.frontend.prepare
         if template is not None:
             make = partial(self.chats.prepare, template=template)
-        options = {"salt": cache_salt, "adapter": await self._load(choice), "priority": rank}
-        make = partial(make, prompt, params, request_id=request_id, **options)
+        name = await self._load(choice)
+        make = partial(
+            make,
+            prompt,
+            params,
+            request_id=request_id,
+            salt=cache_salt,
+            adapter=name,
+            priority=level,
+        )
         is_short = template is None and isinstance(prompt, list) and len(prompt) <= _FEW_IDS
         if not isinstance(params, SamplingParams):
             return make()
@@ -164,7 +173,7 @@ class AsyncLLM(Facade):
         return await asyncio.to_thread(make)
 
     def outputs(self, request: RequestGroup, *, paced: bool = False) -> AsyncRequestStream:
-        """Queue a prepared request and stream its outputs; closing the stream aborts the request.
+        """Queue a prepared request and stream its outputs; closing the stream cancels the request.
 
         paced: to save time of the event loop, deliver only the newest output every 5 ms (see
         `AsyncMailbox`).
@@ -189,7 +198,7 @@ class AsyncLLM(Facade):
         return read_metrics(self.engine)
 
     def publish(self, prefix: str | Sequence[int]) -> int:
-        """Let later requests of all salts share the full blocks of a prefix; return their number.
+        """Let later requests of all salts share a prefix's full blocks; return their number.
 
         prefix: the beginning of prompts, as token ids or as a text. A text may also be the
         beginning of system messages. Raises RequestError or CacheError.

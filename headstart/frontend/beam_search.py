@@ -148,7 +148,10 @@ def _extend(
     params: BeamSearchParams,
     eos: frozenset[int],
 ) -> None:
-    """Replace the live beams by their likeliest extensions; add extensions that end to `ended`."""
+    """Replace the live beams by their likeliest extensions by one token.
+
+    An extension by an end-of-text token is added to `ended` instead.
+    """
     candidates = []
     for beam, output in zip(search.live, outputs, strict=True):
         [logprobs] = output.outputs[0].logprobs or [{}]

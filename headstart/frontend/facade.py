@@ -64,22 +64,21 @@ def start_engine(
     weights is allocated during this import. is_observed: see `make_engine_parts`. Raises
     ConfigError, ModelError or OutOfMemoryError.
     """
-    read = read_options(model, options)
-    config = make_config(read.config)
+    parsed = read_options(model, options)
+    config = make_config(parsed.config)
     memory = read_ahead(model, config.dtype, config.device, config.weights)
-    loading = load_module("headstart.engine.engine")
-    engine, tokenizer = loading.load_engine(
+    engine, tokenizer = load_module("headstart.engine.engine").load_engine(
         model,
-        tokenizer_folder=read.tokenizer,
+        tokenizer_folder=parsed.tokenizer,
         ready_memory=memory,
         is_observed=is_observed,
-        **read.config,
+        **parsed.config,
     )
     frontend = load_module("headstart.frontend.frontend").make_frontend(engine, tokenizer)
-    requests = load_module("headstart.frontend.chat.requests")
-    chats = requests.ChatRequests(frontend, read.chat_template)
+    chat_requests = load_module("headstart.frontend.chat.requests")
+    chats = chat_requests.ChatRequests(frontend, parsed.chat_template)
     driver = load_module("headstart.engine.driver").LocalDriver(engine)
-    return Started(frontend, chats, driver, read.sampling, engine)
+    return Started(frontend, chats, driver, parsed.sampling, engine)
 
 
 # Parameters of vLLM's methods that must be None or empty.
@@ -196,9 +195,9 @@ class Facade:
         options = dict(locals())
         for name in ("self", "model", "ignored"):
             del options[name]
-        self._take(start_engine(model, options | ignored))
+        self._attach(start_engine(model, options | ignored))
 
-    def _take(self, started: Started) -> None:
+    def _attach(self, started: Started) -> None:
         self.frontend, self.chats, self.driver, self._sampling, engine = started
         if engine is not None:
             self.engine, self._view = engine, view_config(engine, self.frontend.tokenizer)
@@ -235,11 +234,17 @@ class Facade:
         return self.frontend.images is not None
 
     def check_length(self, name: str, text: str) -> None:
-        """Raise RequestError, which names the text, if it is longer than `max_model_len` tokens."""
+        """Raise RequestError if a text has more bytes than `max_model_len` tokens can have.
+
+        name: a name of the text for the error.
+        """
         self.frontend.text_limit.check(name, text)
 
     def set_share(self, owner: str, weight: float) -> None:
-        """Set the weight of an owner of cached blocks, or add the owner."""
+        """Add an owner of cached blocks, or change its weight in the division of the cache.
+
+        The owner has the blocks of the salt `owner` and of salts that begin with `owner/`.
+        """
         self.frontend.facts.shares.set(owner, weight)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -253,7 +258,7 @@ class Facade:
         }
         return self.driver.call(lambda: self.engine.reset_prefix_cache(**options))
 
-    def _spread(
+    def _broadcast(
         self,
         count: int,
         params: SamplingParams | Sequence[SamplingParams] | None,
@@ -261,7 +266,10 @@ class Facade:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
         priority: int | Sequence[int] | None,
     ) -> list[tuple[SamplingParams, str | LoRARequest | None, int]]:
-        """Return parameters, adapter and priority of each prompt. Raises RequestError."""
+        """Return the parameters, adapter and priority of each prompt. Raises RequestError.
+
+        An argument that is not a list applies to all prompts.
+        """
         params = self._sampling if params is None else params
         several = params if isinstance(params, Sequence) else [params] * count
         priorities = priority if isinstance(priority, list | tuple) else [priority or 0] * count

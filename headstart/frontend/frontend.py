@@ -112,7 +112,7 @@ class InputProcessor:
     ) -> PreparedPrompt:
         """Check a prompt, and tokenize a text. Raises RequestError.
 
-        similar: earlier images of the tenant with this salt may replace images that are copies.
+        similar: an earlier image of the tenant with this salt may replace a copy of this image.
         """
         if isinstance(prompt, PreparedPrompt):
             ready = prompt
@@ -173,8 +173,8 @@ class InputProcessor:
         elif self._images is not None and images is None:
             token_ids = self._images.tokenize(text)
         else:
-            longest = self._limit.max_model_len
-            token_ids = encode_text(self._tokenizer, text, max_model_len=longest)
+            max_model_len = self._limit.max_model_len
+            token_ids = encode_text(self._tokenizer, text, max_model_len=max_model_len)
         if self._images is None:
             return PreparedPrompt(token_ids, text)
         self._images.check_placeholders(token_ids, [] if images is None else images)
@@ -227,7 +227,7 @@ def _may_be_ids(ids: object) -> bool:
 
 
 def _image_field(prompt: Mapping[Any, Any], key: str) -> Any:
-    """Return a prompt's images under a key; None without images."""
+    """Return the entry "image" of a prompt's field; None if the prompt has none."""
     field = prompt.get(key)
     if field is None:
         return None
@@ -325,7 +325,7 @@ def _encode_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | Non
 class ModelFacts(NamedTuple):
     """Properties of a loaded model and its cache that requests and reports depend on.
 
-    vocab_size: the width of the logits. shares: the owners of blocks. num_states, state_bytes:
+    vocab_size: the width of the logits. shares: the weights of owners. num_states, state_bytes:
     number and total bytes of the slots for states of recurrent layers; 0 without recurrent layers.
     num_window_blocks, window: number of window blocks, and tokens of the sliding window; 0 without
     a window.
@@ -369,7 +369,7 @@ class Frontend:
         self._processors = ProcessorFactory(
             Vocabulary(tokenizer, facts.vocab_size, facts.eos_token_ids)
         )
-        # Ids for requests without an id. Users cannot guess another user's id.
+        # Ids for requests without an id. Users cannot guess the id of another user's request.
         self._new_ids = map(f"request-{secrets.token_hex(8)}-{{}}".format, itertools.count())
         self._seeds = itertools.count(config.seed)
         self._token_text = make_token_text(tokenizer) if tokenizer is not None else None

@@ -105,9 +105,10 @@ def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
             count = int("".join(map(str, digits)) + "0" * exponent)
         most = lcm(most, count) if together else count
         if most > MAX_REMAINDERS:
+            others = ", and its least common multiple with others is too large"
             raise ValueError(
-                f'"multipleOf" is {value}{", together with others" if count != most else ""}; '
-                f"allowed: up to {MAX_REMAINDERS:,} without the decimal point"
+                f'"multipleOf" is {value}{others if count != most else ""}; allowed: up to '
+                f"{MAX_REMAINDERS:,}, ignoring the decimal point"
             )
 
 
@@ -399,9 +400,9 @@ def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
 class GrammarMask(TokenMask):
     """The position of one answer in its grammar. Applied after all other processors.
 
-    end_ids: tokens that may end an answer that satisfies the grammar but may continue. If nothing
-    may follow, the model's end tokens end the answer. special: the grammar may contain special
-    tokens. complete: nothing may follow.
+    end_ids: tokens that end the answer where the grammar allows it to end or to continue. Where the
+    grammar allows only the end, all end tokens of the model end the answer. special: the grammar
+    may contain special tokens. complete: True where the grammar allows only the end.
     """
 
     rank = 4

@@ -88,11 +88,11 @@ class SyncFacade(Facade):
         """
         self.frontend.require_open()
         make = make or self.frontend.prepare
-        options = self._spread(len(prompts), sampling_params, adapter, lora_request, priority)
-        names = [self._require_adapter(choice) for _, choice, _ in options]
+        options = self._broadcast(len(prompts), sampling_params, adapter, lora_request, priority)
+        adapters = [self._require_adapter(choice) for _, choice, _ in options]
         return [
-            make(prompt, params, salt=cache_salt, adapter=name, priority=rank)
-            for prompt, (params, _, rank), name in zip(prompts, options, names, strict=True)
+            make(prompt, params, salt=cache_salt, adapter=name, priority=level)
+            for prompt, (params, _, level), name in zip(prompts, options, adapters, strict=True)
         ]
 
 
@@ -200,7 +200,7 @@ class LLM(SyncFacade):
         """
         self.engine.require_open()
         prompts = as_list(prompts)
-        options = self._spread(len(prompts), None, adapter, lora_request, priority)
+        options = self._broadcast(len(prompts), None, adapter, lora_request, priority)
         return search_beams(self.generate, self.frontend, prompts, params, options, cache_salt)
 
     def stream(
@@ -338,8 +338,8 @@ class LLMEngine(SyncFacade):
     3
     """
 
-    def _take(self, started: Started) -> None:
-        super()._take(started)
+    def _attach(self, started: Started) -> None:
+        super()._attach(started)
         # Changed only in the engine's thread, except that `step` removes the first of `_pending`.
         self._shown: dict[str, ShownOutputs] = {}  # by unfinished request
         # Results of the next calls of `step`: outputs by request, or the error of one request.
@@ -391,17 +391,19 @@ class LLMEngine(SyncFacade):
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         """Cancel requests; unknown ids are ignored."""
-        names = [request_ids] if isinstance(request_ids, str) else request_ids
-        self.driver.call(lambda: self._forget(names))
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        self.driver.call(lambda: self._forget(ids))
 
-    # In the engine's thread
+    # `_submit`, `_advance` and `_forget` run in the engine's thread.
 
     def _submit(self, group: RequestGroup) -> None:
-        name = group.request_id
-        if any(name in results for results in self._pending):
-            raise RequestError(f"request {name!r} exists: the next call of step returns its output")
+        request_id = group.request_id
+        if any(request_id in results for results in self._pending):
+            raise RequestError(
+                f"request {request_id!r} exists: the next call of step returns its output"
+            )
         self.engine.submit(group)
-        self._shown[name] = ShownOutputs(group.params.output_kind)
+        self._shown[request_id] = ShownOutputs(group.params.output_kind)
 
     def _advance(self) -> None:
         """Run a step, and add the outputs of its requests to `_pending`."""
@@ -409,33 +411,33 @@ class LLMEngine(SyncFacade):
         failures: list[dict[str, EngineError]] = []
         ended: list[str] = []
         for group, error in self.engine.step():
-            name = group.request_id
+            request_id = group.request_id
             try:
                 output = group.output() if error is None else None
             except Exception as cause:  # ends only this request
-                self.engine.abort(name)
+                self.engine.abort(request_id)
                 error = engine_error("an output cannot be made", cause)
             if error is not None:
-                failures.append({name: error})
-                ended.append(name)
+                failures.append({request_id: error})
+                ended.append(request_id)
                 continue
             assert output is not None
             if output.finished:
-                ended.append(name)
-            if (new := self._shown[name].next(output)) is not None:
-                outputs[name] = new
+                ended.append(request_id)
+            if (new := self._shown[request_id].next(output)) is not None:
+                outputs[request_id] = new
         if outputs or not failures:
             self._pending.append(outputs)
         self._pending += failures
-        for name in ended:  # last, so that `has_unfinished_requests` is never False too early
-            del self._shown[name]
+        for request_id in ended:  # last, so that `has_unfinished_requests` is never False too early
+            del self._shown[request_id]
 
-    def _forget(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.engine.abort(name)
-            self._shown.pop(name, None)
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+            self._shown.pop(request_id, None)
             for results in self._pending:
-                results.pop(name, None)
+                results.pop(request_id, None)
         self._pending = deque(filter(None, self._pending))
 
     def has_unfinished_requests(self) -> bool:

@@ -5,8 +5,9 @@
 
 A stream submits its request when its first output is read, and cancels it when the stream is closed
 or garbage-collected. The driver refers only to mailboxes, so a stream without a reader is collected
-while its request still runs. Streams are not generator functions, because a generator may be
-collected in any thread, or later in the event loop.
+while its request still runs. Streams are not generator functions. `close` of an `OutputStream`
+waits for the engine, but a collected stream must not wait, as any thread may collect it. Python
+closes a collected asynchronous generator only later, in the event loop.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _MAX_UNREAD = 256  # updates; more may be dropped, because each has the whole te
 class PromptProgress(NamedTuple):
     """The progress of a prompt, in tokens.
 
-    read: tokens that have K/V. cached: tokens of these that hit the cache. Both are 0 while the
-    request waits.
+    read: tokens that have K/V, including cached tokens. cached: tokens that hit the cache. Both are
+    0 while the request waits.
     """
 
     total: int
@@ -110,7 +111,10 @@ class OutputStream(Generator[Output, None, None]):
         chats: ChatRequests | None = None,
         owner: object = None,
     ) -> None:
-        """Stream `group`. chats: stores the answer. owner: is referenced until the stream ends."""
+        """Stream `group`. chats: stores the answer for the next turn of a chat.
+
+        owner: an object to which the stream holds a reference until it ends.
+        """
         self._driver, self._group, self._chats, self._owner = driver, group, chats, owner
         self._shown = ShownOutputs(group.output_kind)
         self._updates: Mailbox[Any] = Mailbox(driver, [group])
@@ -145,19 +149,19 @@ class OutputStream(Generator[Output, None, None]):
     def close(self) -> None:
         """Cancel the request if it is unfinished, and wait until its memory is released."""
         if not self._ended:
-            self._leave(wait=True)
+            self._cancel(wait=True)
         self._end()
 
     def __del__(self) -> None:
         if not self._ended:
-            self._leave(wait=False)
+            self._cancel(wait=False)
 
     def abort(self) -> None:
         """End the request after the current step; do not wait for it.
 
-        Its last output has the text so far and finish reason "abort"; chats store the answer. May
-        be called from any thread and from a signal handler. Raises EngineError if the engine is
-        closed.
+        The stream's last output has the text so far and finish reason "abort". The answer of a chat
+        is stored for the next turn. May be called from any thread and from a signal handler. Raises
+        EngineError if the engine is closed.
         """
         self._aborted = True
         if not self._unsubmitted:
@@ -185,7 +189,7 @@ class OutputStream(Generator[Output, None, None]):
         if self._is_closed:  # another thread closed the stream before the request was submitted
             self._driver.cancel([group])
 
-    def _leave(self, *, wait: bool) -> None:
+    def _cancel(self, *, wait: bool) -> None:
         self._is_closed = True  # first, so that a thread that submits the request sees it
         try:
             self._unsubmitted.pop()
@@ -202,8 +206,9 @@ class OutputStream(Generator[Output, None, None]):
 class AsyncMailbox(Generic[Output]):
     """Updates of one request for the tasks of the running event loop.
 
-    paced: between the first and the last update, deliver only the newest update every `PACE`
-    seconds; with many readers, every `_PACE_PER_READER` times their number, up to `_MAX_PACE`.
+    paced: deliver the first and the last update at once; between them, deliver only the newest
+    update, every `PACE` seconds. With many readers, the interval is longer: `_PACE_PER_READER`
+    seconds for each reader, up to `_MAX_PACE`.
     """
 
     def __init__(self, driver: Driver, *, paced: bool = False) -> None:
@@ -256,20 +261,20 @@ class AsyncMailbox(Generic[Output]):
 class _Waker:
     """A waker of the readers of one event loop, for the threads of engines.
 
-    To wake the loop, an engine's thread makes a system call, which releases the interpreter's lock.
-    So one call wakes the loop for many updates. After it has woken readers of paced updates, the
-    loop looks for further updates by itself after a pause. A call during the pause wakes only the
-    readers whose updates may not wait.
+    Waking the loop is expensive for an engine's thread: it takes a system call, which releases the
+    interpreter's lock. So `add` wakes the loop once for many updates. After the loop has woken
+    readers of paced updates, it looks for further updates by itself after a pause. During the
+    pause, `add` wakes the loop only for updates that must not wait.
 
-        idle ──`add`: a call──▶ woken ──after a pause, with new updates──▶ woken
-          ▲                       └────after a pause, without updates────▶ idle
+        idle ──`add` wakes the loop──▶ woken ──after a pause, with new updates──▶ woken
+          ▲                              └────after a pause, without updates────▶ idle
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._now: deque[AsyncMailbox[Any]] = deque()
         self._later: deque[AsyncMailbox[Any]] = deque()
-        self._is_called = False  # True between a call and the beginning of `_wake`
+        self._is_woken = False  # True from a wake-up by `add` until `_wake` begins
         self._is_pausing = False  # True if the loop looks again after a pause
 
     def add(self, mailbox: AsyncMailbox[Any], *, may_wait: bool) -> None:
@@ -280,13 +285,13 @@ class _Waker:
         elif not mailbox.is_listed:
             mailbox.is_listed = True
             self._later.append(mailbox)
-        will_look = self._is_called or (may_wait and self._is_pausing)
+        will_look = self._is_woken or (may_wait and self._is_pausing)
         if not will_look or self._loop.is_closed():
-            self._is_called = True
+            self._is_woken = True
             self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        self._is_called = False
+        self._is_woken = False
         paced = set()
         while self._now or (self._later and not self._is_pausing):
             mailbox = self._now.popleft() if self._now else self._later.popleft()
@@ -335,8 +340,8 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
     async def asend(self, value: None) -> Output:
         """Return the next output; `value` is ignored.
 
-        Raises the exceptions of `prepare`, and RequestError in another event loop than the first
-        output was read in.
+        Raises the exceptions of `prepare`. All outputs must be read in the same event loop;
+        otherwise raises RequestError.
         """
         if self._ended:
             self._stop()
@@ -360,10 +365,10 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
                 shown = self._shown.next(output)
                 if shown is not None:
                     return shown  # type: ignore[return-value]
-        except StopAsyncIteration:  # sent by `_leave`
+        except StopAsyncIteration:  # sent by `_cancel`
             pass
         except BaseException:
-            self._leave()
+            self._cancel()
             raise
         finally:
             self._is_read = False
@@ -371,15 +376,15 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
 
     async def athrow(self, *error: Any) -> Output:
         """Cancel the request, then raise the error."""
-        self._leave()
+        self._cancel()
         return await super().athrow(*error)
 
     async def aclose(self) -> None:
         """Cancel the request if it is unfinished."""
-        self._leave()
+        self._cancel()
 
     def __del__(self) -> None:
-        self._leave()
+        self._cancel()
 
     def fail(self, error: Exception) -> None:
         """Cancel the request if it is unfinished, and raise `error` in place of the next output.
@@ -388,7 +393,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         """
         if not self._ended:
             self._failure = error
-            self._leave()
+            self._cancel()
 
     async def _begin(self) -> None:
         """Prepare the request, and submit it unless the stream was closed meanwhile."""
@@ -406,7 +411,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         failure, self._failure = self._failure, None
         raise StopAsyncIteration if failure is None else failure
 
-    def _leave(self) -> None:
+    def _cancel(self) -> None:
         ended = self._ended
         self._end()
         if not ended and self._group is not None:

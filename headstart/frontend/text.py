@@ -3,8 +3,9 @@
 Texts that are too long are refused before tokenization. If every byte ends up in a token, a text of
 n UTF-8 bytes has at least n / (bytes of the longest token) tokens. But a tokenizer may lose bytes:
 NFKC turns up to four bytes into one, white space may be stripped or collapsed, and an unknown word
-may become one token. So the limit in bytes is four times as large for a tokenizer that changes a
-difficult text. A longer text is refused even if it has few tokens.
+may become one token. To detect this, a text with characters that tokenizers often change is encoded
+and decoded. If it changes, the limit in bytes is four times as large. A longer text is refused even
+if it has few tokens.
 
 The text of a token depends on the tokens around it: a character may extend over several tokens, and
 many decoders drop a leading space. So each step decodes a short window twice, with and without the
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
 
 REPLACEMENT = "\ufffd"  # decoders return it for invalid bytes and incomplete characters
 
-# Tokens of a prompt as context. If these have no text or begin within a character, the next number.
+# Numbers of prompt tokens to decode as context of the answer. A larger number is tried if the
+# tokens have no text, or if their text begins within a character.
 _CONTEXT_SIZES = (5, 20, 80)
 _LONG = 1 << 16  # characters
-_MIN_LONGEST = 16  # bytes; a text within this limit for each token needs no look at the vocabulary
+_MIN_LONGEST = 16  # bytes per token; shorter texts are accepted without reading the vocabulary
 _SHRINK = 4
 
 # Runs of white space, a digit in a circle, a decomposed letter, a ligature, an emoji.
@@ -120,10 +122,11 @@ class PromptCodec:
         )
 
     def encode_anchored(self, text: str) -> list[list[int]]:
-        """Return the ids of a text in the middle of a prompt, in a list; empty if they are unknown.
+        """Return the ids of a text in the middle of a prompt, as the only item of a list.
 
         The text is tokenized after a special token, because some tokenizers add a space at the
-        beginning of a text. No text merges with a special token.
+        beginning of a text. No text merges with a special token. If the tokenizer has no special
+        token that can precede a text, the list is empty.
         """
         for token_id in self.tokenizer.all_special_ids[:1]:
             anchored = self.encode(self.decode([token_id]) + text)
@@ -235,8 +238,9 @@ class Detokenizer:
                 break
         self._window = 0  # index of the first token that is decoded again
         self._emitted = len(self._token_ids)  # number of tokens whose text is emitted
-        # A window must not begin within a character; a prompt may end within one.
-        self._is_whole = not self._decode(self._token_ids).endswith(REPLACEMENT)
+        # False while `_emitted` is within a character, where no window may begin. A prompt may end
+        # within a character.
+        self._is_at_boundary = not self._decode(self._token_ids).endswith(REPLACEMENT)
 
     def push(self, token_id: int) -> str:
         """Add a token; return the new text, or "" within a character."""
@@ -259,8 +263,8 @@ class Detokenizer:
 
     def _emit(self, text: str) -> str:
         if text:
-            self._window = self._emitted if self._is_whole else self._window
-            self._is_whole = True
+            self._window = self._emitted if self._is_at_boundary else self._window
+            self._is_at_boundary = True
             self._emitted = len(self._token_ids)
         return text
 
@@ -301,7 +305,7 @@ class OutputText:
         self._all = ""  # decoded text, including text that is held back
         self._num_tokens = 0
         self._ended = False  # True if no more tokens will arrive
-        self._whole = False  # True if also all tokens are decoded
+        self._is_final = False  # True if `_all` is the final text of an ended answer
 
     def push(self, token_id: int, total_tokens: int) -> str | None:
         """Add a token; return the finish reason "stop" or "length" if the token ends the answer.
@@ -336,9 +340,9 @@ class OutputText:
     def text(self) -> str:
         """The text without the part that is held back."""
         if self._ended:
-            if not self._whole:
+            if not self._is_final:
                 self._all += self._detokenizer.finish(self._unread)
-                self._whole = True
+                self._is_final = True
             return self._all
         self._decode()
         for count in range(min(self._longest_stop - 1, len(self._all)), 0, -1):
@@ -360,5 +364,5 @@ class OutputText:
             return False
         start, self.stop_reason = min(hits, key=lambda hit: hit[0])
         self._all = self._all[: start + len(self.stop_reason) * self._shows_stop]
-        self._ended = self._whole = True
+        self._ended = self._is_final = True
         return True

@@ -173,7 +173,7 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_image_limit(limits: object) -> Any:
-    """Return the most images of a prompt, from `{"image": 4}` or `{"image": {"count": 4}}`."""
+    """Return the image limit of a prompt, from `{"image": 4}` or `{"image": {"count": 4}}`."""
     if not isinstance(limits, Mapping):
         raise ConfigError(
             f'limit_mm_per_prompt is {describe(limits)}; allowed: a dict such as {{"image": 4}}'
@@ -183,7 +183,10 @@ def _read_image_limit(limits: object) -> Any:
 
 
 def _read_speculation(drafts: object) -> int:
-    """Return the most tokens of a draft. Both methods of vLLM select headstart's own drafts."""
+    """Return the maximum number of tokens in a draft.
+
+    vLLM's methods "ngram" and "suffix" both select headstart's drafts.
+    """
     form = '{"method": "ngram", "num_speculative_tokens": 8}'
     if not isinstance(drafts, Mapping) or drafts.get("method") not in ("ngram", "suffix"):
         raise ConfigError(
@@ -268,10 +271,10 @@ def _default_of(name: str) -> Any:
 
 
 class _Fields:
-    """The dataclass fields of `EngineArgs`.
+    """The descriptor of `__dataclass_fields__` of `EngineArgs`.
 
-    The class has all options of vLLM as fields. An instance has the model and the passed options,
-    so that `LLM(**asdict(args))` works.
+    The class `EngineArgs` has all options of vLLM as fields. An instance has only the model and the
+    passed options as fields, so that `LLM(**asdict(args))` works.
     """
 
     def __get__(self, args: EngineArgs | None, kind: type) -> dict[str, Field[Any]]:
@@ -336,8 +339,8 @@ def add_flags(
 ) -> ArgumentParser:
     """Add flags for options (`--max-model-len` for max_model_len) to a parser, and return it.
 
-    given_only: add flags without defaults, so that only passed flags have values. The flag of a
-    list may be repeated.
+    given_only: add flags without defaults, so that only passed flags have values. The values of
+    repeated list flags are then joined.
     """
     group = parser.add_argument_group("engine")
     table = ENGINE | SERVE
@@ -367,7 +370,9 @@ def add_flags(
 
 
 def read_value(text: str) -> Any:
-    """Return the value of a number, a number with a unit (k: thousands, K: 1,024s), JSON or text.
+    """Parse a flag's argument: a number, a number with a unit, JSON, or otherwise a text.
+
+    The units k, m, g and t are powers of 1,000; K, M, G and T are powers of 1,024.
 
     >>> read_value("32k"), read_value("0.9"), read_value("auto")
     (32000, 0.9, 'auto')

@@ -46,7 +46,7 @@ class ReplicatedLLM(AsyncLLM):
     ) -> None:
         self.dispatcher = dispatcher
         self._replicas = driver
-        self._take(Started(frontend, ChatRequests(frontend, chat_template), driver, sampling))
+        self._attach(Started(frontend, ChatRequests(frontend, chat_template), driver, sampling))
 
     @property
     def has_engine(self) -> bool:

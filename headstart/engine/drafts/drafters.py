@@ -9,11 +9,11 @@ from headstart.tiers import Job
 
 _BORDER = -1  # between the tokens of two requests
 _MATCH = 3  # tokens that must be equal before a draft
-_MEMORY = 0.8  # weight of a token's acceptance relative to that of the next token
+_DECAY = 0.8  # a compared token's weight in the acceptance decreases by this factor per later token
 
 
 class Drafter(Protocol):
-    """A source of tokens that may follow a request's tokens. Its state is of this request."""
+    """Proposes tokens that may follow a request's tokens. Each request has its own drafters."""
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
         """Return up to `count` tokens that may follow the sequence's tokens, possibly none."""
@@ -33,11 +33,12 @@ class TreeDrafter:
 class RepetitionDrafter:
     """Drafts of the tokens that followed the latest three tokens when they last occurred.
 
-    The three tokens are looked up in the request's own tokens, and in `earlier`, the tokens of
-    another request, which count as older. While new tokens repeat the text after such a place,
-    drafts continue there. If a token differs, such as a replaced word in a copy, and the latest
-    three tokens did not occur, drafts continue after that token. Costs constant time for each new
-    token.
+    The three tokens are looked up in `earlier`, the tokens of another request, followed by the
+    request's own tokens. The draft consists of the tokens after the last occurrence. While the
+    request's new tokens equal these tokens, drafts continue from there without another lookup. If a
+    new token differs, such as a replaced word in a copy, the latest three tokens are looked up
+    again. If they have not occurred before, drafts continue after the token that differs. Each new
+    token takes constant time.
     """
 
     def __init__(self, earlier: Sequence[int] = ()) -> None:
@@ -80,20 +81,21 @@ class AnswerDrafter:
     """Drafts of the tokens of an expected answer, in their order.
 
     Where the answer differs, drafts stop until its latest three tokens occur in the expected
-    answer, and continue after them. The next place is preferred to earlier ones.
+    answer, and then continue after this occurrence. The expected answer is searched from the
+    current position on, then from its beginning.
     """
 
     def __init__(self, expected: Sequence[int], num_prompt_tokens: int) -> None:
-        """Draft an answer. expected: its tokens, which another thread may add later, all at once.
+        """Draft the tokens in `expected`, after `num_prompt_tokens` tokens of the sequence.
 
-        num_prompt_tokens: tokens of the sequence before the answer.
+        expected: may be empty at first. Another thread may then add all tokens in one operation.
         """
         self._expected = expected
         self._text = ""  # the expected tokens
         self._num_read = num_prompt_tokens
         self._latest = ""  # tokens of the answer
         self._position = 0  # of the next token in the expected answer
-        self._follows = True  # the answer continues there
+        self._follows = True  # True if the answer continues at this position
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
         """Return up to `count` tokens that may follow the sequence's tokens, possibly none."""
@@ -124,15 +126,15 @@ class AnswerDrafter:
 
 
 def _as_text(token_ids: Sequence[int]) -> str:
-    """Return the tokens as characters of a string, which is searched fast."""
+    """Return the tokens as characters of a string, because `str.find` is fast."""
     return "".join(map(chr, token_ids))
 
 
 @dataclass(eq=False, kw_only=True)
 class StoredReply(Job):
-    """The reply to a prompt that the tiers have from an earlier process. The job looks it up.
+    """A job that looks up the reply to a prompt that an earlier process stored in the tiers.
 
-    identity: of the prompt. tokens: empty until the tiers have answered, or if they have none.
+    identity: bytes that identify the prompt. tokens: the reply; empty until it is found.
     """
 
     identity: bytes
@@ -142,9 +144,9 @@ class StoredReply(Job):
 class Source:
     """A drafter of one request, with the probability that its next token is right.
 
-    The probability is measured by comparing what the drafter proposed with the tokens that the
-    request got, whether or not a step verified them. So drafts that stopped, because they failed,
-    start again once they would have been right.
+    To measure the probability, proposed tokens are compared with the tokens that the request gets
+    later, even if no step verifies the draft. So a drafter whose drafts are not verified any more,
+    because too many were wrong, is used again when its proposals become right.
 
     acceptance: this probability, with a prior that counts as one token.
     """
@@ -162,8 +164,8 @@ class Source:
         for expected, token in zip(
             self._proposed, sequence.token_ids[self._position :], strict=False
         ):
-            self._right = _MEMORY * self._right + (expected == token)
-            self._all = _MEMORY * self._all + 1
+            self._right = _DECAY * self._right + (expected == token)
+            self._all = _DECAY * self._all + 1
             if expected != token:
                 break
         self.acceptance = (self._right + self._prior) / (self._all + 1)

@@ -1,20 +1,23 @@
 """Drafts: tokens that probably follow, which one step verifies together.
 
-Decoding is limited by memory: a step reads all weights, for one row or for several. A drafted token
+Decoding is memory-bound: a step reads all weights, for one row or for several. A drafted token
 is accepted if the sampler chooses it from the logits before it. So the answer, its distribution and
 the random numbers of each token are the same with and without drafts.
 
-Drafts come from the first of these sources with a draft that pays: the answer that the client
-expects; the tree of cached prefixes, in which an earlier request of the tenant continues the same
-tokens; the reply that the tiers have from an earlier process; the request's own tokens, in which
-the latest three may have occurred before; and the latest request that branched off from the same
-prefix, such as the answer before an edit.
+These are the sources of a request's drafts:
 
-A draft of k tokens, each right with probability p, gives 1 + p + p^2 + ... + p^k tokens on average
-(Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023). Each is a
-row, and rows make the step longer for all of its requests. So a request's draft has the length with
-which the step gives most tokens per second, by the measured acceptance of the request's drafts and
-the measured seconds of a step by its rows. If every draft would give fewer, nothing is drafted.
+    the answer that the client expects
+    the tree of cached prefixes     an earlier request of the tenant had the same tokens
+    the tiers                       an earlier process stored the reply to the same prompt
+    the request's own tokens        the latest three tokens have occurred before
+    another request's tokens        it branched off from the same prefix, as before an edit
+
+They are tried in this order, until a draft is expected to raise the step's tokens per second. A
+draft of k tokens, each right with probability p, gives 1 + p + p^2 + ... + p^k tokens on average
+(Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023). But each
+drafted token adds a row, and rows make the step longer for all of its requests. So the draft gets
+the length that gives the most tokens per second. The estimate uses the measured acceptance of the
+source's drafts, and the measured seconds of steps by number of rows (`RowCost`).
 """
 
 from collections import deque
@@ -32,33 +35,37 @@ from headstart.engine.drafts.drafters import (
 from headstart.engine.request import Request
 from headstart.engine.step import Batch
 
-_SHARED = 40  # tokens; requests with fewer in common do not attend to them together
+_SHARED = 40  # tokens; a shorter prefix is attended to separately by each request
 _EARLIER = 2048  # tokens of another request that drafts are taken from
-_LENGTHS = (1, 3, 7, 15)  # with its own token, a request has as many rows as a size of `RowCost`
-# The least gain of a draft if several requests run. When the requests that draft have finished, the
-# others share steps that take almost as long as before.
+# Lengths of drafts. With the undrafted token, a request has 2, 4, 8 or 16 rows: sizes of `RowCost`.
+_LENGTHS = (1, 3, 7, 15)
+# If several requests run, a draft must raise the tokens per second by this factor. A smaller gain
+# is lost later: requests with drafts finish first, and the steps of the remaining requests take
+# almost as long as before.
 _GAIN = 1.1
 _LIKELIEST = 0.97  # the highest acceptance that is expected of any draft
-_OF_ANSWERS, _OF_REPETITIONS = 0.9, 0.6  # acceptances that are expected of a new request's drafts
+_ANSWER_PRIOR, _REPETITION_PRIOR = 0.9, 0.6  # expected acceptance of a new request's first drafts
 
 
 class RowCost:
     """Seconds of a decoding step by its number of rows, measured while the engine runs.
 
-    The sizes 1, 2, 4, 8, ... have an estimate each; between two sizes it is interpolated, and a
-    step is measured for the nearest size. An estimate is the shortest of the last eight steps,
-    since other work on the machine only makes a step longer. It is at least that of the next
-    smaller size and at most twice as much, which two steps would take. A size with fewer than three
-    steps is expected to take a quarter more than the next smaller one, as usual while a step's time
-    is that of reading the weights. So drafts are tried, and the measured steps then decide. From
-    time to time larger sizes than the current one are forgotten and tried again, since the
-    contexts, or the load of the machine, may have changed.
+    The sizes 1, 2, 4, 8, ... have an estimate each. Between two sizes, the estimate is
+    interpolated. A measured step counts for the nearest size. The estimate of a size is the
+    shortest of its last eight steps, because other work on the machine only makes steps longer. It
+    is at least the estimate of the next smaller size, and at most twice this estimate, because two
+    smaller steps would compute as many rows.
+
+    A size with fewer than three measured steps is estimated at 1.25 times the next smaller size.
+    This ratio is usual if reading the weights takes most of a step. So drafts are tried first, and
+    measured steps then decide. Every 512 steps, the measured steps of all sizes above the latest
+    step's size are removed, because the contexts or the load of the machine may have changed.
     """
 
-    _PRIOR = 1.25  # of a size to the next smaller one
+    _PRIOR = 1.25  # expected ratio of a size's seconds to those of the next smaller size
     _NUM_SIZES = 20
-    _LEAST = 3  # steps; the first of a size may take much longer
-    _NUM_STEPS = 512  # until larger sizes are forgotten
+    _LEAST = 3  # measured steps; the first step of a size may take much longer
+    _NUM_STEPS = 512  # steps until the measured steps of larger sizes are removed
 
     def __init__(self) -> None:
         self._estimates = [self._PRIOR**size for size in range(self._NUM_SIZES)]
@@ -66,7 +73,7 @@ class RowCost:
         self._num_steps = 0
 
     def note(self, rows: int, seconds: float) -> None:
-        """Note the seconds of a step that only decodes."""
+        """Record the seconds of a step that only decodes."""
         current = (2 * rows // 3).bit_length()
         self._recent.setdefault(current, deque(maxlen=8)).append(seconds)
         self._num_steps += 1
@@ -92,8 +99,8 @@ class RowCost:
 class Drafting:
     """The drafts of an engine's requests.
 
-    num_drafts: of all requests; num_drafted and num_accepted: their tokens. accepted_by_position:
-    accepted tokens by their position in a draft.
+    num_drafts: verified drafts of all requests. num_drafted, num_accepted: drafted and accepted
+    tokens. accepted_by_position: accepted tokens by their position in a draft.
     """
 
     def __init__(self, manager: KVCacheManager, config: EngineConfig, max_model_len: int) -> None:
@@ -103,17 +110,18 @@ class Drafting:
         self._manager = manager
         self._max_tokens = config.max_draft
         self._max_model_len = max_model_len
-        # A row that is attended to alone rounds differently from one in a group. Since measured
-        # times decide which rows are drafted, the same batch would give different answers.
+        # Attention over a shared prefix is computed for a group of rows, whose results round
+        # differently from those of a single row. Drafts change the groups and depend on measured
+        # times. So with drafts, the same batch could give different answers.
         shares = config.share_attention and not config.deterministic
         self._avoids_sharing = shares and config.speculation == "auto"
-        self._num_rows = 0  # of the next step, with the drafts so far
-        self._num_tokens = 0.0  # that the next step is expected to give
+        self._num_rows = 0  # rows of the next step, with the drafts so far
+        self._num_tokens = 0.0  # tokens that the next step is expected to give
         self._gain = 1.0  # the least gain of a draft
         self._pays = False
 
     def begin_step(self, running: Sequence[Request]) -> None:
-        """Begin the drafts of a step. running: the requests that get a token."""
+        """Prepare drafts for a step. running: its requests, with one row each before drafts."""
         self._num_rows, self._num_tokens = len(running), len(running)
         self._gain = _GAIN if len(running) > 1 else 1.0
         self._pays = self._choose_length(_LIKELIEST, self._max_tokens) > 0
@@ -148,13 +156,13 @@ class Drafting:
             drafters.insert(0, AnswerDrafter(group.prediction, num_prompt_tokens))
         if group.reply is not None:
             drafters.append(AnswerDrafter(group.reply.tokens, num_prompt_tokens))
-        request.drafts = [Source(drafter, _OF_ANSWERS) for drafter in drafters]
+        request.drafts = [Source(drafter, _ANSWER_PRIOR) for drafter in drafters]
         earlier = self._manager.branch(request.sequence, _EARLIER)
-        request.drafts.append(Source(RepetitionDrafter(earlier), _OF_REPETITIONS))
+        request.drafts.append(Source(RepetitionDrafter(earlier), _REPETITION_PRIOR))
         return request.drafts
 
     def _choose_length(self, acceptance: float, limit: int) -> int:
-        """Return the length of a draft with which the step gives most tokens per second."""
+        """Return the draft length that gives the most tokens per second; 0 for no draft."""
         best, most = 0, self._gain * self._num_tokens / self.row_cost.seconds(self._num_rows)
         for length in _LENGTHS:
             count = min(length, limit)
@@ -177,7 +185,7 @@ class Drafting:
             self.accepted_by_position[position] += 1
 
     def measure(self, batch: Batch, seconds: float) -> None:
-        """Note the seconds of a step, if it only decodes."""
+        """Record the seconds of a step if it only decodes."""
         if all(part.stop - part.start == 1 for part in batch.scheduled):
             self.row_cost.note(batch.num_tokens, seconds)
 

@@ -52,7 +52,10 @@ _MAX_TEMPLATES = 16  # templates whose `TemplateOrder` is cached
 
 
 class _Entry(NamedTuple):
-    """The first `num_tokens` of `token_ids`. Several texts of a turn share one array."""
+    """A stored text: its length in UTF-8, and its ids, the first `num_tokens` of `token_ids`.
+
+    The texts of a turn share one array of ids.
+    """
 
     num_bytes: int
     token_ids: array[int]
@@ -161,8 +164,9 @@ class ConversationMemory:
     """Renderer of chats that remembers the token ids of earlier turns. Not thread-safe.
 
     tokenizer: None for a model without one, which cannot chat. limit: the longest conversation.
-    max_texts: number of stored texts, up to three for a turn, within `MAX_BYTES`. The texts of a
-    turn share 4 bytes for each token of its prompt and reply.
+    max_texts: the maximum number of stored texts, up to three for each turn. Stored texts take up
+    to `MAX_BYTES`: 4 bytes for each token of a turn's prompt and reply, and `ENTRY_BYTES` for each
+    text.
     """
 
     def __init__(
@@ -227,8 +231,9 @@ class ConversationMemory:
     def encode(self, text: str, namespace: Namespace = SHARED) -> list[int]:
         """Return the ids of a rendered text: stored ids of its longest stored prefix, then new ids.
 
-        All these ids decode to the text. If the tokenizer changes texts (a normalizer, a dummy
-        space), they decode to the same text as the ids of the whole text.
+        Together they decode to the text. If the tokenizer changes texts (a normalizer, a dummy
+        space), they decode to the changed text. If neither can be achieved, the whole text is
+        tokenized.
         """
         codec = self._codec
         head, rest = self._texts.longest(text, namespace)
@@ -255,12 +260,13 @@ class ConversationMemory:
         reply_token_ids: Sequence[int],
         namespace: Namespace = SHARED,
     ) -> None:
-        """Store the ids of a finished turn that decode to its texts, for the next turn.
+        """Store the texts of a finished turn with the ids that decode to them, for the next turn.
 
-        Ids at the end that the reply does not show are not stored: an end-of-turn token, which the
-        template adds again, text after a stop string, and an incomplete character. A template may
-        drop white space at the end of a reply or rewrite the reply. So two shorter texts are stored
-        too: the turn without white space at its end, and the prompt without the reply.
+        The last ids of a reply may have no text in the reply: an end-of-turn token (the template
+        adds it again), tokens after a stop string, or an incomplete character. They are not stored.
+        A template may drop white space at the end of a reply or rewrite the reply. So two shorter
+        texts are stored too: the turn without white space at its end, and the prompt without the
+        reply.
         """
         token_ids = array("I", [*prompt_token_ids, *reply_token_ids])
         start = len(prompt_token_ids)

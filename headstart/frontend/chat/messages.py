@@ -114,7 +114,7 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
         check_utf8(f"the role of message {index}", role)
         function = message.pop("function_call", None)
         if function is not None and not message.get("tool_calls"):
-            call_id = f"call{index:05}"  # nine letters, as Mistral's templates require
+            call_id = f"call{index:05}"  # nine characters, as Mistral's templates require
             message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
         if role == "function":
             message |= {"role": "tool", "tool_call_id": call_id}
@@ -207,7 +207,7 @@ def render_arguments(messages: Sequence[Message], render: Render) -> str:
 
 
 TakeImage = Callable[[int, Mapping[str, Any]], dict[str, Any]]
-"""A function of a message's index and a part with an image; it returns the template's part."""
+"""Takes a message's index and a part with an image; returns the part to pass to the template."""
 
 
 def read_content(
@@ -267,7 +267,7 @@ def kind_of_part(part: object) -> str:
 
 _ROLES = {"S": "system", "U": "user", "A": "assistant", "C": "assistant", "T": "tool"}
 _LETTERS = {"system": "S", "user": "U", "tool": "T"}
-_CALL_ID = "call00001"  # nine letters, as Mistral's templates require
+_CALL_ID = "call00001"  # nine characters, as Mistral's templates require
 _PAIRS = {
     "SS": "SSU",
     "UU": "UU",
@@ -347,8 +347,8 @@ class TemplateOrder:
     def _try(self, roles: str, baseline: str = "UAU") -> bool:
         """Return True if the template shows all turns of these roles in order.
 
-        Return True also if it does not show the turns of `baseline`: then the order is not the
-        cause.
+        Also return True if it does not show the turns of `baseline`. Then something other than the
+        order of roles prevents the template from showing them.
         """
         return self._shows(roles) or not self._shows(baseline)
 

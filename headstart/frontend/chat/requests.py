@@ -107,7 +107,7 @@ class ImagePromptCodec(PromptCodec):
 
 
 class ChatRequests:
-    """Maker of requests of conversations, which stores answers for the next turn. Thread-safe.
+    """Maker of requests from conversations, which stores answers for the next turn. Thread-safe.
 
     chat_template: the default template of requests; None for the tokenizer's.
     """
@@ -146,16 +146,15 @@ class ChatRequests:
         template = template or TemplateOptions()
         if template.chat_template is None:
             template = replace(template, chat_template=self.chat_template)
-        codec, before = self._codec, ""
+        codec, plain_text = self._codec, ""
         if codec is None:
             with self._lock:
                 text = self._memory.render(messages, template)
                 if self._frontend.facts.num_states and template.add_generation_prompt:
-                    # The next turn may not continue with the generation prompt. A template that
-                    # requires this prompt raises an error.
+                    # The next turn may differ from this one where the generation prompt begins.
                     plain = replace(template, add_generation_prompt=False)
-                    with suppress(RequestError):
-                        before = self._memory.render(messages, plain)
+                    with suppress(RequestError):  # some templates require the generation prompt
+                        plain_text = self._memory.render(messages, plain)
                 chat = ChatPrompt(text, self._memory.encode(text, namespace))
             prompt = PreparedPrompt(chat.token_ids, text)
         else:
@@ -171,10 +170,11 @@ class ChatRequests:
             prompt, params, request_id=request_id, salt=salt, adapter=adapter, priority=priority
         )
         group.chat = chat
-        if before and text.startswith(before):
+        if plain_text and text.startswith(plain_text):
             tokenizer = self._frontend.tokenizer
             assert tokenizer is not None  # rendering needs a tokenizer
-            count = len(tokenizer.encode(text[len(before) :], add_special_tokens=False))
+            generation_prompt = text[len(plain_text) :]
+            count = len(tokenizer.encode(generation_prompt, add_special_tokens=False))
             for request in group.requests:
                 request.sequence.forks = [len(chat.token_ids) - count]
         return group
@@ -220,7 +220,7 @@ class ChatRequests:
         return shown.count(placeholder) == 1 and "'type'" not in shown
 
     def publish(self, prefix: str | Sequence[int]) -> int:
-        """Let requests of all salts share the full blocks of a prefix; return their number.
+        """Let requests of all salts share the full blocks of a prefix; return the number of blocks.
 
         A text is a prefix of prompts and of system messages. Only tokens that do not depend on the
         text after the prefix are shared. Raises RequestError for a text that the model supports in

@@ -57,8 +57,8 @@ _SHAPES = 4096  # images whose shape is cached
 class LoadedImage:
     """An image that is ready for a prompt, and the salt of its tenant.
 
-    picture: the RGB image, if the request accepts similar images. is_similar: this earlier image
-    replaces the request's image, which is a copy.
+    picture: the RGB image, if the request accepts similar images. is_similar: True for an earlier
+    image that replaces the request's image.
     """
 
     digest: bytes
@@ -105,9 +105,11 @@ class ImageReader:
         return LoadedImage(sent.digest, self._process(Image.fromarray(sent.pixels), key), salt)
 
     def _process(self, image: Image, key: EncoderKey) -> ProcessedImage:
-        """Process an image. If its shape is known, it is processed only when it is encoded.
+        """Return the image as input of the vision tower. Raises RequestError.
 
-        Processing is most of the cost of an image whose embeddings are cached.
+        If the shape is known from an earlier request, the image processor runs only when the image
+        is encoded. An image whose embeddings are cached is never encoded, and running the processor
+        would be most of its cost.
         """
         with self._lock:
             shape = self._shapes.pop(key, None)
@@ -184,15 +186,15 @@ class ImagePrompts:
     ) -> list[LoadedImage]:
         """Read and check images. similar: earlier images may replace them. Raises RequestError."""
         images = self._as_list(sources)
-        names = [None] * len(images) if uuids is None else self._as_list(uuids)
-        if len(names) != len(images) or not all(isinstance(name, str | None) for name in names):
+        ids = [None] * len(images) if uuids is None else self._as_list(uuids)
+        if len(ids) != len(images) or not all(isinstance(uuid, str | None) for uuid in ids):
             raise RequestError(
-                f"the ids of {len(images)} images are {describe(names)}; allowed: a text or None "
+                f"the uuids of {len(images)} images are {describe(ids)}; allowed: a text or None "
                 "for each image"
             )
         loaded = [
-            self._reader.read(image, name, salt, similar)
-            for image, name in zip(images, names, strict=True)
+            self._reader.read(image, uuid, salt, similar)
+            for image, uuid in zip(images, ids, strict=True)
         ]
         return [self._similar.find_or_add(image, salt) for image in loaded] if similar else loaded
 

@@ -2,19 +2,19 @@
 
 An image of a request with `similar_images=True` is compared with images of earlier requests of its
 tenant that set this option too. An earlier image replaces the new image if it shows the same
-picture and its embeddings are in the encoder cache. This happens before anything is hashed, and the
-output reports it.
+picture and its embeddings are in the encoder cache. The prompt then has the digest of the earlier
+image, and the output reports the replacement.
 
-Up to three earlier images are examined, those with the nearest thumbnails. Each is copied as
-programs copy images: scaled by one of Pillow's filters, then saved as JPEG or WebP. The filter and
-the codec are searched in a small window, the one with the most edges. The copy of the whole picture
-must equal the new image in every pixel.
+Up to three earlier images are examined, those with the nearest thumbnails. One of the two images,
+the original, is copied as programs copy images: scaled by one of Pillow's filters, then saved as
+JPEG or WebP. To find the filter and the codec, all are tried on a small window, the one with the
+most edges. The copy of the whole original must equal the other image in every pixel.
 
 A codec erases faint details, so two different pictures may have the same copy. To detect this,
-details of up to 4 pixels of the earlier image are painted over, and the result is saved again. If
+details of the original of up to 4 pixels are painted over, and the result is saved again. If
 painting over a detail does not change the copy, the codec erased this detail, and the earlier image
-does not replace the new image. A picture with very many erased details has grain; these are
-ignored.
+does not replace the new image. A picture with very many erased details has grain; its erased
+details are ignored.
 """
 
 import io
@@ -44,16 +44,16 @@ MAX_SCALE = 1.025
 WINDOW = 128  # pixels, a multiple of the 16 of a JPEG macroblock
 BORDER = 8  # pixels at a window's edge that are not compared, because pixels outside affect them
 FILTERS = ("BICUBIC", "LANCZOS", "BILINEAR", "HAMMING", "BOX", "NEAREST")
-TRIED_SCALINGS = 4  # scalings to try with all codecs; a few codecs select them
+TRIED_SCALINGS = 4  # scalings to try with all codecs: the best ones with `ROUGH_CODECS`
 TRIED_JPEGS = 3  # JPEG codecs with which the whole picture is saved
 WEBP_PIXELS = 2**22  # pixels to save as WebP in a search; a million pixels take 0.1 s
 NEAR = 0.2  # of 255; allowed mean difference in a window, as scaling a window rounds differently
 BAND = 512  # rows in which details are searched at once
 DETAIL = 12  # of 255; least difference between a detail and the pixels around it
-FAINT = 3  # a detail is faint in a copy that shows at most 1 / FAINT of its difference
-TRACE = 1  # of 255; a detail leaves a trace if painting over it changes the copy by more
+FAINT = 3  # a detail is faint in a copy that retains at most 1 / FAINT of its contrast
+TRACE = 1  # of 255; a detail leaves a trace if painting over it changes the copy by more than this
 GRAIN = 1 / 3000  # of all pixels; a picture with more erased pixels has grain
-FEW = 27  # so few erased pixels are never grain, even in a small picture
+FEW = 27  # this many erased pixels or fewer are never grain, even in a small picture
 
 Picture = Image.Image
 Pixels = NDArray[np.uint8]
@@ -85,7 +85,8 @@ def distance(first: Thumbnail, second: Thumbnail) -> int | None:
 class _Entry:
     """An image that may replace others. pixels: compressed without loss.
 
-    is_encoded: its embeddings have been in the encoder cache since its last use.
+    is_encoded: a search has found its embeddings in the encoder cache since its last use. If they
+    are missing later, they were evicted.
     """
 
     loaded: LoadedImage
@@ -191,7 +192,7 @@ class SimilarImages:
 
 
 def are_same(first: Picture, second: Picture) -> bool:
-    """Return True if one RGB picture is a copy of the other, scaled and saved once at most."""
+    """Return True if one RGB picture is a copy of the other, scaled and saved at most once."""
     if not _sizes_agree(first.size, second.size):
         return False
     if first.tobytes() == second.tobytes():
@@ -317,7 +318,7 @@ def _loses_detail(source: Picture, copy: Picture, codec: Codec) -> bool:
 
 
 def _differences(first: Pixels, second: Pixels) -> Any:
-    """Return the difference of each pixel in the color in which it is largest."""
+    """Return the largest difference of each pixel among its three color channels."""
     return (np.maximum(first, second) - np.minimum(first, second)).max(2)
 
 

@@ -262,8 +262,8 @@ def test_adapters_share_embeddings_but_no_blocks(llm: LLM, tmp_path: Path) -> No
         (ask("no placeholder", make_image(1)), "0 placeholders '<image>' and 1 images"),
         ([IDS["<image>"]] * 2, "2 placeholders '<image>' and 0 images"),
         ({"prompt": "x", "multi_modal_data": {"audio": 1}}, "other media are not"),
-        (ask("<image>", make_image(1), multi_modal_uuids={"image": ["a", "b"]}), "the ids of 1"),
-        (ask("<image>", make_image(1), multi_modal_uuids={"image": [3]}), "the ids of 1"),
+        (ask("<image>", make_image(1), multi_modal_uuids={"image": ["a", "b"]}), "the uuids of 1"),
+        (ask("<image>", make_image(1), multi_modal_uuids={"image": [3]}), "the uuids of 1"),
         (ask("<image> " + "x" * 1010, make_image(1)), "1027 tokens"),
     ],
 )

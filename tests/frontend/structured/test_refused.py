@@ -86,7 +86,7 @@ def test_a_name_that_is_spelled_in_escapes_is_the_same_name() -> None:
 
 def test_numbers_that_have_to_be_multiples_of_several_are_counted_together() -> None:
     parts = [{"multipleOf": value} for value in (997, 991)]
-    assert "together with others" in refusal(json={"type": "integer", "allOf": parts})
+    assert "least common multiple with others" in refusal(json={"type": "integer", "allOf": parts})
     apart = {"type": "object", "properties": dict(zip("ab", parts, strict=True))}
     check_constraint(StructuredOutputsParams(json=apart).constraint)
 

@@ -16,8 +16,8 @@ def main() -> None:
             raise
         # Installed with --no-deps, for example to use `headstart.cache` alone.
         print(
-            f"headstart: its commands need {error.name}, which is not installed: pip install . in "
-            "the folder of the clone",
+            f"the command headstart needs {error.name}, which is not installed; run pip install . "
+            "in the folder of the clone",
             file=sys.stderr,
         )
         sys.exit(2)

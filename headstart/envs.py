@@ -1,6 +1,7 @@
 """The environment variables that headstart reads, as attributes, like `vllm.envs`.
 
-Every flag of the command line can also be set in the environment; these are not attributes here.
+Each flag of the command line also has an environment variable. Those variables are not attributes
+of this module.
 """
 
 import os

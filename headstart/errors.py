@@ -17,7 +17,7 @@
      └ EngineError             a step failed and its requests ended, or the engine is closed
         ├ NoTokenError            a request's bans leave no next token; only it ends
         ├ ReplicaLostError        the replica that answered died; only its own requests end
-        └ TierError               a tier may still hold blocks that it should have dropped
+        └ TierError               after a reset, a tier may still hold blocks
 
 The text of an error names the wrong value and the allowed range.
 """
@@ -96,7 +96,7 @@ class ReplicaLostError(EngineError):
 
 
 class TierError(EngineError):
-    """A tier may still hold blocks that it should have dropped; the pool's blocks are dropped."""
+    """After a reset, a tier may still hold blocks. The blocks in memory were dropped."""
 
 
 def engine_error(summary: str, cause: BaseException) -> EngineError:

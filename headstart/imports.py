@@ -24,7 +24,8 @@ def load_module(name: str) -> ModuleType:
     """Import a module with garbage collection off, and without warnings of optional packages.
 
     The objects of 3,000 modules are never freed. Scanning them took a quarter of the import time,
-    and 0.1 s in a later step. So they are frozen after the import; garbage is collected before it.
+    and later 0.1 s of an engine step. So they are frozen after the import. Garbage is collected
+    before it.
     """
     if name in sys.modules:
         return import_module(name)  # waits if another thread is importing it

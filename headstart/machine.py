@@ -7,14 +7,14 @@ from functools import cache
 from pathlib import Path
 
 X86 = ("x86_64", "AMD64")
-"""The values of `platform.machine` on x86 in 64 bits."""
+"""The values of `platform.machine` on 64-bit x86."""
 
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-def _read_lines(cpuinfo: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
-        return cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
 
@@ -55,8 +55,9 @@ def multiplies_bfloat16() -> bool | None:
 def why_no_bfloat16() -> str:
     """Return the reason why `multiplies_bfloat16` is False, in a few words."""
     if _is_capped() and not cpu_flags().isdisjoint(_BFLOAT16):
-        return "HEADSTART_CPU=avx2 disables its products of bfloat16"
-    return "no AVX512-BF16, no AMX-BF16" if platform.machine() in X86 else "no products of it"
+        return "HEADSTART_CPU=avx2 disables its bfloat16 instructions"
+    is_x86 = platform.machine() in X86
+    return "no AVX512-BF16, no AMX-BF16" if is_x86 else "no bfloat16 instructions"
 
 
 def _is_capped() -> bool:
@@ -83,8 +84,9 @@ def data_folder() -> Path:
 def return_freed_memory() -> bool:
     """Return freed memory of this process to the system; True if there was any.
 
-    GNU's C library retains freed memory below memory in use: about 125 MB after it converted
-    Qwen2.5-0.5B's weights to 8 bits. Other C libraries have no such call and need none.
+    GNU's C library retains freed memory at lower addresses than memory in use. After the conversion
+    of Qwen2.5-0.5B's weights to 8 bits, this memory is about 125 MB. Other C libraries have no such
+    call and need none.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim

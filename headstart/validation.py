@@ -76,8 +76,9 @@ def check_utf8(name: str, text: str, error: type[HeadstartError] = RequestError)
 
 
 Name = str | None
-"""The type of a name in signatures. mypyc raises TypeError for an argument of a wrong type, but not
-if the type is an alias. So a compiled cache raises the error of `check_name` too."""
+"""The type of an optional name in signatures. mypyc raises TypeError for an argument of a wrong
+type unless the type is an alias. With this alias, a compiled cache raises the error of `check_name`
+too."""
 
 
 def check_name(

@@ -95,8 +95,8 @@ def test_commands_without_the_packages_that_they_need() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (
-        "headstart: its commands need click, which is not installed: pip install . in the folder "
-        "of the clone\n"
+        "the command headstart needs click, which is not installed; run pip install . in the "
+        "folder of the clone\n"
     )
     ours = program.replace("click", "headstart.cli.main")  # a fault of ours, told as such
     done = subprocess.run([sys.executable, "-c", ours], capture_output=True, text=True)

@@ -68,7 +68,7 @@ def test_a_cpu_that_is_capped_has_no_products_of_bfloat16(pretend: Callable[...,
     assert why_no_bfloat16() == "no AVX512-BF16, no AMX-BF16"
     pretend("avx512_bf16 amx_bf16", capped="avx2")
     assert multiplies_bfloat16() is False
-    assert why_no_bfloat16() == "HEADSTART_CPU=avx2 disables its products of bfloat16"
+    assert why_no_bfloat16() == "HEADSTART_CPU=avx2 disables its bfloat16 instructions"
     pretend("avx2", capped="avx2")
     assert why_no_bfloat16() == "no AVX512-BF16, no AMX-BF16"
 

@@ -76,9 +76,9 @@ class StepPlan:
     With `contiguous_gather`, the bits of a row's result depend only on its span and the contents of
     its context, not on other spans of the batch or on block ids.
 
-    `window` is the plan of layers with a sliding window if the memory has window blocks: the same
-    rows, with slots and block tables of that pool. In such a table, entries before the windows of
-    all rows of a span are not read, and may be any block ids of the pool.
+    If the memory has a pool of window blocks, `window` is the plan of layers with a sliding window:
+    the same rows, with slots and block tables of that pool. In a span's table there, entries before
+    the windows of all rows are not read. They may be any block ids of the pool.
 
     `recurrence` has the slots of recurrent layers' states; None for a model without such layers.
     """

@@ -157,7 +157,7 @@ class PagedKVMemory:
 
     def _as_bytes(self) -> Iterator[tuple[int, int, Tensor]]:
         """Yield each tensor as `[blocks, bytes]`, with its range in a block's bytes."""
-        assert not self.num_window_blocks, "a block is in two pools"
+        assert not self.num_window_blocks, "no block has the K and V of all layers"
         start = 0
         for tensor in self._tensors:
             rows = tensor[: self.scratch_slot].view(self.num_blocks, -1).view(torch.uint8)
@@ -222,10 +222,11 @@ class PagedKVMemory:
     def copy_rows(self, copies: Sequence[tuple[int, ...]]) -> None:
         """Copy the first rows of blocks in every layer.
 
-        Each copy is (source block, target block, number of rows). For a memory with window blocks,
-        a source and a target window block follow. -1 means no copy in that pool. In each layer all
-        sources are read before any target is written. So a block may be the source of one copy and
-        the target of another, and the order of `copies` does not matter.
+        Each copy is (source block, target block, number of rows). If the memory has window blocks,
+        two more ids follow: the source and the target in their pool. In either pool, an id of -1
+        means that nothing is copied. In each layer all sources are read before any target is
+        written. So a block may be the source of one copy and the target of another, and the order
+        of `copies` does not matter.
         """
         if not copies:
             return

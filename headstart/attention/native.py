@@ -203,7 +203,7 @@ class PoolSteps:
         self._longest = max((span.context for span in plan.spans), default=0)
         self._tables.fill([span.block_ids for span in plan.spans])
         self._plan = plan
-        # If a context is longer, windows hide tokens in all layers of the pool.
+        # If a context is longer than the widest window, every layer of the pool hides tokens of it.
         may_share = self.window is None or self._longest <= self.window
         if self._planner is not None and may_share:
             shared = self._planner.plan(plan.decoding)
@@ -420,9 +420,10 @@ class NativeStep:
     def update(
         self, plan: StepPlan, tables: BlockTables, shared: SharedPlan | None, kv_splits: int
     ) -> bool:
-        """Update this step to `plan` if `plan` only continues its decoding.
+        """Update this step to `plan`, and return True, if `plan` only continues its decoding.
 
-        Return False, and change nothing, if not only the contexts' lengths differ.
+        The segments must be the same, and no context may be shorter. Otherwise return False, and
+        change nothing.
         """
         contexts = _decoding_contexts(plan)
         if (
@@ -518,9 +519,10 @@ def _key_borders(first: int, stop: int, most: int) -> list[int]:
 def _row_borders(plan: StepPlan, span: Span) -> list[int]:
     """Return the first row of each segment of a span, then the span's number of rows.
 
-    The bf16 kernel rounds the rows of a long segment differently from a decoding row, whose keys
-    may also be split. Logits of a prompt's last row and of a draft's rows choose tokens. So each of
-    these rows is one segment, like a decoding row. Prefix hits and drafts then change no token.
+    The bf16 kernel rounds the rows of a long segment differently from a decoding row. The keys of a
+    decoding row may also be split. The logits of a prompt's last row and of a draft's rows choose
+    tokens. So each of these rows is a separate segment, like a decoding row. Prefix hits and drafts
+    then change no token.
     """
     count = span.num_rows
     if plan.contiguous_gather:

@@ -229,7 +229,7 @@ def _convolve(
     silu: bool,
 ) -> Tensor:
     before, num_rows = weight.shape[1] - 1, len(rows)
-    # Each sequence's rows after the inputs in its state, one sequence after another.
+    # For each sequence: the inputs that its state stores, then its rows.
     counts = recurrence.starts.diff().tolist()
     parts = zip(_load(states, recurrence), torch.split(rows.float(), counts), strict=True)
     inputs = torch.cat([part for pair in parts for part in pair])

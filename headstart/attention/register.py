@@ -24,8 +24,8 @@ class LayerCall(NamedTuple):
     """The arguments of a transformers layer's call to attention.
 
     `layer` is the calling module, with a `layer_idx`. `query` is `[1, query_heads, tokens,
-    key_dim]`, `key` and `value` likewise. `mask` is the model's mask or None, `keywords` all its
-    other arguments.
+    key_dim]`, `key` and `value` likewise. `mask` is the model's mask or None, `keywords` are
+    the call's other arguments.
     """
 
     layer: Any
@@ -47,7 +47,7 @@ AttentionFunction = Callable[[LayerCall], Tensor]
 
 
 class CallOrder:
-    """Numbers of layers in the order of their calls of attention in a pass.
+    """A counter that numbers layers in the order in which they call attention in a pass.
 
     A layer's `layer_idx` also counts layers without attention, and is missing in a module that is
     part of several layers (Zamba2).

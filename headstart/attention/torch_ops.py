@@ -63,7 +63,8 @@ class TorchAttention:
         self._longest = max((span.context for span in plan.spans), default=0)
         self._finite = []
         for pool, part in enumerate(memory.plans(plan)):
-            # If a context is longer, windows hide tokens in all layers of the second pool.
+            # If a context is longer than the widest window, every layer of the second pool hides
+            # tokens of it.
             may_share = pool == 0 or self._longest <= memory.window
             shared = None
             if self._planners and may_share:
@@ -287,8 +288,8 @@ class DecodeSpan(NamedTuple):
 class StepTables:
     """The memory rows that a step reads in all layers with one window and number of KV heads.
 
-    If there are shared groups, whose members are indices in `plan.decoding`, decode groups have
-    only the rest of each sequence.
+    With shared groups, `decode` has only the tokens of each sequence outside its groups. The
+    members of a shared group are indices in `plan.decoding`.
     """
 
     def __init__(

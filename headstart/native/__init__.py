@@ -55,8 +55,8 @@ def avx2_library() -> ctypes.CDLL | None:
 def required(kernels: ctypes.CDLL | None) -> ctypes.CDLL:
     """Return the result of `library` or `avx2_library`; raise `ModelError` for None.
 
-    A model that is loaded here uses only available kernels. So for None, the weight must have been
-    pickled on another machine.
+    A model that is loaded on this machine uses only kernels that are available. So the kernels can
+    be missing only if the weight was pickled on another machine.
     """
     if kernels is None:
         raise ModelError(
@@ -159,8 +159,8 @@ def _load(folder: Path) -> ctypes.CDLL | None:
 def _openmp() -> list[int | None] | None:
     """Return addresses in torch's OpenMP library; None if torch has another thread pool.
 
-    The process may have several OpenMP libraries. A symbol lookup in torch's library finds the one
-    with which it is linked.
+    The process may have several OpenMP libraries. A symbol lookup through torch's library finds the
+    OpenMP library that torch is linked to.
     """
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     torch = _torch_library()

@@ -19,7 +19,7 @@ POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE (Linux 5.14): map all pages at once, as if each were written."""
 _COLLAPSE = 25  # MADV_COLLAPSE (Linux 6.1)
 _HUGE_PAGE = 1 << 21
-_PIECE = 16 << 20  # bytes that are touched between two checks for `take`
+_PIECE = 16 << 20  # bytes to allocate before the thread checks again for `take`
 # Bytes allocated beyond `size`, in addition to 1/32 of it: packed weights are aligned to pages and
 # padded to whole panels.
 _SLACK = 1 << 20
@@ -71,7 +71,7 @@ def _inside(start: int, size: int) -> tuple[int, int]:
 
 
 class ReadyMemory:
-    """Memory of which a thread touches `size` bytes in advance, until `take` is called."""
+    """Memory whose first `size` bytes a thread allocates in advance, until `take` is called."""
 
     def __init__(self, size: int, files: list[Path]) -> None:
         """Start the thread. It first asks the system to read `files` into the page cache."""
@@ -86,7 +86,7 @@ class ReadyMemory:
     def take(self, size: int) -> mmap.mmap | None:
         """Return at least `size` bytes of zeros; None if the memory is smaller or already taken.
 
-        Touched pages beyond `size` are returned to the system.
+        Allocated pages beyond `size` are returned to the system.
         """
         if self._taken or size > len(self._memory):
             return None

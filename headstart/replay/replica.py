@@ -2,11 +2,11 @@
 
 The queue is in order of arrival. A step first continues running prefills, oldest first, and then
 admits requests from the head of the queue, with at most `chunk` prompt tokens in all. Every
-decoding request gets one token. As in the engine, a request waits while another computes its next
-block. It also waits until the pool has space for its whole prompt and reply, so no request is ever
-preempted. A request whose prompt was computed on another replica decodes as soon as it is admitted.
-Steps without prefill are simulated as one event, which lasts until a reply ends or a request
-arrives.
+decoding request gets one token. As in the engine, a request waits while another request computes
+the next block of its prompt. It also waits until the pool has space for its whole prompt and reply,
+so no request is ever preempted. A request whose prompt was computed on another replica decodes as
+soon as it is admitted. Steps without prefill are simulated as one event, which lasts until a reply
+ends or a request arrives.
 """
 
 from collections import deque

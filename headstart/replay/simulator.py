@@ -81,7 +81,7 @@ class ReplayResult:
     hit_rate: the share of prompt tokens that were hits. ttft_*: seconds from a request's arrival to
     its first token. tpot_*: seconds per token after the first. imbalance: prompt tokens computed by
     the busiest replica, divided by the mean. load: prompt tokens computed, divided by the number
-    that the replicas could compute in that time without decoding. evictions: cached blocks whose
+    that the replicas could compute in `seconds` without decoding. evictions: cached blocks whose
     memory was reused. seconds: from the first request to the last token. events_per_second:
     requests and steps simulated per second of real time.
     """
@@ -141,7 +141,7 @@ class Transfers:
         self._receivers = receivers
         self._rate = speed.transfer_rate
         self._free_at = [0.0] * senders  # when each sender has sent its last prompt
-        self._coming = [0] * len(receivers)
+        self._incoming = [0] * len(receivers)
         # A heap of time, ticket and receiver.
         self._arrivals: list[tuple[float, int, int, ReplayRequest]] = []
         self._ticket = 0
@@ -153,8 +153,8 @@ class Transfers:
     def send(self, job: ReplayRequest, sender: int, now: float) -> None:
         """Send the prompt to the receiver with the fewest requests."""
         receivers = range(len(self._receivers))
-        receiver = min(receivers, key=lambda i: self._receivers[i].num_active + self._coming[i])
-        self._coming[receiver] += 1
+        receiver = min(receivers, key=lambda i: self._receivers[i].num_active + self._incoming[i])
+        self._incoming[receiver] += 1
         end = max(now, self._free_at[sender]) + job.num_tokens / self._rate
         self._free_at[sender] = end
         self._ticket += 1
@@ -163,7 +163,7 @@ class Transfers:
     def take(self) -> tuple[float, int, ReplayRequest]:
         """Remove the next prompt that arrives; return its time, receiver and request."""
         end, _, receiver, job = heappop(self._arrivals)
-        self._coming[receiver] -= 1
+        self._incoming[receiver] -= 1
         return end, receiver, job
 
 
@@ -353,7 +353,7 @@ class Optimum:
 def best_hit_rate(
     trace: Trace, fleet: Fleet, progress: Callable[[int, int], None] | None = None
 ) -> Optimum:
-    """Return both hit rates. Raises ConfigError for a request that exceeds the memory."""
+    """Return the hit rates of a trace. Raises ConfigError for a request that exceeds the memory."""
     return Optimum(
         _with_memory(trace, fleet, progress or (lambda done, total: None)), _unlimited(trace, fleet)
     )
@@ -383,7 +383,7 @@ def _with_memory(trace: Trace, fleet: Fleet, progress: Callable[[int, int], None
 
 
 def _unlimited(trace: Trace, fleet: Fleet) -> float:
-    """Look up each prompt in a trie of all earlier blocks; a hit is a number of whole blocks."""
+    """Look up each prompt in a trie of all earlier blocks. Only whole blocks are hits."""
     size = fleet.cache_config(trace.grain).block_size
     nodes: dict[tuple[int, BlockKey], int] = {}
     hit = 0

@@ -12,9 +12,10 @@ Files of traces, which may end in .gz:
                             one id for each 512 tokens of the prompt; equal ids mean equal prefixes
     headstart's JSON lines  {"time": s, "tokens": [...], "output": 16, "session": "a"}
                             the prompt's token ids; `output` and `session` may be left out
-    npz of sessions         a prefix trie of blocks of `B` tokens: `t`, `L`, `out`, `sess`,
-                            `nblk`, `leaf` for each request, and `pdelta` for each node, whose
-                            parent is node - 1 - pdelta, or -1
+    npz of sessions         a prefix trie of blocks of `B` tokens. For each request: `t` (seconds),
+                            `L` (prompt tokens), `out` (reply tokens), `sess` (session), `nblk`
+                            (full blocks), `leaf` (node of the last full block). For each node:
+                            `pdelta`; the parent is node - 1 - pdelta, or -1 for none
 
 Synthetic workloads have 4 random arrivals per second, and units of 16 tokens:
 
@@ -119,7 +120,7 @@ class Trace:
     def faster(self, speed: float) -> "Trace":
         """Return the trace with sessions that begin `speed` times as often.
 
-        The times from a session's first request on do not change. Raises ConfigError for a speed
+        Within a session, the times between requests do not change. Raises ConfigError for a speed
         that is not above 0.
         """
         if not speed > 0:
@@ -200,7 +201,8 @@ def _read_mooncake(location: str, name: str, ids: list[int], line: dict[str, Any
         parts=(ids[:full],),
         num_tokens=length,
         num_output=_number(location, line, "output_length", 0),
-        # All prompts of the published trace begin with the same block; the second one names a chat.
+        # All prompts of the published trace begin with the same block. The second block differs
+        # between chats.
         session=str(ids[1]) if len(ids) > 1 else name,
     )
 

@@ -25,8 +25,11 @@ _DTYPES = {
 FLOATS = frozenset(_DTYPES.values())
 """The supported dtypes of float weights."""
 
-SAVED_SO = "in the file itself: it is damaged, or was saved with them; download the model again"
-"""The last words of errors about values of a weight in a file."""
+SAVED_SO = (
+    "in the file itself: the file is damaged, or was saved with such weights; download the model "
+    "again"
+)
+"""The end of errors about wrong weights in a file."""
 
 
 class Checkpoint(ABC):
@@ -68,7 +71,7 @@ class Checkpoint(ABC):
 
 
 class Entry(NamedTuple):
-    """A tensor's file, its name and shape there, and its dtype with safetensors' name."""
+    """A tensor's file, its name and shape there, and its dtype as safetensors names it."""
 
     file: Path
     name: str

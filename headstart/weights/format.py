@@ -29,7 +29,10 @@ PREQUANTIZED_REVISION = 4
 
 
 def find_kind(name: str) -> WeightKind | None:
-    """Return the kind of this name; None for "auto", the checkpoint's. Raises `ConfigError`."""
+    """Return the kind of this name; None for "auto", which does not change the checkpoint's bits.
+
+    Raises `ConfigError` for an unknown name.
+    """
     kinds: tuple[WeightKind, ...] = get_args(WeightKind)
     if name != "auto" and name not in kinds:
         raise ConfigError(f"weights is {name!r}; allowed: auto, {', '.join(kinds)}")
@@ -50,7 +53,7 @@ class WeightFormat(ABC):
     """The step to which a product rounds a row, relative to the row's largest element."""
 
     is_prequantized = False
-    """True if the checkpoint has the matrix in these bits, so it was not rounded here."""
+    """True if the quantized values come from the checkpoint, so no weight was rounded here."""
     product: CompiledProduct | None = None
     """The compiled product; None if torch multiplies."""
     most_rows: float = math.inf
@@ -165,7 +168,7 @@ def tile_outputs(inputs: int) -> int:
 def multiply_tiles(
     rows: Tensor, outputs: int, make_tile: Callable[[int, int], Tensor], multiple: int = 1
 ) -> Tensor:
-    """Return rows float32 times a matrix that becomes float32 tile by tile.
+    """Return float32 rows times a matrix that is converted to float32 tile by tile.
 
     make_tile: returns outputs `first` to `last - 1`, `[outputs, inputs]`, valid until it is called
     again. multiple: tiles begin at multiples of this number of outputs.

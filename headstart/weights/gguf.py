@@ -4,11 +4,14 @@ Weights in formats of 4, 5 and 8 bits are stored with unchanged values and float
 
     Q4_0    32 weights: d, 16 bytes                     weight = d * (value - 8)
     Q4_1    32 weights: d, m, 16 bytes                  weight = d * value + m
-    Q4_K    256 weights: d, least, 8 times 2 * 6 bits   weight = d * scale * value - least * min
+    Q4_K    256 weights: d, dmin, 8 pairs of 6 bits     weight = d * scale * value - dmin * min
     Q8_0    32 weights: d, 32 signed bytes              weight = d * value
 
-Byte i of a block of Q4_0 or Q4_1 has its values i and i + 16. Q5_0, Q5_1 and Q5_K also have
-fifth bits: 4 bytes with a bit for each weight, or 32 bytes with a bit for each group of a block.
+Byte i of a block of Q4_0 or Q4_1 has its values i and i + 16. In Q4_K, each group of 32 weights has
+a pair of scale and min. Q5_0, Q5_1 and Q5_K also have the fifth bit of each value. Q5_0 and Q5_1
+have 4 bytes with one bit for each weight. Q5_K has 32 bytes: bit g of byte i is for weight i of
+group g.
+
 The package `gguf`, an optional dependency, reads the files.
 """
 
@@ -116,7 +119,7 @@ ARCHITECTURES = {
 _PERMUTED = frozenset({"llama", "mistral3", "granite", "smollm3", "granitehybrid"})
 # Architectures whose files list the heads of K and V by layer, with 0 for recurrent layers.
 _KV_HEADS_BY_LAYER = frozenset({"lfm2", "granitehybrid"})
-_OWN_TENSORS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
+_ROPE_TENSORS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Unsupported formats with few bits are rounded to 4 bits, all other formats to 8.
@@ -135,7 +138,7 @@ _FLAT = (".mixer.A_log", ".mixer.D", ".mixer.norm.weight")  # have two dimension
 
 
 class Metadata:
-    """The values of a file's metadata with one prefix."""
+    """The values of a file's metadata whose keys have one prefix."""
 
     def __init__(self, reader: Any, prefix: str) -> None:
         self._reader, self._prefix = reader, prefix
@@ -184,9 +187,12 @@ class TiledHeads(NamedTuple):
     width: int
 
     def order(self, size: int) -> NDArray[np.int64]:
-        """Return the numbers' indices in the file, in transformers' order; a head has `size`."""
-        places = np.arange(self.heads * size).reshape(-1, self.key_heads, size)
-        return places.swapaxes(0, 1).reshape(-1)
+        """Return the index in the file of each element, in transformers' order.
+
+        size: the number of elements of a head.
+        """
+        indices = np.arange(self.heads * size).reshape(-1, self.key_heads, size)
+        return indices.swapaxes(0, 1).reshape(-1)
 
 
 def read_architecture(reader: Any) -> str:
@@ -231,14 +237,15 @@ class GGUFCheckpoint(Checkpoint):
             match = _TENSOR_NAME.fullmatch(tensor.name)
             if last is not None and match and match[1] and int(match[1]) >= last:
                 continue
-            if tensor.name not in _OWN_TENSORS:
+            if tensor.name not in _ROPE_TENSORS:
                 name = self._name(tensor.name)
                 if name in self._tensors:
                     raise UnsupportedLayerError(f"it has two tensors for {name}")
                 self._tensors[name] = tensor
         rotated, query = metadata.get("rope.dimension_count"), self.shapes.get(_QUERY)
         if self._architecture in ("qwen35", "gemma4"):
-            rotated = None  # only a part of the head is rotated, or the number is another layer's
+            # Qwen3.5 rotates only a part of each head. Gemma 4's number is that of other layers.
+            rotated = None
         if rotated is not None and query is not None and rotated * heads != query[0]:
             raise UnsupportedLayerError(f"only {rotated} elements of each head are rotated")
 
@@ -326,11 +333,11 @@ class GGUFCheckpoint(Checkpoint):
     def _becomes(self, name: str, tied: bool) -> str:
         type_name, kind = self._type(name), self.kind(name)
         if kind is None:
-            return "stay float"
+            return "stored as float"
         if name in _TABLES and not tied:
-            return "made float"
+            return "converted to float"
         if type_name in FORMATS:
-            return f"kept as {kind}"
+            return f"stored as {kind}"
         is_head = name == "lm_head.weight" or name in _TABLES
         return f"{_ROUNDED} to {'int8' if is_head else kind}"
 
@@ -396,7 +403,7 @@ FORMATS: dict[str, WeightKind] = {
 """The formats whose values are stored unchanged, and their kinds."""
 
 _BITS: dict[WeightKind, Literal[4, 5, 8]] = {"int4": 4, "int5": 5, "int8": 8}
-_OUTPUTS = 2048  # whole panels
+_OUTPUTS = 2048  # outputs that are converted at a time; a multiple of a panel
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float32]
 
@@ -406,7 +413,7 @@ def read_weight(
 ) -> GroupedValues:
     """Return a weight from rows of blocks, uint8 `[outputs, bytes]`, in one of `FORMATS`.
 
-    groups: the index in a row of each group of 32 inputs, if the file has another order.
+    groups: the index in the file of each group of 32 inputs; None if the order is the same.
     """
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1]
     packed = []

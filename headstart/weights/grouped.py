@@ -4,9 +4,9 @@
 
 With 8 bits, `value - 128` takes the place of `value`.
 
-Weights that are rounded here have 4.5 or 5.5 bits each: their steps and starts have 8 bits, in
-units of the output's largest step or start. Steps and starts from files are float16, so these
-weights have 5, 6 or 9 bits each.
+Weights that are rounded here have 4.5 or 5.5 bits each: steps and starts are 8-bit integers. Their
+unit, one for each output, is a factor of `scales`. Steps and starts from files are float16, so
+these weights have 5, 6 or 9 bits each.
 
 `scales` has a factor for each output, `columns` for each input. They make outputs and inputs
 equally large before rounding, so that a small input does not get the step of its large neighbors.
@@ -72,9 +72,10 @@ class PackedForm(NamedTuple):
         return torch.unflatten(grid if self.in_bytes else grid.view(torch.float16), -1, (2, _PANEL))
 
     def values(self, parts: Tensor) -> Tensor:
-        """Return values `[..., 2, 4, n]` of n / 4 outputs, from their bytes `[..., parts, n]`.
+        """Return the values `[..., 2, 4, n]` that the bytes `[..., parts, n]` store.
 
-        `native/narrow/integers.h` has this order: `[half][v][output][b]`.
+        n is 4 times the number of outputs. `native/narrow/integers.h` describes the order,
+        `[half][v][output][b]`.
         """
         if self.bits == 8:
             return torch.unflatten(parts.contiguous(), -2, (2, 4))
@@ -154,8 +155,9 @@ def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedValues:
 def _round(groups: Tensor, form: PackedForm) -> tuple[QuantizationGrid, Tensor]:
     """Round groups float32 `[outputs, groups, 32]`; return the grid and its units `[outputs]`.
 
-    The first grid of a group goes from its smallest to its largest element. The second grid is the
-    least-squares fit for the values in the first. Grids begin at zero or below.
+    First, each group is rounded to a grid from its smallest to its largest element. Then a step and
+    a start are fitted to the rounded values by least squares, and the group is rounded again, to
+    this grid. The grid includes zero.
     """
     levels = (1 << form.bits) - 1
     low, high = groups.aminmax(dim=-1, keepdim=True)
@@ -173,8 +175,8 @@ def _round(groups: Tensor, form: PackedForm) -> tuple[QuantizationGrid, Tensor]:
     starts = low.div_(units * form.start_unit).round_()
     begin = starts * form.start_unit
     steps = high.div_(units).sub_(begin).div_(levels).round_().clamp_(1, _MOST)
-    places = (groups / units.unsqueeze(-1)).sub_(begin.unsqueeze(-1)).div_(steps.unsqueeze(-1))
-    values = places.round_().clamp_(0, levels).flatten(1)
+    positions = (groups / units.unsqueeze(-1)).sub_(begin.unsqueeze(-1)).div_(steps.unsqueeze(-1))
+    values = positions.round_().clamp_(0, levels).flatten(1)
     grid = QuantizationGrid(values.to(torch.uint8), steps.to(torch.uint8), starts.to(torch.uint8))
     return grid, units.squeeze(1)
 

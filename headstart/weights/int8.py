@@ -1,6 +1,6 @@
 """Weights in 8 bits: one scale for each output, symmetric.
 
-    weight[o, i]  ~  values[o, i] * scales[o]        values int8, -127 .. 127; -128 from checkpoints
+    weight[o, i]  ~  values[o, i] * scales[o]        values int8, -127 .. 127 (from files also -128)
 
 `products` chooses one of four products:
 

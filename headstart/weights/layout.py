@@ -137,7 +137,7 @@ def _check_parts(parts: Mapping[str, Entry], values: str, scheme: Scheme, text: 
     _check_types(parts, types, {name for name in needed if needed[name]}, text)
     # Zero points of unpacked values are used even if config.json says that there are none.
     if is_packed and scheme.has_zeros is False and zeros in parts:
-        raise DamagedModelError(f"{text}: in config.json weights are symmetric, without {zeros}")
+        raise DamagedModelError(f"{text}: there is {zeros}, but config.json has no zero points")
     if _SHAPE in parts and parts[_SHAPE].shape != (2,):
         raise DamagedModelError(f"{text}: {_SHAPE} is not two numbers")
     if len(shape := parts[scales].shape) != 2:

@@ -75,8 +75,8 @@ def map_pages(weights: Iterable[Tensor]) -> None:
 def move_to_huge_pages(module: nn.Module) -> threading.Thread | None:
     """Start a thread that moves a module's weights on the CPU to huge pages.
 
-    Return None if there are few bytes. The weights must not be in mapped files. The thread has only
-    their addresses, so they may be freed.
+    Return None if there are few bytes. The weights must not be in mapped files. They may be freed
+    while the thread runs, since it only passes their addresses to the system.
     """
     sizes: dict[int, int] = {}
     for part in module.modules():

@@ -47,8 +47,8 @@ from headstart.weights.scheme import Scheme
 _log = logging.getLogger(__name__)
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # fields of a word, in the order of the outputs
 _TINY = 1e-30
-# By bits: every step of an output is below 2**exponent. Starts, at most 16 or 128 times as large,
-# are then in the range of float16.
+# The exponents for 4 and 8 bits: in units of its output, every step is below 2**exponent. Starts
+# are at most 16 or 128 times as large, so they are in the range of float16.
 _STEP_EXPONENTS = {4: 11, 8: 8}
 _MIDDLE = 128
 _MOST = 512.0  # twice the largest distance of a value from its zero point
@@ -124,7 +124,7 @@ class Grouped(NamedTuple):
 
 
 def read_grouped(scheme: Scheme, weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Grouped:
-    """Return a weight from its tensors by the last part of their names."""
+    """Return a weight. parts: its tensors, by the last part of their names."""
     values, steps, zeros = _READERS[scheme.method](scheme, weight, parts)
     if zeros is None:
         zeros = torch.full_like(steps, 1 << (weight.bits - 1))
@@ -138,7 +138,10 @@ def read_grouped(scheme: Scheme, weight: QuantizedWeight, parts: Mapping[str, Te
 
 
 _Read = tuple[Tensor, Tensor, Tensor | None]
-"""Values, steps and zero points `[outputs, ...]`; None for zero points in the middle."""
+"""Values, steps and zero points, each `[outputs, ...]`.
+
+Zero points are None if all are in the middle of the range.
+"""
 
 
 def _read_awq(scheme: Scheme, weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> _Read:
@@ -246,7 +249,10 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         return self._read(name).weight() if name in self._weights else super().tensor(name)
 
     def kind(self, name: str) -> WeightKind | None:
-        """Return int8 for a quantized weight, which is its kind without `packed`; else None."""
+        """Return int8 for a quantized weight, None for a float.
+
+        A quantized weight has this kind only if `packed` returns None.
+        """
         return "int8" if name in self._weights else None
 
     def packed(self, name: str) -> StoredValues | None:

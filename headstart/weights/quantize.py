@@ -24,7 +24,9 @@ FORMATS: dict[WeightKind, Callable[[Tensor], StoredValues]] = {
 _KEYS = frozenset({"k_proj", "v_proj"})
 _FUSED = frozenset({"qkv_proj", "gate_up_proj"})  # contain one of the layers above
 _MORE_BITS = _KEYS | {"o_proj", "up_proj"} | _FUSED
-_STEPS = frozenset({"in_proj_a", "in_proj_b"})  # small; states are sensitive to them
+# Projections to the decays and gates of recurrent layers. They are small, and states are sensitive
+# to their errors.
+_RECURRENT_GATES = frozenset({"in_proj_a", "in_proj_b"})
 
 
 def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> WeightKind:
@@ -33,7 +35,7 @@ def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> Wei
     name: the module's name, with or without the names of its parents.
     """
     layer_name = name.rpartition(".")[2]
-    if layer_name in _STEPS:
+    if layer_name in _RECURRENT_GATES:
         return "int8"
     if kind != "int4" or layer_name not in _MORE_BITS:
         return kind

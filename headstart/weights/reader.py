@@ -25,7 +25,7 @@ _LARGEST_SCALE = 1e28
 
 
 class Outline:
-    """A recorder of the names and shapes of a decoder's tensors; its modules are empty."""
+    """A reader that records names and shapes of a decoder's tensors, and returns empty modules."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -132,10 +132,11 @@ Reader = Outline | TorchReader
 class WeightReader(TorchReader):
     """A reader that stores every matrix in the fastest format for this machine.
 
-    With a `kind`, linear layers are rounded to their `kind_of_layer`, and the LM head to int8.
-    Without a kind, floats stay floats, and quantized matrices keep the checkpoint's bits if a
-    format supports them; if not, they are rounded again to the nearest kind. If an embedding shares
-    the LM head's weight, and that is quantized, both use one matrix. Other embeddings are float.
+    With a `kind`, each linear layer is rounded to the kind that `kind_of_layer` returns for it, and
+    the LM head to int8. Without a kind, floats stay floats. Quantized matrices keep the
+    checkpoint's bits if a format supports them; if not, they are rounded again to the nearest kind.
+    An embedding that shares a quantized LM head's weight uses the same matrix. Other embeddings are
+    float.
     """
 
     def __init__(
@@ -152,7 +153,9 @@ class WeightReader(TorchReader):
         super().__init__(checkpoint, dtype, device)
         self._kind, self._tied = kind, tied
         floats = [
-            name for name in matrices if self._bits(name) is None or (name in _TABLES and not tied)
+            name
+            for name in matrices
+            if self._stored_kind(name) is None or (name in _TABLES and not tied)
         ]
         self._bf16_names = frozenset(
             name
@@ -172,7 +175,7 @@ class WeightReader(TorchReader):
             checkpoint.log(tied)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        kind = self._bits(f"{name}.weight")
+        kind = self._stored_kind(f"{name}.weight")
         if self._kind is not None:
             kind = kind_of_layer(name, self._kind, inputs, outputs)
         if kind is None:
@@ -181,7 +184,7 @@ class WeightReader(TorchReader):
         return Linear(self._quantized(name, bias_tensor, kind))
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
-        if self._tied and self._bits(f"{name}.weight") is not None:
+        if self._tied and self._stored_kind(f"{name}.weight") is not None:
             return Embedding(self._quantized(name, None, "int8", table=True), self._dtype)
         matrix = self._float(f"{name}.weight")
         if matrix is None:
@@ -189,7 +192,7 @@ class WeightReader(TorchReader):
         return Embedding(matrix, self._dtype)
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
-        if embedding is None and self._bits(f"{name}.weight") is not None:
+        if embedding is None and self._stored_kind(f"{name}.weight") is not None:
             return Linear(self._quantized(name, None, "int8"))
         if embedding is None:
             return self._float_linear(name, inputs, outputs, bias=False)
@@ -208,7 +211,7 @@ class WeightReader(TorchReader):
         if self._product == "bfloat16":
             self._arena.close()
 
-    def _bits(self, name: str) -> WeightKind | None:
+    def _stored_kind(self, name: str) -> WeightKind | None:
         """Return the kind of a matrix; None for floats."""
         return self._kind or self._checkpoint.kind(name)
 

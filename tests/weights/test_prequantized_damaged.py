@@ -98,7 +98,7 @@ def test_what_config_json_promises_is_needed(tmp_path: Path) -> None:
 
     cases: list[tuple[dict[str, Any], Quantize, str]] = [
         (compressed_config(kept), without_zeros, "there is no weight_zero_point"),
-        (symmetric, partial(compressed, theirs, layout), "symmetric, without weight_zero_point"),
+        (symmetric, partial(compressed, theirs, layout), "there is weight_zero_point, but config"),
         (compressed_config(kept), without_shape, "there is no weight_shape"),
         (GPTQ | {"desc_act": True}, without_order, "there is no g_idx"),
         (GPTQ | {"group_size": 48}, gptq, "groups; config.json has groups of"),

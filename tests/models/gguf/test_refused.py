@@ -226,9 +226,12 @@ ARCHITECTURE = struct.pack("<Q", 20) + b"general.architecture"
 @pytest.mark.parametrize(
     ("architecture", "said"),
     [
-        ("llama", "15 {0} kept as int4, 1 {0} made float"),
-        ("qwen2", "15 {0} kept as int4"),
-        ("llama", "1 {0} made float, 14 {0} rounded again to int4, 1 {0} rounded again to int8"),
+        ("llama", "1 {0} converted to float, 15 {0} stored as int4"),
+        ("qwen2", "15 {0} stored as int4"),
+        (
+            "llama",
+            "1 {0} converted to float, 14 {0} rounded again to int4, 1 {0} rounded again to int8",
+        ),
         ("qwen2", "14 {0} rounded again to int4, 1 {0} rounded again to int8"),
     ],
 )
@@ -256,7 +259,7 @@ def test_what_becomes_of_a_file_is_logged(
     model = load_model(file, "float32")
     [(level, line)] = lines
     assert level == (logging.WARNING if "again" in said else logging.INFO)
-    _, _, told = line.partition(" F32 stay float, ")
+    _, _, told = line.partition(" F32 stored as float, ")
     assert told == said.format(name)
     head = model.layer("lm_head")
     assert isinstance(head, Linear)

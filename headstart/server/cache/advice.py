@@ -26,7 +26,7 @@ class Adviser:
     """Explanations of misses, and advice, from comparisons with earlier prompts."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str] | None, block_size: int) -> None:
-        """Use `decode` to show texts of prompts. Without it, no texts are shown."""
+        """Use `decode` to show texts of prompts. If it is None, show no texts."""
         self._decode = decode
         self._block_size = block_size
 

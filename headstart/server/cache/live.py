@@ -236,7 +236,7 @@ def _choose(segments: Sequence[PathSegment]) -> list[int]:
 def _draw(
     num_blocks: int, segments: Sequence[PathSegment], held: Sequence[int], shown: set[int]
 ) -> dict[str, Any]:
-    """Return the cells in the order of block ids, as runs of [cells, state, prefix or -1].
+    """Return the cells in order of block ids, as runs of [number of cells, state, prefix or -1].
 
     A cell of several blocks shows its first held block. Without a held block, it shows its first
     cached block.

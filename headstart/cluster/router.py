@@ -198,12 +198,6 @@ class Expected(RoutingPolicy):
 
     def choose(self, choice: Choice) -> ReplicaLoad:
         """Return the least used of the replicas whose expected time is close to the least."""
-        costs = self._seconds(choice)
-        limit = min(costs) * (1 + SLACK) + SLACK_SECONDS
-        close = [load for load, cost in zip(choice.alive, costs, strict=True) if cost <= limit]
-        return min(close, key=lambda load: load.routed_tokens)
-
-    def _seconds(self, choice: Choice) -> list[float]:
         assert choice.match is not None
         request, now = choice.request, choice.now
         _, expected, stored = choice.match
@@ -218,7 +212,9 @@ class Expected(RoutingPolicy):
             if num_stored > expected[load.replica]:
                 seconds += (num_stored - expected[load.replica]) * size / self.load_rate
             costs.append(seconds)
-        return costs
+        limit = min(costs) * (1 + SLACK) + SLACK_SECONDS
+        close = [load for load, cost in zip(choice.alive, costs, strict=True) if cost <= limit]
+        return min(close, key=lambda load: load.routed_tokens)
 
 
 class RoundRobin(RoutingPolicy):

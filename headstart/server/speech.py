@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from headstart.frontend.streams import AsyncOutputStream
     from headstart.omni.omni import AsyncOmni, Omni
-    from headstart.omni.params import OmniOutput, OmniPrompt
+    from headstart.omni.params import OmniOutput
 
 
 FORMATS = ("wav", "pcm16", "flac", "mp3", "opus")
@@ -275,13 +275,6 @@ class SpeechService(BaseService["AsyncOutputStream[OmniOutput]", "OmniOutput"]):
     async def read_metrics(self) -> bytes:
         return self.metrics.read(len(self._read))
 
-    async def start(
-        self, prompt: OmniPrompt, params: OmniParams, salt: str | None
-    ) -> AsyncOutputStream[OmniOutput]:
-        self.check_ready()
-        self.calls.count_prompt()
-        return await self.omni.start(prompt, params, cache_salt=salt)
-
     def _open(self, work: AsyncOutputStream[OmniOutput]) -> AsyncOutputStream[OmniOutput]:
         return work
 
@@ -318,7 +311,9 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
         body.messages,
         lambda name: service.transcripts.find(salt, name),
     )
-    work = await service.start(prompt, params, salt)
+    service.check_ready()
+    service.calls.count_prompt()
+    work = await service.omni.start(prompt, params, cache_salt=salt)
     answer = _Answer(service, body, salt, form)
     if body.stream:
         return EventStream(answer.stream(service.run(work)))

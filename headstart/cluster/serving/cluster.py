@@ -90,7 +90,12 @@ class ReplicaCluster:
         self._is_over = threading.Event()
         self._is_lost = False  # True if Ray died; the replicas died with it
         self._dispatcher: Dispatcher | None = None
-        self._is_own_ray = self._connect(engine)
+        self._is_own_ray = not os.environ.get("RAY_ADDRESS")
+        cpus = max(1, count_cores() // config.most) if self._is_own_ray else 1
+        gpus = float(engine.device.startswith("cuda"))
+        self._cpus = config.replica_cpus or cpus
+        self._gpus = gpus if config.replica_gpus is None else config.replica_gpus
+        self._connect()
         try:
             is_new = self._name not in _call(serve.status).applications
             most = config.most if is_new else max(config.most, self._join())
@@ -99,7 +104,7 @@ class ReplicaCluster:
             dispatcher = Dispatcher(config.routing, most, shares_store=shares)
             self._dispatcher = DISPATCHERS[self._name] = dispatcher
             if is_new:
-                self._check_resources(engine)
+                self._check_resources()
                 self._is_own_app = True
                 self._deploy(model, options, engine, drain_seconds)
             handle = serve.get_deployment_handle(_DEPLOYMENT, self._name)
@@ -123,10 +128,10 @@ class ReplicaCluster:
         self.llm.close()
         self._leave()
 
-    def _connect(self, engine: EngineConfig) -> bool:
+    def _connect(self) -> None:
         address = os.environ.get("RAY_ADDRESS")
         _check_address(address)
-        cpus = math.ceil(self._share(engine, is_alone=True)[0] * self._config.most)
+        cpus = math.ceil(self._cpus * self._config.most)
         local_options = {"num_cpus": max(count_cores(), cpus), "include_dashboard": False}
         try:
             # Without an address, start a separate Ray, even if another program has started one
@@ -149,24 +154,14 @@ class ReplicaCluster:
         if threading.current_thread() is threading.main_thread():
             # Ray's own handler kills this process at once and leaves some of Ray's processes.
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        return not address
 
-    def _share(self, engine: EngineConfig, *, is_alone: bool) -> tuple[float, float]:
-        config = self._config
-        cpus = max(1, count_cores() // config.most) if is_alone else 1
-        gpus = config.replica_gpus
-        if gpus is None:
-            gpus = float(engine.device.startswith("cuda"))
-        return config.replica_cpus or cpus, gpus
-
-    def _check_resources(self, engine: EngineConfig) -> None:
+    def _check_resources(self) -> None:
         """Raise ConfigError if CPUs or GPUs are missing, for which Ray would wait forever.
 
         A cluster may get more machines later, so a shortage is only logged.
         """
-        cpus, gpus = self._share(engine, is_alone=self._is_own_ray)
         resources = ray.cluster_resources()
-        for kind, each in (("CPU", cpus), ("GPU", gpus)):
+        for kind, each in (("CPU", self._cpus), ("GPU", self._gpus)):
             if not each or (kind == "CPU" and self._is_own_ray):
                 continue
             count = resources.get(kind, 0.0)
@@ -198,7 +193,6 @@ class ReplicaCluster:
         self, model: str, options: Mapping[str, Any], engine: EngineConfig, drain_seconds: float
     ) -> None:
         config = self._config
-        cpus, gpus = self._share(engine, is_alone=self._is_own_ray)
         engine_options = dict(options)
         if self._is_own_ray and engine.device == "cpu":  # replicas share one machine's memory
             engine_options["kv_cache_fraction"] = engine.kv_cache_fraction / config.most
@@ -213,7 +207,7 @@ class ReplicaCluster:
         deployment = serve.deployment(
             EngineReplica,
             name=_DEPLOYMENT,
-            ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+            ray_actor_options={"num_cpus": self._cpus, "num_gpus": self._gpus},
             # The server limits requests, and the engine schedules them, so Ray need not.
             max_ongoing_requests=1 << 20,
             health_check_period_s=_HEALTH_PERIOD,

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from headstart.server.monitoring.logs import Tracer
 
 
-_RETRY_AFTER = 1  # seconds
 _CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
@@ -98,11 +97,11 @@ async def time_limit(
 class Calls:
     """The calls in progress, in one event loop.
 
-    most: number of places. most_of_tenant: most places of one tenant; None for no limit. seconds:
-    time limit of a call.
+    most: number of places. most_of_tenant: most places of one tenant. seconds: time limit of a
+    call.
     """
 
-    def __init__(self, most: int, most_of_tenant: int | None, seconds: float) -> None:
+    def __init__(self, most: int, most_of_tenant: int, seconds: float) -> None:
         self._most = most
         self._most_of_tenant = most_of_tenant
         self._seconds = seconds
@@ -131,20 +130,18 @@ class Calls:
 
         Raises ApiError (429) if none is free. Does nothing outside of calls.
         """
-        call = _CALL.get()
-        if call is None:
-            return
-        if call.num_prompts:
-            self._take(call.tenant)
-            call.num_places += 1
-        call.num_prompts += 1
+        if (call := _CALL.get()) is not None:
+            if call.num_prompts:
+                self._take(call.tenant)
+                call.num_places += 1
+            call.num_prompts += 1
 
     def _take(self, tenant: Tenant) -> None:
         num_taken = self.num_places
         if num_taken >= self._most:
             raise _full(f"{num_taken} requests are in progress; allowed: {self._most}")
         num_own, most = self._places[tenant.key], self._most_of_tenant
-        if most is not None and tenant is not EVERYBODY and num_own >= most:
+        if tenant is not EVERYBODY and num_own >= most:
             raise _full(f"{num_own} requests of {tenant.name!r} are in progress; allowed: {most}")
         self._places[tenant.key] += 1
 
@@ -167,7 +164,7 @@ _NUMBERS = count()
 
 
 def _full(text: str) -> ApiError:
-    return ApiError(429, text, code="rate_limit_exceeded", retry_after=_RETRY_AFTER)
+    return ApiError(429, text, code="rate_limit_exceeded", retry_after=1)
 
 
 Answer = TypeVar("Answer")

@@ -24,7 +24,7 @@ def short_time() -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headstart.server.middleware._GRACE", 0.0)
         with running(send_buffer=1 << 16) as server:
-            server.service.calls = Calls(8, None, seconds=0.5)  # but connections live on
+            server.service.calls = Calls(8, 8, seconds=0.5)  # but connections live on
             yield server
 
 

@@ -111,7 +111,7 @@ def test_who_is_cancelled_is_cancelled(said: Message | Exception) -> None:
 
 def test_a_call_whose_time_is_over_is_told_so_though_its_client_is_gone() -> None:
     async def end(client: Client, ended: list[str]) -> None:
-        calls = Calls(1, None, seconds=0.0)
+        calls = Calls(1, 1, seconds=0.0)
         late = ApiError(504, "too late")
 
         async def work() -> None:
@@ -155,7 +155,7 @@ def test_the_time_of_work_that_ended_passes_without_effect() -> None:
     async def work() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: failures.append(context))
-        with Calls(1, None, 0.01).call(EVERYBODY) as call:
+        with Calls(1, 1, 0.01).call(EVERYBODY) as call:
             async with time_limit(call, 0.0, lambda: ApiError(504, "late")):
                 pass
         passed = loop.create_future()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -31,17 +32,12 @@ QUICK = {
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplicaCluster]:
-    from headstart.cluster.serving.cluster import ReplicaCluster
+    from headstart.cluster.serving import cluster as module
 
-    number = ReplicaCluster._number
-
-    def quick(self: ReplicaCluster) -> dict[str, Any]:
-        [(name, given)] = number(self).items()
-        return {name: given.model_copy(update=QUICK)}
-
-    monkeypatch.setattr(ReplicaCluster, "_number", quick)
+    quick = partial(module.AutoscalingConfig, **QUICK)
+    monkeypatch.setattr(module, "AutoscalingConfig", quick)
     config = ReplicaConfig(replicas=1, max_replicas=2, requests_per_replica=2, replica_cpus=0.5)
-    with closing(ReplicaCluster("headstart-tiny", {"num_blocks": 512}, config)) as made:
+    with closing(module.ReplicaCluster("headstart-tiny", {"num_blocks": 512}, config)) as made:
         yield made
 
 

@@ -151,7 +151,7 @@ def test_replicas_of_another_server_that_do_not_come_to_run_are_told(
 def test_replicas_that_go_while_they_are_waited_for_are_told(
     start: Callable[..., Any],
 ) -> None:
-    with pytest.raises(EngineError, match="and they are gone"):
+    with pytest.raises(EngineError, match="are gone; allowed: RUNNING"):
         start(Fake(["DEPLOYING", "DEPLOYING", None]))
 
 
@@ -166,7 +166,7 @@ def test_another_number_of_replicas_than_asked_for_is_told(
     with pytest.raises(EngineError, match="ConnectionError"):  # once they run
         start(fake)
     told = [record.getMessage() for record in logged]
-    assert any(f"{running} replicas run" in line for line in told) == is_told
+    assert any(f"deployed {running} replicas" in line for line in told) == is_told
     assert fake.name.startswith(f"headstart-{__version__}-")
 
 

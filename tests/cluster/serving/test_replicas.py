@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -50,7 +51,8 @@ class Cluster(NamedTuple):
 
     def scale(self, count: int) -> None:
         """Have so many replicas, and wait until they run."""
-        setattr(self.replicas, "_number", lambda: {"num_replicas": count})  # noqa: B010
+        config = SimpleNamespace(least=count, most=self.count, max_replicas=None)
+        setattr(self.replicas, "_config", config)  # noqa: B010
         engine = make_config(read_options(MODEL, dict(OPTIONS)).config)
         self.replicas._deploy(MODEL, OPTIONS, engine, DRAIN)
         dispatcher = self.replicas.llm.dispatcher

@@ -30,7 +30,7 @@ def test_tenants_take_turns() -> None:
             began.set()
             assert goes_on.wait(SECONDS)
 
-        calls, threads = Calls(100, None, SECONDS), TenantQueue("test", 1)
+        calls, threads = Calls(100, 100, SECONDS), TenantQueue("test", 1)
         threads.submit(hold)
         assert began.wait(SECONDS)
 
@@ -58,7 +58,7 @@ def test_a_tenant_leaves_threads_to_others() -> None:
         assert goes_on.wait(SECONDS)
 
     async def ask() -> int:
-        loop, calls = asyncio.get_running_loop(), Calls(100, None, SECONDS)
+        loop, calls = asyncio.get_running_loop(), Calls(100, 100, SECONDS)
         loop.set_default_executor(TenantQueue("test", 4))
         with calls.call(Tenant("a", "key", None)):
             held = [loop.run_in_executor(None, hold) for _ in range(8)]
@@ -78,7 +78,7 @@ def test_a_tenants_forms_leave_a_thread_to_others() -> None:
     goes_on = threading.Event()
 
     async def ask() -> None:
-        calls, threads = Calls(100, None, SECONDS), TenantQueue("test", 2)
+        calls, threads = Calls(100, 100, SECONDS), TenantQueue("test", 2)
         try:
             with calls.call(Tenant("a", "key", None)):
                 held = [threads.submit(lambda: goes_on.wait(SECONDS)) for _ in range(4)]

@@ -115,7 +115,7 @@ class AsyncLLM(Facade):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream the answer to a conversation; the next turn hits every token of this one."""
+        """Stream the answer to a conversation; the next turn hits all tokens of this turn."""
         template = TemplateOptions.pick(locals())
         return self._stream(
             lambda: self.prepare(

@@ -138,8 +138,9 @@ def search_beams(
 def _prompt_of(search: _Search, beam: BeamSearchSequence, salt: str | None) -> Any:
     if not beam.logprobs:
         return search.prompt
-    own = search.prompt.get("cache_salt") if isinstance(search.prompt, dict) else None
-    return {"prompt_token_ids": beam.tokens, "cache_salt": own if own is not None else salt}
+    prompt_salt = search.prompt.get("cache_salt") if isinstance(search.prompt, dict) else None
+    cache_salt = salt if prompt_salt is None else prompt_salt
+    return {"prompt_token_ids": beam.tokens, "cache_salt": cache_salt}
 
 
 def _extend(

@@ -162,7 +162,7 @@ class LLM(SyncFacade):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several; the next turn hits every token of this one.
+        """Answer one or several conversations; the next turn hits all tokens of this turn.
 
         messages: dicts with "role" and "content", for the model's chat template. A content is a
         text or a list of OpenAI's parts, with images if the model has vision. In a later turn, the
@@ -307,7 +307,10 @@ def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[C
 
 @contextmanager
 def _progress(prompts: int) -> Iterator[Callable[[RequestOutput], None]]:
-    """Show a progress bar on stderr for two prompts or more; yield a function for each output."""
+    """Show a progress bar on stderr for two prompts or more.
+
+    Yield a function that must be called with each output.
+    """
     tokens = 0
     with load_module("tqdm").tqdm(total=prompts, desc="prompts", disable=prompts < 2) as bar:
 

@@ -344,7 +344,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         otherwise raises RequestError.
         """
         if self._ended:
-            self._stop()
+            self._raise_end()
         if self._group is not None and asyncio.get_running_loop() is not self._updates.loop:
             raise RequestError(
                 "the stream was started in another event loop; allowed: the same loop, or "
@@ -372,7 +372,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
             raise
         finally:
             self._is_read = False
-        self._stop()
+        self._raise_end()
 
     async def athrow(self, *error: Any) -> Output:
         """Cancel the request, then raise the error."""
@@ -407,7 +407,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         every_step = self._shown.wants_every_step
         self._driver.submit(group, self._updates.receive, every_step=every_step)
 
-    def _stop(self) -> NoReturn:
+    def _raise_end(self) -> NoReturn:
         failure, self._failure = self._failure, None
         raise StopAsyncIteration if failure is None else failure
 

@@ -35,7 +35,7 @@ class Option(NamedTuple):
 
     state: "works", "ignored" (any value, without effect) or "absent" (must be None or one of
     `values`). values: the first is the default. kind: the flag's argument is a "value", "text",
-    "switch", "list" (of values) or "texts". short: the short flag, or "".
+    "list" (of values) or "texts"; a "switch" has no argument. short: the short flag, or "".
     """
 
     state: str
@@ -111,25 +111,25 @@ def read_names(
 
     spell: returns the name of an option in errors.
     """
-    read = {}
+    effective = {}
     for name, value in options.items():
         state, *_, values = table.get(name, ("unknown", ()))
         allowed = [None, *values] if state == "absent" else []
         plain = list(value) if isinstance(value, (set, frozenset, tuple)) else value
         if state == "works":
-            read[name] = value
+            effective[name] = value
         elif state != "ignored" and not any(
             plain == other and isinstance(plain, bool) == isinstance(other, bool)
             for other in allowed
         ):
             raise ConfigError(f"{spell(name)} is {describe(value)}; {NOT_AN_OPTION}")
-    return read
+    return effective
 
 
 def _read(options: Mapping[str, Any]) -> dict[str, Any]:
     config_options = dict.fromkeys(_CONFIG, Option("works", "value", "", []))
-    read = read_names(options, ENGINE | config_options)
-    return {name: value for name, value in read.items() if value is not None or name not in ENGINE}
+    effective = read_names(options, ENGINE | config_options)
+    return {n: value for n, value in effective.items() if value is not None or n not in ENGINE}
 
 
 _ALIASES = {

@@ -46,8 +46,9 @@ class TemplateOptions:
     """Options of a chat template, as in vLLM's `LLM.chat`. Raises RequestError.
 
     chat_template: None for the model's. chat_template_content_format: the template gets contents as
-    texts ("string") or lists of parts ("openai"). continue_final_message: the answer continues the
-    last message. chat_template_kwargs: further variables of the template.
+    texts ("string") or as lists of parts ("openai"); "auto" selects lists for a model with vision
+    if the template supports them. continue_final_message: the answer continues the last message.
+    chat_template_kwargs: further variables of the template.
     """
 
     chat_template: str | None = option(None)
@@ -61,7 +62,8 @@ class TemplateOptions:
         check_fields(self, RequestError)
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt are both True; allowed: one"
+                "continue_final_message and add_generation_prompt are both True; allowed: one of "
+                "them"
             )
         tools: object = self.tools
         if tools is not None and not (
@@ -102,7 +104,7 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
         raise RequestError(f"messages are a {type(messages).__name__}; allowed: a list of dicts")
     if not messages:
         raise RequestError("messages are empty; allowed: at least one message")
-    read = []
+    converted = []
     call_id = ""  # id of the last function_call, as its result has none
     for index, original in enumerate(messages):
         if not isinstance(original, Mapping):
@@ -119,8 +121,8 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
         if role == "function":
             message |= {"role": "tool", "tool_call_id": call_id}
         _read_message(message)
-        read.append(message)
-    return read
+        converted.append(message)
+    return converted
 
 
 def _read_message(message: dict[str, Any]) -> None:
@@ -219,23 +221,23 @@ def read_content(
         raise RequestError(
             f"message {index} has {describe_content(content)}; allowed: a text or a list of parts"
         )
-    read = []
+    parts = []
     for part in text_parts(message) if isinstance(content, str) else content:
         kind = kind_of_part(part)
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(text, str):
             check_utf8(f"message {index}", text)
-            read.append({"type": "text", "text": text})
+            parts.append({"type": "text", "text": text})
         elif kind in ("image", "image_pil", "image_url") and isinstance(part, Mapping):
             if take_image is None:
                 raise RequestError(f"message {index} has an image, and the model takes only text")
-            read.append(take_image(index, part))
+            parts.append(take_image(index, part))
         else:
             raise RequestError(
                 f"message {index} has a part of type {describe(kind)}; allowed: "
                 '{"type": "text", "text": "..."}, and image_url or image for a model with vision'
             )
-    return read
+    return parts
 
 
 def text_parts(message: Message) -> list[dict[str, Any]]:

@@ -195,8 +195,8 @@ class ChatRequests:
         in_parts = template.chat_template_content_format == "openai"
         if template.chat_template_content_format == "auto":
             in_parts = self._takes_parts(template.chat_template, placeholder)
-        read = read_conversation(messages)
-        for index, message in enumerate(read):
+        converted = read_conversation(messages)
+        for index, message in enumerate(converted):
             parts = read_content(index, message, take_image)
             for part in parts:
                 if part["type"] == "text":
@@ -207,7 +207,7 @@ class ChatRequests:
                     part["text"] = codec.escape(part["text"])
             texts = [part.get("text", placeholder) for part in parts]
             message["content"] = parts if in_parts else "\n".join(texts)
-        return self._memory.apply_template(read, template), sources, uuids
+        return self._memory.apply_template(converted, template), sources, uuids
 
     def _try_parts(self, chat_template: str | None, placeholder: str) -> bool:
         """Return True if the template supports lists of parts and shows images."""

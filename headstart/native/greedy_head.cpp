@@ -35,7 +35,8 @@ struct Best {
     void add(const Best& other) { add(other.logit, other.output); }
 };
 
-// Computes a panel's exact logits for one row of pairs, where the bit in the mask is set.
+// Computes the exact logits of one row, packed as pairs, for the outputs of a panel whose bit in
+// `allowed` is set. Adds them to `best`.
 void exact(const Weight& weight, int64_t panel, uint32_t allowed, const uint32_t* pairs,
            Best* best) {
     alignas(64) float sums[PANEL];

@@ -48,7 +48,7 @@ void normalise(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
     }
 }
 
-// Normalises rows in place, then adds the residual. Waits for all threads at the end.
+// Normalizes rows in place, then adds the residual. Waits for all threads at the end.
 void normalise_update(bf16* rows, const bf16* residual, int64_t count, int64_t width,
                       const Norm& norm, int thread, int all, Stages& stages) {
     for (int64_t r = count * thread / all; r < count * (thread + 1) / all; r++) {
@@ -61,7 +61,7 @@ void normalise_update(bf16* rows, const bf16* residual, int64_t count, int64_t w
     stages.finish(all);
 }
 
-// Returns rows of x [rows, width], normalised if there is a norm.
+// Returns rows of x [rows, width], normalized if there is a norm.
 struct Rows {
     const bf16* x;
     int64_t width;
@@ -148,7 +148,7 @@ void after_attention(const Layer& layer, const bf16* attended, const bf16* hidde
     const Weight &o = layer.o, &down = layer.down;
     const int64_t width = layer.gate.inputs;
     bf16* inner = memory + std::min(rows, CHUNK) * width;
-    // Projects rows, normalises the result if there is a norm, and adds the residual.
+    // Projects rows, normalizes the result if there is a norm, and adds the residual.
     const auto update = [&](int64_t count, const bf16* x, const Weight& weight, const Norm& norm,
                             const bf16* residual, bf16* to) {
         const bool normed = norm.weight != nullptr;

@@ -18,10 +18,13 @@ inline __m512i add_products(__m512i sum, __m512i weights, __m512i row) {
     return _mm512_dpbusd_epi32(sum, weights, row);
 }
 
-// Multiplies TALL rows by one panel. FETCH is the number of prefetched cache lines per pair of
-// inputs: 2 for a single tile, which reads the panel from memory, prefetches AHEAD pairs of it, and
-// at the end the beginning of `next`; 1 for each of two tiles, which prefetches its half of the
-// next panel. Sums are floats or integers.
+// Multiplies TALL rows by one panel. Sums are floats or integers. FETCH is the number of cache
+// lines to prefetch for each pair of inputs:
+//
+// - 2 for a single tile, which reads the panel from memory. It prefetches the panel AHEAD pairs in
+//   advance, and at the end the beginning of `next`.
+// - 1 for each of two tiles, which prefetch one half of the next panel each.
+// - 0 for other tiles.
 template <class Sum, int TALL, int FETCH>
 void tile(const uint32_t* rows, const uint32_t* panel, int64_t pairs, float* sums, bool add,
           const char* next) {

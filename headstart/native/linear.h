@@ -71,8 +71,8 @@ struct Products {
                      float* sums, bool add, const uint32_t* next, int fetch);
 };
 extern const Products avx512_products, amx_products;
-// A product of int8 with sums in int32. A weight's pair has four bytes + 128, and a row's pair four
-// int8. Has only multiply(), for at most INT8_TILE rows.
+// A product of int8 with sums in int32. A pair of a weight has four uint8, each 128 plus an
+// integer; a pair of a row has four int8. Has only multiply(), for at most INT8_TILE rows.
 extern const Products avx512_int8_products;
 constexpr int INT8_TILE = 8;
 // The product of one row and a range of an int8 panel, with the same bits as amx_products.
@@ -88,7 +88,7 @@ constexpr int64_t MOST_ROWS = 512;
 //
 // Rows are cut into blocks that stay in the L2 cache, while weights are streamed. A unit of the
 // stage is one group for one block. A thread takes a range of units at a time, or whole blocks if
-// there are many.
+// there are many blocks.
 template <int N, class Source, class Find, class Finish>
 void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages& stages,
               Source&& source, Find&& panel, Finish&& finish) {

@@ -27,13 +27,13 @@ GompNumber gomp_thread = nullptr;
 GompNumber gomp_threads = nullptr;
 
 // Moves each thread of a parallel region to a separate core at its start. Linux often wakes a
-// thread on the core of the waking thread. There it waits until that thread has done the work that
-// they should have shared, and both may stay on this core for seconds.
+// thread on the core of the thread that wakes it. The woken thread then waits while the other
+// thread does the work of both, and both may stay on this core for seconds.
 class Spread {
   public:
     Spread() : taken_(bit(sched_getcpu())) {}
 
-    // Moves this thread to a core without another thread of the region, if it shares its core.
+    // Moves this thread to a free core if another thread of the region runs on its core.
     void settle() {
         const int core = sched_getcpu();
         if (core < 0 || core >= 64 || (taken_.fetch_or(bit(core)) & bit(core)) == 0) return;
@@ -58,8 +58,8 @@ class Spread {
     std::atomic<uint64_t> taken_;
 };
 
-// True if the CPU has AMX and the system allows this process to use it. Linux requires a request,
-// and may answer differently later.
+// True if the CPU has AMX and the system allows this process to use it. On Linux, a process must
+// request AMX. A later request may have another result.
 bool ask_for_amx() {
 #if defined(HEADSTART_EMULATED)
     return true;
@@ -180,8 +180,8 @@ const LayoutEntry headstart_layout[] = {
 
 int headstart_native_interface() { return HEADSTART_NATIVE_INTERFACE; }
 
-// The files that this CPU can run: 3 all, 2 those that need AVX-512 with bf16, 1 those that need
-// AVX2, FMA and F16C, 0 none.
+// The source files that this CPU can run: 3 all, 2 those that need AVX-512 with bf16, 1 those that
+// need AVX2, FMA and F16C, 0 none.
 int headstart_native_level() {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
         !__builtin_cpu_supports("f16c"))
@@ -197,7 +197,7 @@ int headstart_native_level() {
 // Switches the use of AMX on or off.
 void headstart_native_use_amx(int use) { headstart::use_amx = use != 0; }
 
-// The values other than 0 that `vnni` may have on this CPU, added: 1, 2, or both.
+// The VNNI instructions of this CPU: 0 none, 1 AVX-VNNI, 2 AVX-512 VNNI, 3 both.
 int headstart_native_vnni() {
     const bool wide = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");

@@ -81,14 +81,15 @@ inline void store_some(typename Kind::Floats x, float* to, int64_t count) {
     std::memcpy(to, numbers, std::max<int64_t>(count, 0) * sizeof(float));
 }
 
-// The state that a thread needs after part `part` of a sequence, or null without any.
+// The state that this thread reads after part `part` of a sequence: of the next sequence, or of the
+// first sequence for the next part. Null if there is none, or if it is zeros.
 inline const float* next_source(const States& states, const Sequences& sequences, int64_t sequence,
                                 int64_t part, int64_t parts, int64_t floats) {
     if (++sequence == sequences.count) sequence = 0, part++;
     return part < parts ? states.source(sequences, sequence, part * floats) : nullptr;
 }
 
-// Prefetches part of that state, since reading it takes longer than computing one token.
+// Prefetches numbers of the next state, since reading it takes longer than computing one token.
 inline void prefetch(const float* state, int64_t first, int64_t count) {
     for (int64_t i = first; state != nullptr && i < first + count; i += LANES)
         _mm_prefetch(reinterpret_cast<const char*>(state + i), _MM_HINT_T1);
@@ -100,7 +101,7 @@ inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
 using Order = int32_t __attribute__((vector_size(32)));
 
-// Sums of neighbouring pairs in each four numbers of a, then of b.
+// Sums of neighboring pairs in each four numbers of a, then of b.
 inline Eight add_neighbors(Eight a, Eight b) {
     return __builtin_shuffle(a, b, Order{0, 2, 8, 10, 4, 6, 12, 14}) +
            __builtin_shuffle(a, b, Order{1, 3, 9, 11, 5, 7, 13, 15});
@@ -503,9 +504,9 @@ class ScanHead {
         }
     }
 
-    // The same for part of a row: VECTORS vectors from `n` on. Adds to the sums of the vectors
-    // before, which have 16 lanes, and `stride` floats from token to token. Not inlined, so that
-    // all vectors are in registers.
+    // Computes `count` tokens for part of row p: VECTORS vectors from number `n` on. Adds to the
+    // sums of earlier vectors: 16 lanes for each token, `stride` floats from token to token. Not
+    // inlined, so that all vectors are in registers.
     template <int VECTORS>
     [[gnu::noinline]] void walk_row(int64_t p, int64_t n, int64_t count, float* sums,
                                     int64_t stride) const {

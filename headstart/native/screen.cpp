@@ -1,4 +1,4 @@
-// The 8-bit copy of a weight: quantisation, products, and bounds of the exact products.
+// The 8-bit copy of a weight: quantization, products, and bounds of the exact products.
 #include "avx512.h"
 
 #include "screen.h"
@@ -19,7 +19,7 @@ inline __m512 weights(const uint32_t* pairs, int64_t inputs, int64_t input) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(x), least, _CMP_NLT_UQ), x);
 }
 
-// Quantises 16 outputs of one panel.
+// Quantizes 16 outputs of one panel.
 void quantise(const uint32_t* pairs, const Screen& screen, int64_t panel, int half) {
     __m512 most = _mm512_setzero_ps();
     __mmask16 boundless = 0;

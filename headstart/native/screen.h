@@ -34,10 +34,10 @@ struct Screen {
     float* lengths(int64_t at) const { return scales(at) + 2 * PANEL; }  // upper bound of |w'|
 };
 
-// A row, quantised for products with a screen.
+// A row, quantized for products with a screen.
 struct ScreenRow {
     float step, length, error;  // of x', upper bounds of |x| and |x - x'|
-    int32_t high, low;          // added to a sum by the 128 in the weights
+    int32_t high, low;          // what the 128 in each weight adds to a sum
     bool usable;
 };
 

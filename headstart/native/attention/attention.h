@@ -37,7 +37,7 @@ struct AttentionStep {
     const Segment* segments;
     const Merger* mergers;
     const int32_t* parts;
-    float* partials;     // each [heads, 2 + value_dim]: maximum, sum, unnormalised output
+    float* partials;     // each [heads, 2 + value_dim]: maximum, sum, unnormalized output
     uint8_t* nonfinite;  // [tokens]: set to 1 where K or V are not finite, never cleared
     int32_t num_tokens;
     int32_t num_segments;
@@ -46,8 +46,8 @@ struct AttentionStep {
     int32_t threads;
 };
 
-// One layer. Its rows have the type Number, and keys and values in memory the type Stored. If that
-// is int8_t, each token and KV head has a scale for its key and a scale for its value.
+// One layer. Its rows have the type Number, and keys and values in memory the type Stored. If
+// Stored is int8_t, each token and KV head has a scale for its key and a scale for its value.
 template <class Number, class Stored = Number>
 struct Call {
     const Number* query;  // [tokens, heads, key_dim]

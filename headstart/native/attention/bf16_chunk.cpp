@@ -11,8 +11,8 @@
 // The bf16 instruction adds two products, so Q^T and P^T hold pairs in each 32-bit lane. V's
 // rows are interleaved two by two into scratch, once per chunk and tile of keys.
 //
-// Tiles begin at multiples of TILE from the segment's first key on, and a hidden score has exactly
-// weight 0. So the bits of a row's result do not depend on the other rows of its chunk.
+// Tiles begin at multiples of TILE, counted from the segment's first key, and a hidden score has
+// exactly weight 0. So the bits of a row's result do not depend on the other rows of its chunk.
 #include "rows.h"  // float32.cpp includes it too
 
 #include "../avx512.h"

@@ -6,16 +6,17 @@
 
 namespace headstart {
 
-// Rows in one pass over the keys: four vectors of 16 lanes, for which sums fit in registers and the
+// Rows in one pass over the keys: four vectors of 16 lanes. Their sums fit in registers, and their
 // working set in the L1 and L2 caches.
 constexpr int CHUNK_VECTORS = 4;
 constexpr int CHUNK_ROWS = 16 * CHUNK_VECTORS;
 
 void attend_chunk(const Rows<bf16>& rows);
 
-// The same for segments with too few rows to fill the lanes. The choice between the two must depend
-// only on the segment, since they sum in different orders. At the end, prefetches the first keys of
-// `next`, the chunk that this thread may get next (or nullptr).
+// Does the same as attend_chunk() for segments with too few rows to fill the lanes. The choice
+// between the two functions must depend only on the segment, since they sum in different orders. At
+// the end, prefetches the first keys of `next`, the chunk that this thread may get next (or
+// nullptr).
 constexpr int FEW_ROWS = 8;
 void attend_few(const Rows<bf16>& rows, const Chunk* next);
 

@@ -24,8 +24,8 @@
 namespace headstart {
 namespace {
 
-// The first two groups of rows prefetch, although the lines are the same. If only the first did,
-// decoding would be slower; if all did, prefilling would be.
+// The first two groups of rows prefetch the next tile, although both prefetch the same lines. With
+// only one group, decoding would be slower; with all groups, prefilling would be slower.
 constexpr int FETCHING = 2 * MOST;  // rows
 
 // A matrix in rows.
@@ -72,7 +72,7 @@ void score_rows(ChunkState<Stored>& s, int row, int count, int key_dim) {
         multiply<ROWS>(
             query.from(row, 0), key_dim,
             [&](int d) {
-                const unsigned at = d;  // as many dims as lines of 16 keys
+                const unsigned at = d;  // 16 keys have at most as many lines as dims
                 const int dim = at / PANEL * LINE<Stored>;
                 if (row < FETCHING && (!SCALED<Stored> || dim < key_dim))
                     fetch<_MM_HINT_T1>(s.next.keys[k + at % PANEL] + dim);

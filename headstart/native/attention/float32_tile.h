@@ -12,7 +12,7 @@ constexpr int PANEL = 2 * LANES;  // keys or dims of one product
 constexpr int MOST = 6;           // rows of one product
 constexpr int CHUNK = 16 * MOST;  // rows whose working set fits the L2 cache
 
-// V in memory; only the last dims are copied if they do not fill a panel.
+// Copies of the last dims of V, if they do not fill a panel. Products read other dims from memory.
 template <class Stored>
 struct Values {
     float tails[TILE][PANEL];

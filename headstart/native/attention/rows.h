@@ -76,7 +76,7 @@ struct Rows {
         to[1] = sum;
     }
 
-    // A sink is a score with a value of zero, so it only initialises the maximum and the sum.
+    // A sink is a score with a value of zero, so it only initializes the maximum and the sum.
     bool sinks() const { return call.sinks != nullptr && chunk.segment->first_key == 0; }
 
     // The maximum of a row, in units of log2, and its sum before any key.
@@ -85,8 +85,8 @@ struct Rows {
     }
     float first_sum() const { return sinks() ? 1.0f : 0.0f; }
 
-    // Sets the addresses of K and V of TILE positions from `first` on; from `end` on the last
-    // repeats.
+    // Sets the addresses of K and V of TILE positions from `first` on. Positions from `end` on get
+    // the addresses of position `end` - 1.
     void find_tile(Tile<Stored>& tile, int first, int end) const {
         const int32_t* table = step.tables + chunk.segment->table;
         const int size = 1 << step.block_shift;
@@ -132,8 +132,8 @@ struct Seen {
         all_last = std::min(all_last, row.last_key);
     }
 
-    // The start of the first tile. Tiles begin at multiples of TILE from the segment's first key
-    // on.
+    // The start of the first tile. Tiles begin at multiples of TILE, counted from the segment's
+    // first key.
     int start(const Segment& segment) const {
         return segment.first_key + (first - segment.first_key) / TILE * TILE;
     }

@@ -3,10 +3,10 @@
 // A Kernel computes with numbers of one type on one kind of CPU:
 //
 //     CHUNK_ROWS                          the most rows of a chunk
-//     write_row(to, scale, from, dim)     writes a head of K or V, and its scale unless that is null;
-//                                         true if one of its elements is not finite
-//     attend(rows, next)                  attends with a chunk's rows; may prefetch the first keys of
-//                                         `next`, this thread's likely next chunk (or nullptr)
+//     write_row(to, scale, from, dim)     writes a head of K or V, and its scale unless `scale` is
+//                                         null; true if one of its elements is not finite
+//     attend(rows, next)                  attends with a chunk's rows; may prefetch the first keys
+//                                         of `next`, this thread's likely next chunk (or nullptr)
 //     power(x)                            2^x
 //     store_row(to, from, dim, factor)    writes floats times a factor
 #pragma once

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t STEP = 16;        // inputs
 constexpr int64_t TILE = 1 << 16;   // bytes of the weight that fit in the L2 cache
-constexpr int64_t WHOLE = 12;       // outputs; a tile has a multiple of this, which 1 to 4 divide
+constexpr int64_t WHOLE = 12;       // outputs; a tile has a multiple of this, and so of 1 to 4
 constexpr int64_t MOST_ROWS = 64;   // rows that fit there too
 constexpr int TOGETHER = 4;         // most outputs, and most rows, that are summed at the same time
 constexpr size_t LONG_ROW = 12288;  // bytes; four longer rows do not fit in the L1 cache
@@ -53,7 +53,7 @@ const float* split(const float* x, int64_t rows, int64_t inputs) {
 }
 
 // sums[row][output] = ROWS rows times OUTPUTS rows of the weight, from `weight` on. An incomplete
-// last step of the weight is copied, since another row follows it.
+// last step of the weight is copied, since the next row follows it in memory.
 template <int OUTPUTS, int ROWS>
 void multiply(const bf16* weight, int64_t inputs, const float* rows, float (*sums)[TOGETHER],
               int64_t ahead) {

@@ -11,7 +11,9 @@ using namespace headstart::integers;
 
 namespace {
 
-constexpr float TOP = 127;  // a 16-bit lane can add 16 products with 15, 8 with 31, 2 with 128
+// The largest integer of a row. A 16-bit lane can then add 16 products with values up to 15, 8 with
+// values up to 31, or 2 with values up to 128.
+constexpr float TOP = 127;
 
 // Rounds group `g` of the row x.
 void round_group(const float* x, const Weight& weight, int64_t g, Group& out) {
@@ -48,7 +50,8 @@ struct Avx2 : Avx2Vectors {
         __m256i narrow, exact;  // lanes of 16 and of 32 bits
 
         static Sum of(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-        // The instruction's first bytes are unsigned, so the weight's sign is moved to the number.
+        // The instruction's first operand is unsigned, so the weight's sign moves to the row's
+        // number.
         void add(__m256i bytes, __m256i numbers) {
             const __m256i weight = bytes ^ _mm256_set1_epi8(-128);
             narrow =

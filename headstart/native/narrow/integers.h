@@ -4,7 +4,8 @@
 // The data of one group of one panel is contiguous, so a product reads a weight sequentially. With
 // 4 or 5 bits:
 //
-//     steps[16], starts[16]      float16; or bytes: a start is then -8 (4 bits) or -16 times its byte
+//     steps[16], starts[16]      float16, or bytes; with bytes, a start is -8 (4 bits) or -16 (5
+//                                bits) times its byte
 //     bytes[4][16][4]            byte [v][o][b] of output o: inputs 4v + b (low half), 16 + 4v + b
 //     fifths[16][4]              with 5 bits: bit 2v + h of byte [o][b]: fifth bit of 16h + 4v + b
 //

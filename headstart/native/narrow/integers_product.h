@@ -11,8 +11,8 @@
 //     fmadd(a, b, c)                     a * b + c, rounded once
 //     Sum::of(middle)                    begin a group; middle: -128 times a row's sum of numbers
 //     Sum.add(first, low, second, high)  add products of unsigned values and a row's numbers
-//     Sum.add(bytes, numbers)            the same for 8 bits: bytes are values + 128, which `middle`
-//                                        corrects (or the Kind subtracts 128, and ignores `middle`)
+//     Sum.add(bytes, numbers)            the same for 8 bits; bytes are values + 128. `middle` corrects
+//                                        this, or the Kind subtracts 128 and ignores `middle`
 //     Sum.widen()                        call after 4 calls of the first add, or 2 with 5 bits
 //     Sum.total()                        the sums as floats
 #pragma once
@@ -144,7 +144,7 @@ void multiply_panels(const Weight& weight, const Rows& rounded, int64_t rows, fl
     };
     for (int64_t block = 0; block < rows; block += MOST_ROWS) {
         const int64_t last = std::min(rows, block + MOST_ROWS);
-        // One or two rows are limited by memory, which is fastest to read sequentially.
+        // The product of one or two rows is limited by memory, and sequential reads are fastest.
         const int64_t together = ALONE == 1 && last - block > 2 ? 2 : 1;
         for (int64_t panel = begin; panel < end; panel += together)
             for (int64_t row = block; row < last; row += Kind::MOST)

@@ -72,7 +72,7 @@ void normalise(const float* x, int64_t width, const Norm& norm, float* out) {
     }
 }
 
-// Normalises (if there is a norm) and rotates the heads of a row in place, as ../layer.cpp.
+// Normalizes (if there is a norm) and rotates the heads of a row in place, as in ../layer.cpp.
 template <bool HALF>
 void turn(float* row, int64_t width, int64_t dim, const Norm& norm, const float* cos,
           const float* sin) {
@@ -106,9 +106,11 @@ inline void widen(const bf16* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i++) to[i] = float_of(uint32_t{from[i]} << 16);
 }
 
-constexpr int64_t CHUNK = 256;     // rows in bf16 that are computed together, except for attention
-constexpr int64_t MANY_ROWS = 64;  // for which operations between products use all threads
-constexpr int64_t MANY_GATES = 512;  // vectors of gates, which take longer than other operations
+constexpr int64_t CHUNK = 256;  // rows in bf16 that are computed together, except for attention
+// From MANY_ROWS rows on, operations between products use all threads. The operation on gates takes
+// longer, so it uses all threads from MANY_GATES vectors on.
+constexpr int64_t MANY_ROWS = 64;
+constexpr int64_t MANY_GATES = 512;
 
 // Rows of q, k, v and attention's result, each [rows, elements], for all rows in this order.
 template <class Number>
@@ -142,7 +144,7 @@ void run_layers(const LayerRun* runs, int64_t count, float* hidden, int64_t rows
                 for (int64_t i = 0; i < weight->outputs; i++) row[i] = stored<HALF>(row[i]);
             });
     };
-    // Adds `update` to rows, normalised if there is a norm for it.
+    // Adds `update` to rows, normalized if there is a norm for it.
     const auto add = [&](float* to, int64_t some, const Norm& norm) {
         parallel_each(among, some, [&](int64_t r) {
             float *row = to + r * width, *more = update + r * width;
@@ -150,7 +152,7 @@ void run_layers(const LayerRun* runs, int64_t count, float* hidden, int64_t rows
             for (int64_t i = 0; i < width; i++) row[i] = stored<HALF>(row[i] + more[i]);
         });
     };
-    // Writes normalised rows to `update`.
+    // Writes normalized rows to `update`.
     const auto begin = [&](const float* from, int64_t some, const Norm& norm) {
         parallel_each(among, some, [&](int64_t r) {
             normalise<HALF>(from + r * width, width, norm, update + r * width);

@@ -222,7 +222,7 @@ def _path(error: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*path, field) if field is not None else tuple(path)
 
 
-_MIXED = ("content", "input", "output")
+_MIXED = ("content", "input", "output")  # lists with several types of items
 _SOURCES = ("text", "content", "base64", "url", "file")  # types of a document's source
 _TYPE = re.compile(r"^(body|str|int|float|bool|[A-Z].*)$|\[")
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")

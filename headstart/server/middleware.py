@@ -82,7 +82,7 @@ class RequestMiddleware:
     ) -> None:
         path, service, state = scope["path"], self._service, scope["state"]
         num_hosts = len([name for name, value in scope["headers"] if name == b"host" and value])
-        # With several headers, `check_origin` would read only the last (RFC 9112, section 3.2).
+        # Of several Host headers, `check_origin` would read only the last (RFC 9112, section 3.2).
         if num_hosts > 1 or (not num_hosts and scope["http_version"] not in ("1", "1.0")):
             raise ApiError(400, f"the request has {num_hosts} Host headers; allowed: one")
         if not service.tenants.requires_keys:

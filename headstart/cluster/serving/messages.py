@@ -106,7 +106,7 @@ class PromptResult(NamedTuple):
 
 
 class OutputDelta(NamedTuple):
-    """New tokens of one answer. number: index of the answer. start: index of the first token."""
+    """New tokens of one answer. number: index of the answer. start: position of the first token."""
 
     number: int
     start: int
@@ -202,7 +202,7 @@ class RequestDelta(NamedTuple):
             request = group.requests[answer.number]
             count = len(request.sampling.output_token_ids)
             if answer.start > count:
-                continue  # earlier tokens are missing: the last part has them
+                continue  # an earlier delta was lost; the last delta repeats its tokens
             for token in answer.tokens(count - answer.start):
                 request.append(token, now)
             if answer.finish_reason is not None:

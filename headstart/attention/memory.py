@@ -254,7 +254,7 @@ class StateMemory:
 
     `layers[i]` has the states of the i-th recurrent layer as views `[slots, *shape]`, one for each
     shape of its layout. The last slot, `scratch_slot`, takes states that are discarded.
-    `recurrence` is the current step's.
+    `recurrence` has the slots of the current step.
     """
 
     def __init__(

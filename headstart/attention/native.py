@@ -394,7 +394,9 @@ class NativeStep:
         self._parts: dict[int, list[int]] = {}  # partial results by token
         self._owners: list[int] = []  # the spans of segments, except segments of groups
         # Groups come first, since they take longest.
-        self._segments = np.array(self._groups(plan) + self._rests(plan), dtype=np.int32)
+        self._segments = np.array(
+            self._group_segments(plan) + self._ungrouped_segments(plan), dtype=np.int32
+        )
         self._contexts = _decoding_contexts(plan)
         self._slots = plan.slots.contiguous()
         rows = np.array(self._rows, dtype=np.int32)
@@ -435,15 +437,15 @@ class NativeStep:
             or (shared, kv_splits) != (self._shared, self._kv_splits)
         ):
             return False
-        rests = self._segments[len(self._segments) - len(self._owners) :]
+        ungrouped = self._segments[len(self._segments) - len(self._owners) :]
         if kv_splits > 1:
             borders = [_key_borders(0, context, kv_splits)[:-1] for context in contexts.tolist()]
-            if [*itertools.chain(*borders)] != rests[:, _FIRST_KEY].tolist():
+            if [*itertools.chain(*borders)] != ungrouped[:, _FIRST_KEY].tolist():
                 return False
         self._contexts = contexts
-        rests[:, _FIRST_POSITION] = contexts[self._owners] - 1
+        ungrouped[:, _FIRST_POSITION] = contexts[self._owners] - 1
         last = np.flatnonzero(np.diff(self._owners, append=-1))
-        rests[last, _LAST_KEY] = contexts
+        ungrouped[last, _LAST_KEY] = contexts
         self._slots = plan.slots.contiguous()
         self.struct.slots = self._slots.data_ptr()
         self.struct.threads = torch.get_num_threads()
@@ -455,7 +457,7 @@ class NativeStep:
         self.num_partials += 1
         return self.num_partials - 1
 
-    def _groups(self, plan: StepPlan) -> list[Segment]:
+    def _group_segments(self, plan: StepPlan) -> list[Segment]:
         """Return the segments of shared-prefix groups."""
         segments: list[Segment] = []
         indices = [index for index, span in enumerate(plan.spans) if span.num_rows == 1]
@@ -477,7 +479,7 @@ class NativeStep:
             self._rows += rows
         return segments
 
-    def _rests(self, plan: StepPlan) -> list[Segment]:
+    def _ungrouped_segments(self, plan: StepPlan) -> list[Segment]:
         """Return the segments of each span's keys outside groups."""
         firsts = iter(self._shared.own_first if self._shared is not None else ())
         segments: list[Segment] = []

@@ -238,7 +238,7 @@ class _Simulation:
         if self._ends and self._ends[0][0] < self.transfers.next_time():
             return self._end_step(progress)
         now, receiver, job = self.transfers.take()
-        self._give(self.fleet.computing + receiver, job, now)
+        self._enqueue(self.fleet.computing + receiver, job, now)
         return now
 
     def _arrive(self, name: str, request: TraceRequest) -> None:
@@ -252,10 +252,12 @@ class _Simulation:
         keys: Sequence[PrefixKey] = ()
         if self.router.policy.needs_keys:
             keys = prefix_keys(self.replicas[0].manager.block_hashes(job.sequence))
-        routed = RouteRequest(name, keys, job.num_tokens, self.fleet.block_size, request.session)
-        self._give(self.router.route(routed, request.time), job, request.time)
+        route_request = RouteRequest(
+            name, keys, job.num_tokens, self.fleet.block_size, request.session
+        )
+        self._enqueue(self.router.route(route_request, request.time), job, request.time)
 
-    def _give(self, number: int, job: ReplayRequest, now: float) -> None:
+    def _enqueue(self, number: int, job: ReplayRequest, now: float) -> None:
         """Queue a request at a replica."""
         job.replica = number
         replica = self.replicas[number]
@@ -308,14 +310,14 @@ class _Simulation:
                 self.router.first_token(job.name, now)
             for job in finished:
                 self.router.finish(job.name)
-        complete = [job for job in finished if not self._send_on(job, now)]
+        complete = [job for job in finished if not self._forward(job, now)]
         self.jobs += complete
         if progress is not None and complete:
             progress(len(self.jobs), len(self.trace.requests))
         self._schedule(number, replica.begin(now))
         return now
 
-    def _send_on(self, job: ReplayRequest, now: float) -> bool:
+    def _forward(self, job: ReplayRequest, now: float) -> bool:
         """Send a request to a decoding replica; return False if its reply is complete."""
         request = self._requests.pop(job.name, None)
         if request is None:

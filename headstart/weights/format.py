@@ -42,8 +42,8 @@ def find_kind(name: str) -> WeightKind | None:
 class WeightFormat(ABC):
     """A matrix `[outputs, inputs]` as it is stored, and its bias `[outputs]` or None.
 
-    kind: None for floats. name, table_name: the names, in cache identities, of a `Linear` and of an
-    `Embedding` with this format. They must not change.
+    `kind` is None for floats. `name` and `table_name` identify a `Linear` and an `Embedding` of
+    this format in cache identities, and must not change.
     """
 
     kind: WeightKind | None = None

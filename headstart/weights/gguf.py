@@ -238,7 +238,7 @@ class GGUFCheckpoint(Checkpoint):
             if last is not None and match and match[1] and int(match[1]) >= last:
                 continue
             if tensor.name not in _ROPE_TENSORS:
-                name = self._name(tensor.name)
+                name = self._transformers_name(tensor.name)
                 if name in self._tensors:
                     raise UnsupportedLayerError(f"it has two tensors for {name}")
                 self._tensors[name] = tensor
@@ -321,16 +321,16 @@ class GGUFCheckpoint(Checkpoint):
 
     def log(self, tied: bool) -> None:
         """Log the tensors' formats in the file and here; as a warning if weights are rounded."""
-        counts = Counter((self._type(n), self._becomes(n, tied)) for n in self._tensors)
+        counts = Counter((self._type(n), self._describe_storage(n, tied)) for n in self._tensors)
         texts = [
-            f"{count} {type_name} {becomes}"
-            for (type_name, becomes), count in sorted(counts.items())
+            f"{count} {type_name} {storage}"
+            for (type_name, storage), count in sorted(counts.items())
         ]
-        changed = any(becomes.startswith(_ROUNDED) for _, becomes in counts)
+        changed = any(storage.startswith(_ROUNDED) for _, storage in counts)
         level = logging.WARNING if changed else logging.INFO
         _log.log(level, "tensors of the GGUF file: %s", ", ".join(texts))
 
-    def _becomes(self, name: str, tied: bool) -> str:
+    def _describe_storage(self, name: str, tied: bool) -> str:
         type_name, kind = self._type(name), self.kind(name)
         if kind is None:
             return "stored as float"
@@ -349,7 +349,7 @@ class GGUFCheckpoint(Checkpoint):
     def _type(self, name: str) -> str:
         return str(self._tensors[name].tensor_type.name)
 
-    def _name(self, name: str) -> str:
+    def _transformers_name(self, name: str) -> str:
         match = _TENSOR_NAME.fullmatch(name)
         if match is None:
             return name

@@ -76,10 +76,10 @@ def mask_logits(logits: Tensor, allowed: np.ndarray) -> None:
     every = every_token(size)
     buffer = np.empty((len(every), 8), dtype=np.float32)  # shared by rows: new memory is slow
     for row, mask in zip(logits.numpy(), allowed, strict=True):
-        if len(places := np.flatnonzero(mask != every)) * _FEW <= len(mask):
-            row[_tokens_of(places, every[places] & ~mask[places])] = -np.inf
-        elif len(places := np.flatnonzero(mask)) * _FEW <= len(mask):
-            tokens = _tokens_of(places, mask[places])
+        if len(indices := np.flatnonzero(mask != every)) * _FEW <= len(mask):
+            row[_tokens_of(indices, every[indices] & ~mask[indices])] = -np.inf
+        elif len(indices := np.flatnonzero(mask)) * _FEW <= len(mask):
+            tokens = _tokens_of(indices, mask[indices])
             logits_of_tokens = row[tokens]
             row[:] = -np.inf
             row[tokens] = logits_of_tokens
@@ -88,10 +88,10 @@ def mask_logits(logits: Tensor, allowed: np.ndarray) -> None:
             np.fmin(row, buffer.reshape(-1)[:size], out=row)
 
 
-def _tokens_of(places: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    """Return the tokens of the set bits. places: indices in the mask. bits: the bytes there."""
+def _tokens_of(indices: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """Return the tokens of the set bits. indices: positions in the mask. bits: the bytes there."""
     row, bit = np.nonzero(np.unpackbits(bits[:, None], axis=1, bitorder="little"))
-    return np.asarray(places[row] * 8 + bit)
+    return np.asarray(indices[row] * 8 + bit)
 
 
 class GreedyHead:
@@ -152,14 +152,15 @@ class GreedyHead:
             torch.get_num_threads(),
         )
         tokens: list[int] = tokens_tensor.tolist()
-        left = [row for row, token in enumerate(tokens) if token < 0]
-        self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE) if 2 * len(left) > len(tokens) else 0
+        unresolved = [row for row, token in enumerate(tokens) if token < 0]
+        is_majority = 2 * len(unresolved) > len(tokens)
+        self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE) if is_majority else 0
         self._waiting = self._pause
-        if left:
+        if unresolved:
             computed_tokens = self._compute_all(
-                hidden[left], None if allowed is None else allowed[left]
+                hidden[unresolved], None if allowed is None else allowed[unresolved]
             )
-            for row, token in zip(left, computed_tokens, strict=True):
+            for row, token in zip(unresolved, computed_tokens, strict=True):
                 tokens[row] = token
         return tokens
 

@@ -11,8 +11,8 @@
 //     fmadd(a, b, c)                     a * b + c, rounded once
 //     Sum::of(middle)                    begin a group; middle: -128 times a row's sum of numbers
 //     Sum.add(first, low, second, high)  add products of unsigned values and a row's numbers
-//     Sum.add(bytes, numbers)            the same for 8 bits; bytes are values + 128. `middle` corrects
-//                                        this, or the Kind subtracts 128 and ignores `middle`
+//     Sum.add(bytes, numbers)            the same for 8 bits; bytes are values + 128. `middle`
+//                                        corrects this, or the Kind subtracts 128 and ignores it
 //     Sum.widen()                        call after 4 calls of the first add, or 2 with 5 bits
 //     Sum.total()                        the sums as floats
 #pragma once

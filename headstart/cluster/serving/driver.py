@@ -410,7 +410,7 @@ class ReplicaDriver:
             del self._running[running.group.request_id]
 
     async def _answer(self, running: _Running) -> Update:
-        """Send a request, to several replicas if they die; return its last update."""
+        """Send a request, and send it again if its replica is lost; return its last update."""
         try:
             request = await self._describe(running)
             route = RouteRequest(
@@ -437,9 +437,9 @@ class ReplicaDriver:
             return read_error(error)
 
     async def _stream(self, running: _Running, request: AnswerRequest) -> None:
-        """Send a request to a replica, and add its first and last tokens; reports have the others.
+        """Send a request to a replica, and receive its first and last tokens.
 
-        Raises the errors of Ray and of the replica.
+        Reports have the other tokens. Raises the errors of Ray and of the replica.
         """
         attempt = _Attempt(running, time.perf_counter())
         self._attempts[request.key] = attempt

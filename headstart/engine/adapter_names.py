@@ -100,9 +100,9 @@ class AdapterNames(ABC):
     def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
         """Read the adapter in folder `path`, so that requests can use it by `name`.
 
-        The calling thread reads the adapter, and the engine's thread names it. An earlier adapter
-        of this name becomes nameless. Raises AdapterError, ConfigError if adapters are off or the
-        name is invalid, and exceptions of `in_engine`. An error changes nothing.
+        The calling thread reads the adapter, and the engine's thread adds it to the table. An
+        earlier adapter of this name loses the name. Raises AdapterError, ConfigError if adapters
+        are off or the name is invalid, and exceptions of `in_engine`. An error changes nothing.
         """
 
     def unload(self, name: str) -> None:

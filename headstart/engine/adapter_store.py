@@ -81,7 +81,7 @@ class AdapterStore(AdapterNames):
         self.has_unnamed = True
 
     def name_miss(self, request: Request) -> None:
-        """Replace the adapter's digest in a miss explanation by its name."""
+        """Replace the digest of an adapter in the request's miss explanation by its name."""
         missed = request.missed
         if missed is not None and missed.adapter is not None:
             names = [a.name for a in self.named if a.digest == missed.adapter]
@@ -123,7 +123,7 @@ class AdapterStore(AdapterNames):
     # Memory
 
     def take_in(self) -> None:
-        """Make the adapter that has been read resident, if fewer than `max_loras` are in use.
+        """Add the newly read adapter to the resident ones, if fewer than `max_loras` are in use.
 
         Call only before the scheduler runs. Then the scheduler can admit the adapter's request
         before the adapter is evicted again.
@@ -145,7 +145,10 @@ class AdapterStore(AdapterNames):
         self.has_unnamed = True  # its name may have been removed meanwhile
 
     def wait_for_reading(self) -> object | None:
-        """Wait for the adapter that is being read; return the reading, or None if there is none."""
+        """Wait for the adapter that is being read; return None if there is no such adapter.
+
+        Otherwise, return an object that identifies this read.
+        """
         if self._reading is not None:
             futures.wait([self._reading[1]])
         return self._reading
@@ -212,7 +215,7 @@ class AdapterStore(AdapterNames):
     def restore(self) -> None:
         """Clear the state of a failed step."""
         self._failed, self._refused = {}, {}
-        self.has_unnamed = True  # `forget_unnamed` checks it
+        self.has_unnamed = True  # until `forget_unnamed` computes it again
         self._layers.reset()
 
     def close(self) -> None:

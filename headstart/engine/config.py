@@ -45,26 +45,26 @@ class EngineConfig(CacheOptions):
     num_window_blocks: int | None = option(
         None, "KV blocks of sliding-window layers; default: a tenth of num_blocks or more", _COUNTS
     )
-    max_model_len: int | None = option(None, "most tokens of prompt and answer together", _COUNTS)
-    max_num_batched_tokens: int = option(2048, "most tokens computed in a step", _COUNTS)
-    max_num_seqs: int = option(256, "most requests that run at the same time", _COUNTS)
+    max_model_len: int | None = option(None, "maximum tokens in prompt and answer", _COUNTS)
+    max_num_batched_tokens: int = option(2048, "maximum tokens computed in a step", _COUNTS)
+    max_num_seqs: int = option(256, "maximum number of running requests", _COUNTS)
     max_bypassed: int = option(
-        8, "most times that better hits may bypass a request", Number(int, 0)
+        8, "maximum times that better hits may bypass a request", Number(int, 0)
     )
     speculation: int | str = option(
         "auto",
-        "most drafted tokens of a request in a step; auto: as many as save time",
+        "maximum tokens drafted for a request in a step; auto: as many as save time",
         Either(OneOf(("auto", "off")), Number(int, 0, MAX_DRAFT)),
     )
     share_attention: bool = option(True, "attend once to prefixes that running requests share")
     deterministic: bool = option(False, "bitwise equal logits for any cache hits and any batch")
     encoder_cache_rows: int = option(8192, "cached image embeddings, one per placeholder", _COUNTS)
-    max_images: int = option(16, "most images in a prompt", _COUNTS)
-    max_image_pixels: int = option(2**25, "largest width times height of an image", _COUNTS)
+    max_images: int = option(16, "maximum images in a prompt", _COUNTS)
+    max_image_pixels: int = option(2**25, "maximum width times height of an image", _COUNTS)
     num_threads: int | None = option(None, "torch threads; default: this process's cores", _THREADS)
     enable_lora: bool = option(True, "allow LoRA adapters")
-    max_loras: int = option(8, "most LoRA adapters in memory, and so in a step", _COUNTS)
-    max_lora_rank: int = option(64, "the highest rank of a LoRA adapter", _COUNTS)
+    max_loras: int = option(8, "maximum LoRA adapters in memory, and so in a step", _COUNTS)
+    max_lora_rank: int = option(64, "maximum rank of a LoRA adapter", _COUNTS)
     cache_dir: str | None = option(None, "folder for K/V that outlive the process; off: no folder")
     cache_dir_bytes: int = option(10 * 2**30, "bytes of the folder, for all models", _COUNTS)
     cache_words: bool = option(
@@ -81,7 +81,7 @@ class EngineConfig(CacheOptions):
 
     @property
     def max_draft(self) -> int:
-        """The most tokens drafted for a request in a step; 0 if `speculation` is off."""
+        """Maximum number of tokens drafted for a request in a step; 0 if `speculation` is off."""
         if isinstance(self.speculation, int):
             return self.speculation
         return MAX_DRAFT if self.speculation == "auto" else 0

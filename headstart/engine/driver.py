@@ -89,15 +89,15 @@ class Driver(Protocol):
     def awaited(self) -> AbstractContextManager[None]:
         """Return a context in which the caller waits for an answer.
 
-        Raises EngineError, now or on entry, if the wait would never end: in the engine's thread, in
-        a coroutine that the engine's work started, or in the work of another engine that this
-        engine waits for.
+        Raises EngineError, when it is called or when the context is entered, if the wait would
+        never end. Such callers are the engine's thread, a coroutine that the engine's work started,
+        and the work of another engine for which this engine waits.
         """
 
     def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None:
         """Queue a prepared request. Its last update is a finished output or an error.
 
-        Raises EngineError when the engine is closed, or in the engine's own thread.
+        Raises EngineError if the engine is closed, or if called in the engine's own thread.
         """
 
     def cancel(self, groups: Sequence[Any], *, wait: bool = True) -> None:
@@ -117,7 +117,7 @@ class Driver(Protocol):
 
         An exception of `function` is raised here and does not reset the engine. So `function` must
         leave the engine valid, like the methods of `EngineCore`. Raises EngineError if the engine
-        is closed or ends before the call, or in the engine's own thread.
+        is closed or ends before the call, or if called in the engine's own thread.
         """
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
@@ -136,7 +136,10 @@ class _Order(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _InflightRequest:
-    """A request in progress, and its receiver. every_step: it gets updates before the last."""
+    """A request in progress, and its receiver.
+
+    every_step: the receiver gets the output of each step, not only the last update.
+    """
 
     group: AnyRequest
     receive: Receiver
@@ -281,7 +284,7 @@ class LocalDriver:
             result, has_exited = asyncio.wrap_future(answer), False
             try:
                 while not (await asyncio.wait([result], timeout=_PATIENCE))[0]:
-                    if has_exited:  # before the last wait, so no answer can come
+                    if has_exited:  # the thread exited before the last wait: no answer comes
                         raise self.ended()
                     has_exited = not self.is_alive
                 return result.result()
@@ -343,7 +346,7 @@ class LocalDriver:
         if self._thread is not None and self._process == os.getpid():
             self._thread.join()
         with self._starting:
-            self._engine.close(str(self._ended))  # if the thread failed before this call
+            self._engine.close(str(self._ended))  # no effect if the thread closed it
 
     def _is_inflight(self, group: AnyRequest) -> bool:
         """Return True if this request is in progress, not another request with its id."""
@@ -421,7 +424,8 @@ class LocalDriver:
                 self._end_one(inflight, engine_error("the engine broke", error))
 
     def _step(self) -> None:
-        for group, error in self._waits.run(self._engine.step):  # delivered outside of the work
+        # `run` returns before the results are delivered, so receivers are not part of its work.
+        for group, error in self._waits.run(self._engine.step):
             self._deliver(group, error)
 
     def _deliver(self, group: AnyRequest, error: BaseException | None) -> None:

@@ -85,8 +85,8 @@ class EngineCore:
         self.adapters = AdapterStore(self.model, config)
         self._runner = Runner(parts, backend, self.adapters, deterministic=config.deterministic)
         self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
-        # Limits on inputs come first: while a request waits for its inputs, it must not reach a
-        # limit that would delay other requests for it.
+        # Limits on inputs come first. While a request waits for its inputs, the other limits are
+        # not queried, so they hold back no other request on its behalf.
         inputs = [hooks, self.tiers.loads if self.tiers is not None else None]
         limits: list[Limit | None] = [*inputs, self.adapters, self.images, self._turns]
         self.drafting: Drafting | None = None
@@ -180,8 +180,8 @@ class EngineCore:
 
         If the model, a logits processor or the sampler fails, the step's requests end with an
         EngineError. If K/V or logits of a request are not finite, only that request ends. If an
-        image cannot be encoded, the requests that need it end, and the others wait again. After any
-        other exception, see `reset`.
+        image cannot be encoded, the requests that need it end, and the others wait again. Any other
+        exception ends all requests (`reset`).
         """
         self.require_open()
         results: list[StepResult] = []
@@ -250,8 +250,8 @@ class EngineCore:
     ) -> tuple[list[Choice], dict[Any, EngineError], StepLogits | None]:
         """Return the batch's tokens and logits, or the errors of failed requests by request.
 
-        If an image cannot be encoded, the requests that show it fail, before the model runs. If the
-        model, a logits processor or the sampler raises, all requests of the batch fail.
+        If an image cannot be encoded, the requests with this image fail before the model runs. If
+        the model, a logits processor or the sampler raises, all requests of the batch fail.
         """
         try:
             if self.tiers is not None:
@@ -273,15 +273,15 @@ class EngineCore:
 
     def _schedule(self) -> Batch:
         """Return the next batch; if nothing can run, wait for adapters that are being read."""
-        waited = None
+        last_read = None
         while True:
             self.adapters.take_in()
             if self.tiers is not None:
                 self.tiers.take_in()
             batch = self._scheduler.schedule()
-            if batch.scheduled or (read := self.adapters.wait_for_reading()) is waited:
+            if batch.scheduled or (read := self.adapters.wait_for_reading()) is last_read:
                 return batch
-            waited = read
+            last_read = read
 
     def _run_model(self, batch: Batch) -> StepLogits:
         now = time.perf_counter()
@@ -297,7 +297,7 @@ class EngineCore:
     def _discard_failed(
         self, results: list[StepResult], batch: Batch, tokens: Sequence[Choice]
     ) -> None:
-        """End the requests whose part failed, before other requests can hit their blocks."""
+        """End the requests that failed in this step, before other requests can hit their blocks."""
         failed = {
             part.request.group: token
             for part, token in zip(batch.scheduled, tokens, strict=True)
@@ -318,7 +318,7 @@ class EngineCore:
         logits: StepLogits | None,
     ) -> None:
         now = time.perf_counter()
-        moved: dict[RequestGroup, None] = {}
+        updated: dict[RequestGroup, None] = {}
         for number, (part, token) in enumerate(zip(batch.scheduled, tokens, strict=True)):
             request = part.request
             request.num_read = request.sequence.num_computed_tokens
@@ -330,17 +330,17 @@ class EngineCore:
                     assert logits is not None
                     self._verify(part, token, logits, number, now)
             except Exception as cause:  # a tokenizer that cannot decode must end only this request
-                moved.pop(request.group, None)
-                if not isinstance(cause, EngineError):  # raised for a drafted row without a token
+                updated.pop(request.group, None)
+                if not isinstance(cause, EngineError):  # `_verify` raises EngineErrors
                     cause = engine_error("the answer cannot be decoded", cause)
                 self._end(results, request.group, cause)
                 continue
-            moved[request.group] = None
+            updated[request.group] = None
             if request.finish_reason is not None:
                 self._scheduler.remove(request)
                 if request.group.finished:
                     self._groups.pop(request.group.request_id, None)
-        results += map(StepResult, moved)
+        results += map(StepResult, updated)
 
     def _verify(
         self,
@@ -353,7 +353,8 @@ class EngineCore:
         """Append the drafted tokens that the sampler also chooses, and its next token.
 
         token: the last token of the request. number: the part's index in the step. A draft with K
-        or V that are not finite is rejected. If its tokens are chosen later, their step fails.
+        or V that are not finite is rejected. If the sampler chooses its tokens in later steps, the
+        request ends with an error.
         """
         request, num_accepted = part.request, 0
         row = sum(logits.counts[:number])  # its logits gave the token
@@ -379,7 +380,7 @@ class EngineCore:
             self._leave(group, "error")
 
     def _leave(self, group: RequestGroup, reason: str) -> None:
-        """Remove a request from the scheduler and the table."""
+        """Remove a request; its unfinished answers get this finish reason."""
         for request in group.requests:
             if request.finish_reason is None:
                 self._scheduler.remove(request)

@@ -4,7 +4,9 @@ Start-time fair queueing (Goyal, Vin, Cheng, 1996). Every request gets a turn wh
 turn is a point in virtual time; turns determine the order of requests of one priority:
 
     turn  = max(now - credit, service of its owner / weight of its owner)
-    now   = the latest turn that any owner's first unfinished prompt has reached
+    now   = the latest point that any owner's first unfinished prompt has reached
+
+A prompt advances from its turn by its computed tokens, divided by the weight of its owner.
 
 So an owner that floods the queue delays only itself. The credit, the tokens of `CREDIT_STEPS`
 steps, lets an owner with few requests go before an earlier flood of another owner. The service of
@@ -38,7 +40,7 @@ from headstart.engine.request import Request
 
 CREDIT_STEPS = 8
 RESERVE = 8  # one in 8 places and blocks is reserved for owners without running requests
-MEMORY = 8  # an owner's cached blocks stay reserved while 8 times the pool's tokens are computed
+MEMORY = 8  # an idle owner's blocks stay reserved until 8 times the pool's tokens are computed
 STEP_SHARE = 32
 SHORTEST_STEP = 64  # prompt tokens; smaller chunks are inefficient
 ACTIVE_SECONDS = 120.0
@@ -55,8 +57,8 @@ class _Owner:
     service: tokens computed for it, per unit of its weight. expected: estimated tokens of an
     answer. unread: requests whose prompts are not fully computed. order: a heap of these requests,
     with stale entries. lacks_space: the last attempt to admit one of its requests failed.
-    last_served: number of tokens computed for all owners until it was last served or queued a
-    request. last_arrival: time of its latest request.
+    last_served: number of tokens that had been computed for all owners when this owner was last
+    served or queued a request. last_arrival: time of its latest request.
     """
 
     service: float = 0.0
@@ -91,7 +93,7 @@ class FairShare:
         self._guesses: dict[Request, float] = {}  # estimated tokens of answers, already charged
         self._pending: dict[Request, int] = {}  # tokens that running requests still need space for
         self._pending_by_owner: dict[str, int] | None = None  # None until it is needed
-        # Each request's last admission: preemptions before it, its cost, its first computed token.
+        # The last admission by request: earlier preemptions, charged tokens, first computed token.
         self._admissions: dict[Request, tuple[int, int, int]] = {}
         self._numbers = count()
 
@@ -127,8 +129,8 @@ class FairShare:
     def catch_up(self) -> bool:
         """Move the turns of owners that lack space to now; return True if any turn moved.
 
-        While they wait, serving other owners takes no tokens from them. If their turns stayed, they
-        would be served first, for as long as they waited, once there is space again.
+        Such an owner could not use the tokens that other owners get meanwhile. If its turns stayed,
+        only this owner would be served after the wait, for as long as it had waited.
         """
         lacking = [owner for owner in self._owners.values() if owner.lacks_space]
         delayed = {owner: first for owner in lacking if (first := self._first(owner)) is not None}
@@ -136,7 +138,7 @@ class FairShare:
         lag = self._now + self._step - min(turns, default=self._now + self._step)
         if lag < self._step:
             return False
-        # Owners far ahead of now do not move: now would follow them, and the lag would double.
+        # No turn moves beyond this bound, or `now` would follow the turn and the lag would double.
         bound = self._now + self._step + self._credit
         for owner, first in delayed.items():
             shift = min(lag, max(0.0, bound - self._rank(first)[1]))
@@ -217,8 +219,9 @@ class FairShare:
     def _fits(self, request: Request) -> bool:
         """Return True if a waiting request could run together with all running requests.
 
-        If not, other requests do not wait for it. Each of its steps needs window blocks for a
-        window and a step, and two more since these may begin and end within a block.
+        If not, other requests do not wait for it. In each step, the request needs window blocks for
+        the window and the step's tokens. It needs two more blocks, since these tokens may begin and
+        end within a block.
         """
         if len(self._manager.sequences) >= self._places:
             return False
@@ -232,7 +235,7 @@ class FairShare:
         return manager.can_admit(computed, self._step + 2 * manager.block_size)
 
     def _has_space(self, owner: _Owner, request: Request) -> bool:
-        """Return True if admitting a request leaves the places and blocks reserved for others.
+        """Return True if a request needs none of the places and blocks reserved for other owners.
 
         Blocks that running requests still need for their prompts and answers do not count as free.
         """
@@ -279,7 +282,7 @@ class FairShare:
         if request not in owner.running:
             owner.lacks_space = False
             owner.running.add(request)
-            # Charge the admission. It replaces an admission that a failed step rolled back.
+            # Charge the admission. If a failed step rolled back the last one, replace its charge.
             times = request.num_preemptions
             cost = (len(request.sequence.token_ids) if times else 0) - start
             last_times, charged, _ = self._admissions.get(request, (-1, 0, 0))

@@ -7,15 +7,15 @@
 
 An entry is removed with its last user if all its users had `is_stored=False`.
 
-All prompts of one salt that show an image share one entry, at any position. An entry of one salt is
+All prompts with the same salt and image share one entry, at any position. An entry of one salt is
 never found under another salt. So the time to the first token does not reveal the images of another
 tenant. If tenants share the cache, images of the tenant with the most rows per weight are evicted
 first; rows that are about to be added count too. So a flood of images evicts only images of its own
 tenant.
 
-A request that shows an image twice counts as two users. A user leaves when the sequence is computed
-beyond the image, when the request is preempted, and when it ends. A step computes tokens only up to
-the first image without an entry.
+A request that contains an image twice counts as two users. A user leaves when the sequence is
+computed beyond the image, when the request is preempted, and when it ends. A step computes tokens
+only up to the first image without an entry.
 
 Two requests cannot wait for each other's rows forever. Images are held in the order of the prompt
 and released one by one. So a request that holds images can compute the tokens up to their end. The
@@ -70,7 +70,7 @@ class _ImageJob(Job):
 class ImageLoads:
     """Lookups of image rows `[rows, hidden]` in a store, ahead of the step that needs them.
 
-    A request that shows an image is scheduled once the tiers have answered; other requests run
+    A request with an image is scheduled once the tiers have answered; other requests run
     meanwhile. A lookup is dropped when its request leaves; another request that waits for the same
     image then starts a new lookup. `load` and `save` are thread-safe; one thread must call the
     other methods. worker: the thread of lookups. lookups: lookups that `load` has not taken.
@@ -264,12 +264,15 @@ class EncoderCache:
         entry.is_stored |= is_stored
         entry.users.add(user)
 
-    def _evict(self, rows: int, taker: str | None) -> None:
-        """Evict images until `rows` rows fit: the oldest of the owner with most rows per weight."""
+    def _evict(self, rows: int, new_owner: str | None) -> None:
+        """Evict images until `rows` rows fit: the oldest of the owner with most rows per weight.
+
+        new_owner: the owner of the rows to be added, which count too.
+        """
         owner, weight = self._shares.owner, self._shares.weight
         while self.num_rows + rows > self.capacity:
             oldest: dict[str | None, EncoderKey] = {}
-            used = Counter({taker: rows})
+            used = Counter({new_owner: rows})
             for key, entry in self._entries.items():
                 used[owner(key.salt)] += entry.num_rows
                 if not entry.users:
@@ -387,7 +390,10 @@ class EncoderBudget:
         return bool(_images(request.group.extras))
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """Return the start of the first image without space, or `stop`; None during a lookup."""
+        """Return the start of the first image that does not fit, or else `stop`.
+
+        Return None while the store looks an image up.
+        """
         waits = False
         needed: list[PromptImage] = []
         for index, image in enumerate(_images(request.group.extras)):

@@ -43,7 +43,7 @@ MEANINGS: Mapping[str, str] = {
     "headstart:checkpoints_dropped": "Checkpoints of recurrent layers dropped to free a slot",
     _WINDOWS: "Blocks of the layers with a sliding window, by use",
     "headstart:window_blocks_evicted": "Cached window blocks reused for other content",
-    "headstart:recomputed_tokens": "Cached prompt tokens computed again for states or windows",
+    "headstart:recomputed_tokens": "Cached prompt tokens recomputed for a missing state or window",
     _LOADED: "Tokens of prompts loaded from disk or another machine",
     "headstart:declined_tokens": "Stored tokens that were faster to compute than to load",
     "headstart:stored_blocks": "Blocks written to disk or another machine",

@@ -119,10 +119,10 @@ class SamplingParams:
     log-probabilities of the chosen token and of the k likeliest; prompt_logprobs=k does the same
     for the prompt. Without a seed, a request takes the engine's next seed. With
     skip_storing_prefix_cache, a request reads the cache, and no other request hits its blocks. With
-    similar_images, an image may be replaced by a similar image of an earlier request. The earlier
-    request must have the same cache salt and this field; `images` of the output reports the
-    replacement. prediction, a text or token ids, is the answer that the caller expects. Drafts are
-    taken from it, and the answer is the same without it.
+    similar_images, an image may be replaced by a similar image of an earlier request. Both requests
+    must set the field and have the same cache salt; `images` of the output reports the replacement.
+    prediction, a text or token ids, is the answer that the caller expects. Drafts are taken from
+    it, and the answer is the same without it.
 
     The other fields change logits. logit_bias adds a number from -100 to 100 to the logits of token
     ids. allowed_token_ids bans all other tokens. bad_words bans words. logits_processors are
@@ -131,12 +131,12 @@ class SamplingParams:
     """
 
     n: int = option(1, "answers to one prompt", Number(int, 1, MAX_ANSWERS))
-    max_tokens: int | None = option(16, "most tokens of an answer", Number(int, 1))
+    max_tokens: int | None = option(16, "maximum number of tokens in an answer", Number(int, 1))
     min_tokens: int = option(0, "tokens before the answer may end", Number(int, 0))
     temperature: float = option(1.0, "0: likeliest token; higher: more random", Number(float, 0))
     top_p: float = option(1.0, "total probability of the tokens to draw from", _SHARES)
     top_k: int = option(0, "number of likeliest tokens to draw from; 0: all", Number(int, -1))
-    min_p: float = option(0.0, "least probability relative to the likeliest", Number(float, 0, 1))
+    min_p: float = option(0.0, "minimum probability / highest probability", Number(float, 0, 1))
     seed: int | None = option(None, "makes the answer repeatable", SEEDS)
     stop: str | Sequence[str] | None = option(None, "end the answer before this text")
     stop_token_ids: Sequence[int] | None = option(None, "end the answer after one of these")

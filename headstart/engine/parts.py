@@ -104,12 +104,13 @@ def _quantized_layers(decoder: DecoderModel) -> list[str]:
 
 
 def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -> list[str]:
-    """Return the properties that distinguish K/V of the same files, for display."""
+    """Return, for display, the properties that distinguish K/V of models from the same files."""
     kinds = [str(decoder.dtype).removeprefix("torch.")]
     layers = [layer.matrix for layer in decoder.module.modules() if isinstance(layer, Linear)]
     quantized = [matrix for matrix in layers if matrix.kind is not None]
     rounded = [matrix.kind for matrix in quantized if not matrix.is_prequantized and matrix.kind]
-    if 2 * len(rounded) > len(quantized):  # in int4, some layers are int8
+    # A model rounded to 4 bits has some layers in 8 bits, so show the smallest format.
+    if 2 * len(rounded) > len(quantized):
         kinds.append(f"{min(rounded, key=lambda kind: kind.removeprefix('int'))} weights")
     if memory.has_scales:
         kinds.append("int8 K/V")
@@ -121,7 +122,7 @@ def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -
 
 
 def _name(folder: Path | None) -> str:
-    """Return a model's display name: its name on the hub, or of its folder or GGUF file."""
+    """Return a model's display name: its name on the hub, or the name of its folder or file."""
     if folder is None:
         return "a model in memory"
     folder = folder.absolute()
@@ -159,7 +160,7 @@ DEFAULT_MAX_BLOCKS = 65_536
 MIN_STATES = 16
 _SAVED_PER_STATE = 32  # stored states are `tokens_per_state` / 32 apart: 4 to 64 tokens
 _LOG = logging.getLogger("headstart.tiers")
-_MOST_PREPARED = 8192  # positions; preparing more would lengthen the start
+_MOST_PREPARED = 8192  # maximum positions for `prepare`, which would otherwise delay the start
 
 
 def free_memory(device: torch.device) -> int:
@@ -251,7 +252,7 @@ def _plan_windows(config: EngineConfig, decoder: DecoderModel, budget: int) -> t
     """Return the numbers of blocks and of window blocks; 0 if window blocks save no memory.
 
     By default there is a window block for every ten blocks, but at least as many as the longest
-    step reads and writes. Raises ConfigError if `num_window_blocks` is less than the latter.
+    step reads and writes. Raises ConfigError if `num_window_blocks` is too few for this step.
     """
     tokens, window = config.max_num_batched_tokens, window_width(config, decoder)
     least = -(-(tokens + window) // config.block_size) + 2
@@ -300,7 +301,7 @@ def _count_states(config: EngineConfig, decoder: DecoderModel, budget: int) -> i
 
 
 def tokens_per_state(config: EngineConfig, decoder: DecoderModel) -> int:
-    """Return the tokens of K/V for each slot, so that states get about a quarter of the memory.
+    """Return the number of K/V tokens per state slot: states get about a quarter of the memory.
 
     The result is between 128 for small states and 2,048 for large states.
     """
@@ -320,7 +321,8 @@ def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) ->
         return min(model_limit, capacity)
     if config.max_model_len > model_limit:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}; allowed: up to {model_limit}, the model's"
+            f"max_model_len is {config.max_model_len}; allowed: up to {model_limit}, the limit of "
+            "the model"
         )
     if config.max_model_len > capacity:
         raise OutOfMemoryError(

@@ -45,7 +45,7 @@ class EmbeddingSource(Protocol):
         """Return the rows within positions `start` to `stop - 1`.
 
         May be called several times for the same positions: after a preemption, and in deterministic
-        mode for a whole block at each of its tokens.
+        mode, where a step that decodes computes its whole block again.
         """
 
 
@@ -189,7 +189,7 @@ class Request:
                 self.group.loaded_tokens = dict(+counts)
 
     def withdrawn(self, start: int) -> None:
-        """Forget the first admission, with `start` cached tokens, since its step failed."""
+        """Undo the first admission, since its step failed. start: number of cached tokens."""
         if start == self.num_cached_tokens and not self.num_preemptions:
             self.missed = None
 

@@ -1,7 +1,7 @@
-"""The runner: from a batch of requests and block tables to tensors, logits and tokens.
+"""The runner, which turns batches into tensors, runs the model, and chooses tokens.
 
 By default a step is one forward pass over all its tokens. With `deterministic` each pass computes
-one whole block of one sequence, padded behind the known tokens. Then every matrix product has the
+one whole block of one sequence, padded after the known tokens. Then every matrix product has the
 same shape. The shape does not depend on other requests, on the cache, or on whether the tokens are
 of a prompt or generated. So results are equal bit for bit. When decoding fills a block, its last
 pass over the block is the same as the pass of a prefill.
@@ -92,7 +92,7 @@ class Runner:
         deterministic: bool,
     ) -> None:
         self._model = parts.model
-        self._device = parts.model.device  # cached: transformers searches its parameters for it
+        self._device = parts.model.device  # cached: a property that is slow in transformers
         self._backend = backend
         self._memory = parts.memory
         self._adapters = adapters
@@ -184,9 +184,10 @@ class Runner:
             tokens += rows.tokens()
             positions += range(start, stop)
             logit_rows += range(len(tokens) - wanted, len(tokens))
-        embeddings, places = None, self._tensor(positions)
+        embeddings, position_ids = None, self._tensor(positions)
         if any(rows.extras is not None for rows in parts):
-            embeddings, places = self._extras(parts), self._places(parts, places)
+            embeddings = self._extras(parts)
+            position_ids = self._position_ids(parts, position_ids)
         plan = StepPlan(
             self._tensor(slots),
             tuple(spans),
@@ -204,7 +205,9 @@ class Runner:
             self._backend.begin_step(plan)
             if self._states is not None:
                 self._states[0].begin_step(plan)
-            answer = compute(self._tensor(tokens), places, self._tensor(logit_rows), embeddings)
+            answer = compute(
+                self._tensor(tokens), position_ids, self._tensor(logit_rows), embeddings
+            )
             self._note_nonfinite(parts)
             if self._states is not None:
                 self._check_states(parts, *self._states)
@@ -218,13 +221,13 @@ class Runner:
         if not memory.num_window_blocks:
             return None
         slots: list[int] = []
-        own = []
+        window_spans = []
         for (sequence, start, stop, *_), span in zip(parts, spans, strict=True):
-            own.append(span._replace(block_ids=sequence.window_table()))
+            window_spans.append(span._replace(block_ids=sequence.window_table()))
             slots += sequence.window_slots(
                 start, stop, memory.block_size, memory.window_scratch_slot
             )
-        return StepPlan(self._tensor(slots), tuple(own), self._deterministic)
+        return StepPlan(self._tensor(slots), tuple(window_spans), self._deterministic)
 
     def _plan_recurrence(self, parts: list[_Rows]) -> Recurrence | None:
         """Return the slots of states that a pass reads and writes; None without recurrent layers.
@@ -268,8 +271,8 @@ class Runner:
         """Record the sequences whose states after this pass are not finite.
 
         Checks the checkpoints of the pass, and the last state, which becomes a checkpoint if the
-        request ends now. Logits show whether the last state is finite, so it is not checked if the
-        pass has any.
+        request ends now. The last state of a part with logits is not checked: its logits show
+        whether the state is finite.
         """
         for rows in parts:
             state = pool.of(rows.sequence)
@@ -282,8 +285,8 @@ class Runner:
     def _nonfinite_parts(self, parts: list[_Rows]) -> list[int]:
         """Return the indices of parts whose blocks have rows that are not finite.
 
-        Logits alone do not show such rows. Perhaps no row with logits attends to them, and a key of
-        minus infinity only hides its position.
+        Logits may be finite in spite of such rows: a row with logits may not attend to them, and a
+        key of minus infinity only removes its position from the attention.
         """
         size = self._memory.block_size
         bad = {
@@ -297,39 +300,41 @@ class Runner:
         return [i for i, r in enumerate(parts) if not bad.isdisjoint(r.sequence.block_table())]
 
     def _bad_drafts(self, parts: list[_Rows]) -> list[int]:
-        """Return the indices of parts whose first row that is not finite is a drafted token's."""
+        """Return the indices of parts that have rows not finite, and only in drafted tokens."""
         positions = [self._nonfinite.get(rows.sequence, 0) for rows in parts]
         return [i for i, r in enumerate(parts) if positions[i] >= len(r.sequence.token_ids)]
 
     def _extras(self, parts: list[_Rows]) -> EmbeddingOverlay | None:
         """Return the embeddings that prompts provide for rows of the pass."""
-        places: list[int] = []
+        row_ids: list[int] = []
         values: list[Tensor] = []
         first = 0
         for rows in parts:
             if rows.extras is not None and rows.extras.embeddings is not None:
                 for position, part in rows.extras.embeddings.between(rows.start, rows.known):
                     row = first + position - rows.start
-                    places += range(row, row + len(part))
+                    row_ids += range(row, row + len(part))
                     values.append(part.to(self._device))  # embeddings from a tier are on the CPU
             first += rows.stop - rows.start
-        return EmbeddingOverlay(self._tensor(places), torch.cat(values)) if values else None
+        return EmbeddingOverlay(self._tensor(row_ids), torch.cat(values)) if values else None
 
-    def _places(self, parts: list[_Rows], plain: Tensor) -> Tensor:
+    def _position_ids(self, parts: list[_Rows], plain: Tensor) -> Tensor:
         """Return position ids `[axes, tokens]` if a prompt has special positions, else `plain`."""
-        own = [rows.extras.positions if rows.extras is not None else None for rows in parts]
-        axes = max((len(positions.table) for positions in own if positions is not None), default=0)
+        special = [rows.extras.positions if rows.extras is not None else None for rows in parts]
+        axes = max(
+            (len(positions.table) for positions in special if positions is not None), default=0
+        )
         if not axes:
             return plain
-        places = plain.repeat(axes, 1)
+        position_ids = plain.repeat(axes, 1)
         first = 0
-        for rows, positions in zip(parts, own, strict=True):
+        for rows, positions in zip(parts, special, strict=True):
             count = rows.stop - rows.start
             if positions is not None:
                 values = torch.from_numpy(positions.between(rows.start, rows.stop))
-                places[:, first : first + count] = values
+                position_ids[:, first : first + count] = values
             first += count
-        return places if axes > 1 else places[0]
+        return position_ids if axes > 1 else position_ids[0]
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device)

@@ -21,7 +21,10 @@ _REMOVED = float("-inf")
 
 
 def apply_repetition_penalty(scores: Tensor, token_ids: Tensor, penalty: float) -> Tensor:
-    """Divide positive and multiply negative scores of `token_ids` int64 `[rows, any]`, as CTRL."""
+    """Apply the repetition penalty of CTRL to the scores of `token_ids` int64 `[rows, any]`.
+
+    Divide positive scores by the penalty, and multiply negative scores by it.
+    """
     width = scores.shape[-1]
     # Ids beyond the logits share an extra column, which is dropped at the end.
     columns = token_ids.clamp(max=width)
@@ -77,7 +80,8 @@ def token_logprobs(
 ) -> list[tuple[TokenLogprob, ...]]:
     """Return the log-probabilities of each row's token, then those of its `top` likeliest tokens.
 
-    `logits` is `[rows, vocab]`. The token's entry occurs once. A `top` of -1 means all tokens.
+    `logits` is `[rows, vocab]`. If the row's token is among the likeliest, it is not
+    repeated. A `top` of -1 means all tokens.
     """
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
     width = logprobs.shape[-1]
@@ -242,7 +246,7 @@ class Sampler:
         return scores
 
     def _apply_penalties(self, scores: Tensor, state: SamplingState) -> Tensor:
-        """Apply the repetition penalty to tokens of prompt and answer, others to the answer's."""
+        """Apply the repetition penalty to prompt and answer, the other penalties to the answer."""
         params = state.params
         if params.repetition_penalty != 1:
             token_ids = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids]])

@@ -19,7 +19,7 @@ requests of the same priority are in the order of their turns (`fair_share.py`).
 A limit (`step.py`) may allow fewer tokens of a request in a step, or none. A running request then
 waits in its place. If limits stop all running requests, the request admitted last is preempted. A
 waiting request that a limit stops is bypassed, as above. A waiting request that lacks blocks is
-bypassed only if limits stop all running requests, since these may wait for a later request.
+bypassed only if limits stop all running requests. They may then be waiting for a later request.
 
 While several owners are active, a step has fewer prompt tokens, so that a new request waits only
 for a short step. Decoding requests always have their token.
@@ -187,8 +187,8 @@ class Scheduler:
                 draft = tuple(self._drafting.propose(request, spare))
                 if draft and not append_slots(sequence, 1, len(draft)):
                     draft = ()
-            # Limits are not queried again after a preemption: they might let the preempted request
-            # go first again, so that neither request ever finishes.
+            # Limits are not queried again after a preemption. They might prefer the preempted
+            # request, and then the two requests could preempt each other forever.
             while not draft and not append_slots(sequence, stop - start):
                 last = self.running.pop()
                 self._preempt(last)

@@ -15,7 +15,7 @@ from headstart.errors import EngineError
 
 
 class ScheduledTokens(NamedTuple):
-    """Tokens `start` to `stop - 1` of a request, computed in this step.
+    """A part of a batch: tokens `start` to `stop - 1` of a request, computed in this step.
 
     samples: True if these tokens include the request's last token; its logits give the next token.
     draft: tokens that may follow, computed as well.
@@ -91,7 +91,7 @@ class EngineHooks(Limit, Protocol):
         """Return how many of the cached blocks the request may skip. Changes nothing."""
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
-        """Note that the request was admitted, perhaps again, and is computed from this token on."""
+        """Note that the request was admitted, perhaps again, with this many cached tokens."""
 
     def computed(self, batch: Batch) -> None:
         """Note that the model has computed a step. An exception fails the step."""

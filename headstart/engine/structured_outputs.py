@@ -206,7 +206,7 @@ def read_tags(tags: Any, read_schema: Callable[[Any], str]) -> str:
         {"structures": [{"begin": "<get_weather>", "schema": {...}, "end": "</get_weather>"}],
          "triggers": ["<get_"]}
 
-    After a trigger, one of the structures that begin with it must be complete.
+    After a trigger, the text must complete a structure whose `begin` starts with the trigger.
 
     read_schema: converts a schema to text, or raises RequestError.
     """
@@ -215,7 +215,7 @@ def read_tags(tags: Any, read_schema: Callable[[Any], str]) -> str:
         structures, triggers = parsed["structures"], parsed["triggers"]
         texts = [*triggers, *(part[name] for part in structures for name in ("begin", "end"))]
         if not structures or not all(isinstance(text, str) for text in texts):
-            raise ValueError("it has no structure, or a value that is no text")
+            raise ValueError("it has no structure, or a value that is not a text")
         pairs = []
         for part in structures:
             begin = part["begin"]
@@ -225,7 +225,7 @@ def read_tags(tags: Any, read_schema: Callable[[Any], str]) -> str:
             pairs.append(
                 _Tag(trigger, begin, json_text.loads(read_schema(part["schema"])), part["end"])
             )
-    except Exception as error:  # any exception, for a value of another shape
+    except Exception as error:  # a malformed value may raise any exception
         raise RequestError(
             f"structured_outputs.structural_tag is {describe(tags)}; {_ALLOWED} "
             f"({type(error).__name__}: {shorten(str(error))})"
@@ -253,7 +253,7 @@ def write_tags(text: str, whitespace: str, special: Mapping[str, int]) -> str:
         elif any(name in tag.trigger for name in special):
             raise RequestError(
                 f"structured_outputs.structural_tag has the trigger {tag.trigger!r}; allowed: a "
-                "trigger that begins with its special token, or has none"
+                "trigger that begins with its special token, or contains no special token"
             )
         else:
             head = f"trigger_{index}"

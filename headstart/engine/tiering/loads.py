@@ -9,14 +9,14 @@ tokens, which the next stage needs. One record holds both, so a store has either
 
 A load uses a cache sequence that no step computes. The sequence takes blocks, and the store's bytes
 are written to these. When all bytes are written, the sequence is freed, and its blocks stay cached.
-So a request waits for a load like for another request that computes its prefix, and then hits the
-loaded blocks. A load takes blocks only if the free blocks suffice for its whole request.
+So a request waits for a load as it waits for another request that computes its prefix, and then
+hits the loaded blocks. A load takes blocks only if the free blocks suffice for its whole request.
 
     queue     a request arrives: look up the blocks that the pool lacks, in the loader's thread
     take_in   between two steps: write arrived blocks to the pool
-    reach     as a limit: the request waits, while others run. If the pool lacks space for it, they
-              bypass it a few times, like any request that waits for blocks. Once there is space for
-              a preempted request again, it looks up the blocks that the pool lost
+    reach     as a limit: the request waits while other requests run. If the pool lacks space for
+              the load, they bypass the request a few times, like any request that waits for blocks.
+              Once a preempted request has space again, it looks up the blocks that the pool lost
 
 A model with recurrent layers resumes only from a state (`headstart/engine/tiering/states.py`). Its
 load first loads the deepest stored state, and then only the blocks before this state. The state is
@@ -79,7 +79,7 @@ class BlockRows(Protocol):
 
 
 class BlockPayload:
-    """Read and write access to the bytes of the pool's blocks. rows: None for only K/V."""
+    """Read and write access to the bytes of the pool's blocks. rows: None to store only K/V."""
 
     def __init__(self, memory: PagedKVMemory, rows: BlockRows | None = None) -> None:
         self.rows = rows
@@ -108,7 +108,7 @@ class BlockPayload:
         block_ids: Sequence[int],
         payloads: Sequence[memoryview],
     ) -> None:
-        """Write bytes to the sequence's blocks from `first` on, which have these ids."""
+        """Write bytes to a sequence's blocks from `first` on. block_ids: these blocks' ids."""
         size = self._memory.block_bytes
         if self.rows is not None:  # rows first, before a request can hit the K/V
             self.rows.write(sequence, first, [payload[size:] for payload in payloads])
@@ -150,7 +150,7 @@ class ComputeRate:
 
 @dataclass(eq=False)
 class Offers:
-    """Blocks that the store does not have, passed to its saver.
+    """Offers of unsaved blocks to the saver of the stores.
 
     manager: the cache manager, whose events only this object may take. text: returns the text that
     is stored with a block; None to store no text. num_dropped: number of blocks that were not
@@ -398,7 +398,7 @@ class Loads:
         self._tried.pop(request, None)
 
     def leave(self, request: Request) -> None:
-        """Stop waiting. A load for which no other request waits ends."""
+        """Stop waiting for a load; end the load if no other request waits for it."""
         load = self.waiting.get(request)
         if load is None:
             return
@@ -412,7 +412,7 @@ class Loads:
     def take_in(self) -> Counter[str]:
         """Write arrived blocks to the pool; return their tokens by tier.
 
-        If the result is not empty, the caller commits. A tier may have 0 tokens.
+        If the result is not empty, the caller must commit the step, even if all counts are 0.
         """
         written: Counter[str] = Counter()
         preferred: LoadJob | None = None
@@ -435,7 +435,7 @@ class Loads:
         return ended
 
     def _insert(self, load: Load, written: Counter[str]) -> None:
-        """Write the blocks of a load that have arrived to the pool; count their tokens by tier."""
+        """Write a load's arrived blocks to the pool; add their tokens to `written`, by tier."""
         has_state = load.has_state  # read before `take`: if True, `take` returns all blocks
         if not load.job.arrived and not has_state:
             return
@@ -461,7 +461,7 @@ class Loads:
             written[state.tier] += load.position - load.start
 
     def _take_state(self, load: Load, num_blocks: int) -> LoadedBlock | None:
-        """Take slots for the last tokens before a state; return the state, None if impossible."""
+        """Take slots for the last tokens before a state; return the state, None after a failure."""
         depth, rows = divmod(load.position, self.manager.block_size)
         if not load.has_state or load.sequence is None or load.next + num_blocks != depth:
             return None  # the load was cancelled
@@ -496,9 +496,10 @@ class Loads:
         return not load.lacks_space
 
     def _take_slots(self, load: Load, blocks: list[LoadedBlock]) -> list[LoadedBlock]:
-        """Take slots for arrived blocks; return the blocks that the pool lacks, none without space.
+        """Take slots for arrived blocks; return the blocks that the pool lacks.
 
-        A load with a state holds all blocks before the state, even if the pool has them.
+        If it has no space or the load is useless, cancel the load and return no blocks. A load with
+        a state holds all blocks before the state, even if the pool has them.
         """
         size = self.manager.block_size
         if load.sequence is None:
@@ -530,7 +531,10 @@ class Loads:
         return []
 
     def _needs_state(self, load: Load) -> bool:
-        """Return True if the pool has all blocks before a load's blocks, and no state as deep."""
+        """Return True if the pool can use a load's state.
+
+        It must have all blocks before the load's first block, and no state as deep as the load's.
+        """
         computed = self.manager.get_computed_blocks(load.request.sequence)
         first = min(load.first, load.position // self.manager.block_size)
         return load.next >= first and computed.num_tokens < load.position

@@ -46,7 +46,7 @@ class StatePayload:
         """Bytes of one checkpoint."""
 
     def record(self, model: ModelRecord) -> ModelRecord:
-        """Return the record of the states of a model, whose fingerprint covers their layouts."""
+        """Return the record of a model's states. The model's fingerprint covers their layouts."""
         fingerprint = hashlib.sha256(f"states, {model.fingerprint}".encode()).hexdigest()
         title = f"{model.title.removesuffix(')')}, states)"
         return ModelRecord(fingerprint, title, 1, self.nbytes)
@@ -85,7 +85,7 @@ def name_state(parent: BlockHash, tail: BlockKey) -> BlockHash:
 
 @dataclass(eq=False)
 class StateOffers:
-    """Checkpoints that the stores do not have, passed to their saver.
+    """Offers of unsaved checkpoints to the saver of the state stores.
 
     seconds_of: returns the seconds that computing a number of tokens takes.
     """
@@ -113,7 +113,7 @@ class StateOffers:
             if checkpoint.key and self.stores.payload.has_tail:
                 tail = self.manager.find_tail(checkpoint)
                 if tail is None:
-                    continue  # a request fills that block
+                    continue  # a request is filling that block
             is_complete = tail is not None or not checkpoint.key
             gain = self._pool.saved_gain(checkpoint)  # slow for deep checkpoints, so last
             if is_complete and gain >= self.stores.min_gain:
@@ -153,7 +153,10 @@ def search_states(
     start, first = computed.num_tokens, len(computed.blocks)
 
     def candidates(num_stored: int) -> Iterator[StateName]:
-        """Run in the thread of lookups, while the sequence waits and gets no tokens."""
+        """Yield the states to look for, deepest first.
+
+        Runs in the thread of lookups, while the sequence waits and gets no tokens.
+        """
         deepest = min(num_tokens, (first + num_stored + 1) * size - 1)
         for position in range(deepest, max(start, size - 1), -1):
             depth, rows = divmod(position, size)

@@ -29,7 +29,7 @@ _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can r
 _LAST_SAVES = 10.0  # seconds that closing may take, and that clearing waits for the current save
 _TRY_AGAIN = 16  # one in 16 declined loads is made, to measure the rate
 _SLOWEST = 16.0  # tokens per second that computing is assumed to reach before it is measured
-_OVERHEAD = 0.002  # seconds of a load without its bytes
+_OVERHEAD = 0.002  # seconds of a load, besides the time for its bytes
 
 
 @dataclass(slots=True)
@@ -234,7 +234,7 @@ class Tiers:
 
     def _offer_states(self, requested_at: float | None = None) -> None:
         if self._state_offers is not None:
-            with suppress(MemoryError, RuntimeError):  # torch's: they are offered again
+            with suppress(MemoryError, RuntimeError):  # no memory: they are offered again
                 self._state_offers.offer(requested_at)
 
     def wait(self) -> bool:
@@ -250,7 +250,7 @@ class Tiers:
     def scheduled(self, batch: Batch) -> None:
         """Note that a step is scheduled. Call before it writes."""
         self._step_start = time.perf_counter()
-        self._rest(self._payload.on_cpu)
+        self._pause_savers(self._payload.on_cpu)
         oldest = min(part.request.group.arrival_time for part in batch.scheduled)
         self._requested_at = _wall_time(oldest)
         self._note(self._requested_at)
@@ -275,9 +275,9 @@ class Tiers:
         with suppress(MemoryError, RuntimeError):  # no memory: the blocks are offered again later
             self._offers.flush()
             self._offer_states()
-        self._rest(False)
+        self._pause_savers(False)
 
-    def _rest(self, on: bool) -> None:
+    def _pause_savers(self, on: bool) -> None:
         """Pause the savers while a step needs the cores, or let them continue."""
         for saver in self._savers:
             saver.rest(on)
@@ -285,7 +285,7 @@ class Tiers:
     def roll_back(self) -> None:
         """Roll the current step back."""
         self._offers.roll_back()
-        self._rest(False)
+        self._pause_savers(False)
 
     def reset(self) -> None:
         """Roll the current step back, and end all loads."""

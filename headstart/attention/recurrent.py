@@ -5,7 +5,7 @@ and writes the state after its last row to a target slot. If both are the same s
 updated in place. With different slots, a sequence resumes from a checkpoint without a copy.
 
 Arithmetic is in float32, and the result has the dtype of the rows. The compiled kernels
-(`headstart/native/recurrent_kernels.h`) compute one token after another, so a sequence's result has
+(`headstart/native/recurrent_kernels.h`) compute one token after another. So a sequence's result has
 the same bits in any batch, and however its prompt is split into steps. On other devices and CPUs,
 torch operations compute a recurrence in chunks, as matrix products. Chunks end at multiples of
 `CHUNK` positions of a sequence, in addition to the ends of steps.

@@ -4,8 +4,8 @@ Scores are float32 for every dtype of K and V, as in fused kernels: rounded to b
 1,000 has an error of up to 2, which a softmax turns into a factor of 7. On a CPU all products are
 in float32; narrow dtypes are faster only on CPUs where the compiled kernels run.
 
-The g query heads of a KV head are treated as g query rows, so that a layer is a gather, a
-batched product, a softmax and a batched product. On a CPU this is several times faster than
+The g query heads of a KV head are treated as g query rows. A layer is then a gather, a batched
+product, a softmax and a batched product. On a CPU this is several times faster than
 `scaled_dot_product_attention`, which repeats K and V per query head. Contiguous block ids have no
 separate path, since products over a strided view of the memory are slower than a gather.
 

@@ -6,9 +6,9 @@ few float32 rows need only AVX2 (`avx2_library`). If the library was not built o
 instructions, these functions return None, and callers use torch operations. If the CPU has AMX,
 bf16 products use it. Products of bytes use VNNI if the CPU has it.
 
-The environment variable `HEADSTART_NATIVE=0` disables all kernels, `HEADSTART_CPU=avx512` disables
-AMX, and `HEADSTART_CPU=avx2` all instructions beyond AVX2 (`dtype="auto"` is then float32, as on a
-CPU without them). Other values raise `ConfigError`.
+The environment variable `HEADSTART_NATIVE=0` disables all kernels. `HEADSTART_CPU=avx512` disables
+AMX. `HEADSTART_CPU=avx2` disables all instructions beyond AVX2; `dtype="auto"` is then float32, as
+on a CPU without them. Other values raise `ConfigError`.
 
 Kernels take numbers, addresses and structs (ctypes), as `bindings` declares them. They run on the
 threads of torch's OpenMP library, since a second thread pool would compete for the cores.

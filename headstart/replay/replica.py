@@ -1,7 +1,7 @@
 """A replica of the simulation: a real cache manager and a simple scheduler in simulated time.
 
-The queue is in order of arrival. A step first continues running prefills, oldest first, and then
-admits requests from the head of the queue, with at most `chunk` prompt tokens in all. Every
+The queue is in order of arrival. A step first continues running prefills, oldest first. Then it
+admits requests from the head of the queue. A step has at most `chunk` prompt tokens in all. Every
 decoding request gets one token. As in the engine, a request waits while another request computes
 the next block of its prompt. It also waits until the pool has space for its whole prompt and reply,
 so no request is ever preempted. A request whose prompt was computed on another replica decodes as

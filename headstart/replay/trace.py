@@ -3,8 +3,8 @@
 Traces identify blocks of prompts, not tokens, and a simulation needs only blocks. So one *unit*
 stands for `grain` tokens: the cache manager gets a token id for each unit, and `block_size / grain`
 units make a block. Prompts that begin with the same unit ids begin with the same tokens. The tokens
-after a prompt's last full unit and the tokens of its reply have unit ids that no other request has,
-so they fill memory but are never hit.
+after a prompt's last full unit and the tokens of its reply have unit ids that no other request has.
+So they fill memory but are never hit.
 
 Files of traces, which may end in .gz:
 

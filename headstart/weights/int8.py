@@ -7,9 +7,9 @@
 1. CPU with AMX, bfloat16 rows: the compiled product for bfloat16 weights, which converts values to
    bfloat16 as it reads them, exactly (see `native/linear.h`).
 2. CPU with AVX2: a compiled product of integers (see `native/narrow/integers.h`). Each group of 32
-   inputs of a row becomes 8-bit integers with a step, since one step for a whole row would be too
-   large for most of its elements. Sums of integers are exact, so the result of a row has the same
-   bits in any batch, on any number of threads, and on any CPU with this product.
+   inputs of a row becomes 8-bit integers with a step. One step for a whole row would be too large
+   for most of its elements. Sums of integers are exact. So the result of a row has the same bits in
+   any batch, on any number of threads, and on any CPU with this product.
 3. x86 CPU without compiled kernels: FBGEMM's product of integers. The result of a row also has the
    same bits in any batch.
 4. Anywhere: a float product with the weight, which is dequantized tile by tile.

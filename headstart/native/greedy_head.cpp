@@ -169,8 +169,8 @@ struct Search {
 
 }  // namespace
 
-// Computes for each row of x bf16 [rows, inputs] the argmax (the first of equals) of its logits,
-// which are x times the weight, rounded to bf16. `masks`, if not null, has a word for each 32
+// Computes for each row of x bf16 [rows, inputs] the argmax (the first of equals) of its logits: x
+// times the weight, rounded to bf16. `masks`, if not null, has a word for each 32
 // outputs of each row: only outputs with a set bit are considered. The result is -1 if x is not
 // finite or very large, if the largest logit is not finite, or if there are too many candidates.
 // The caller then computes all logits of the row.

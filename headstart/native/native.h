@@ -97,8 +97,8 @@ class Scratch {
 //
 // A stage is a number of units. Threads take a few at a time, so a thread that loses its core for a
 // while does not delay the others. There is a barrier between stages. Waking a sleeping thread
-// takes longer than a stage, so threads spin at the barrier, but only for a short time, since the
-// last thread may need this core.
+// takes longer than a stage, so threads spin at the barrier. They spin only for a short time, since
+// the last thread may need this core.
 class Stages {
   public:
     // Reserves `count` units for the caller and returns the first, which may be beyond the stage's

@@ -1,9 +1,9 @@
 // Recurrent layers; include it after the pragma.
 //
-// Tokens are computed one after another, so a sequence's result has the same bits in any batch, on
+// Tokens are computed one after another. So a sequence's result has the same bits in any batch, on
 // any number of threads, and however its prompt is split into steps. A thread computes a head, or
 // some channels, of a sequence. It converts a few tokens to float32, and then computes them for one
-// part of the state after another, which stays in registers or in the L1 cache.
+// part of the state after another. A part stays in registers or in the L1 cache.
 //
 // A Kind has the operations of a CPU, and the numbers of vectors that fit in its registers:
 //

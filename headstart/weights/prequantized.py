@@ -3,7 +3,7 @@
 The layouts of a weight's integers. A field is an integer of 4 or 8 bits within an int32 word:
 
     AWQ                 qweight int32 [inputs, outputs / 8]: the fields of a word are the outputs
-                        0 2 4 6 1 3 5 7 of eight; qzeros [groups, outputs / 8] is the same
+                        0 2 4 6 1 3 5 7 of eight; qzeros [groups, outputs / 8] has the same order
     GPTQ                qweight int32 [inputs / fields, outputs], qzeros [groups, outputs / fields],
                         the lowest field first; g_idx [inputs]: the group of each input
     compressed-tensors  weight_packed int32 [outputs, inputs / fields], weight_zero_point

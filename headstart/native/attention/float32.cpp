@@ -102,8 +102,8 @@ void add_values(ChunkState<Stored>& s, int row, int count, int value_dim, int64_
         if (whole < value_dim) add(whole, [&](int k) { return s.values.tails[k]; });
 }
 
-// Divides rows into groups of nearly the same size, at most MOST, and calls a function with the
-// first row of each group and the number of its rows as a type.
+// Divides rows into groups of nearly the same size, at most MOST. Calls a function with the first
+// row of each group, and with the number of its rows as a type.
 template <class Function>
 void in_groups(int rows, const Function& function) {
     const int groups = (rows + MOST - 1) / MOST;

@@ -16,7 +16,7 @@
 //     bytes[8][16][4]            byte [v][o][b]: input 4v + b of output o
 //
 // A row is multiplied by `columns`. Then each group of 32 inputs is rounded to 8-bit integers with
-// a step. Sums within a group are exact, and groups are added in order, so the result of a row has
+// a step. Sums within a group are exact, and groups are added in order. So the result of a row has
 // the same bits in any batch, on any number of threads, and with any instruction set.
 #pragma once
 

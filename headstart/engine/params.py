@@ -136,7 +136,9 @@ class SamplingParams:
     temperature: float = option(1.0, "0: likeliest token; higher: more random", Number(float, 0))
     top_p: float = option(1.0, "total probability of the tokens to draw from", _SHARES)
     top_k: int = option(0, "number of likeliest tokens to draw from; 0: all", Number(int, -1))
-    min_p: float = option(0.0, "minimum probability / highest probability", Number(float, 0, 1))
+    min_p: float = option(
+        0.0, "minimum probability, as a share of the highest", Number(float, 0, 1)
+    )
     seed: int | None = option(None, "makes the answer repeatable", SEEDS)
     stop: str | Sequence[str] | None = option(None, "end the answer before this text")
     stop_token_ids: Sequence[int] | None = option(None, "end the answer after one of these")

@@ -300,7 +300,7 @@ class Runner:
         return [i for i, r in enumerate(parts) if not bad.isdisjoint(r.sequence.block_table())]
 
     def _bad_drafts(self, parts: list[_Rows]) -> list[int]:
-        """Return the indices of parts that have rows not finite, and only in drafted tokens."""
+        """Return the indices of parts in which only rows of drafted tokens are not finite."""
         positions = [self._nonfinite.get(rows.sequence, 0) for rows in parts]
         return [i for i, r in enumerate(parts) if positions[i] >= len(r.sequence.token_ids)]
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-_FEW_IDS = 4096  # token ids; the check of this many takes half a millisecond
+_FEW_IDS = 4096  # token ids; checking this many takes half a millisecond
 
 
 class AsyncLLM(Facade):
@@ -81,9 +81,11 @@ class AsyncLLM(Facade):
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream the outputs of one request. Raises RequestError before any work.
+        """Stream the outputs of one request.
 
-        trace_headers and session_id have no effect; vLLM's other parameters must be empty.
+        trace_headers and session_id have no effect. tokenization_kwargs, mm_processor_kwargs,
+        prompt_text, data_parallel_rank, kv_hints, reasoning_ended and reasoning_parser_kwargs must
+        be empty. Raises RequestError, at the latest when the first output is read.
         """
         check_call(locals())
         return self._stream(
@@ -115,7 +117,7 @@ class AsyncLLM(Facade):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream the answer to a conversation; the next turn hits all tokens of this turn."""
+        """Stream the answer to a conversation; its tokens are cached for the next turn."""
         template = TemplateOptions.pick(locals())
         return self._stream(
             lambda: self.prepare(
@@ -142,26 +144,27 @@ class AsyncLLM(Facade):
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> RequestGroup:
-        """Check and tokenize a request in another thread, for `outputs`. Raises RequestError.
+        """Check and tokenize a request, and return it for a call of `outputs`.
 
-        template: required if `prompt` is a conversation. A short list of token ids is checked in
-        the calling thread, because waking another thread would take longer.
+        template: required if `prompt` is a conversation. The work is done in another thread, but a
+        short list of token ids is checked in the calling thread. Waking another thread would take
+        longer. Raises RequestError.
         """
         self.frontend.require_open()
         options = self._broadcast(1, sampling_params, adapter, lora_request, priority)
-        [(params, choice, level)] = options
+        [(params, choice, priority)] = options
         make: Callable[..., RequestGroup] = self.frontend.prepare
         if template is not None:
             make = partial(self.chats.prepare, template=template)
-        name = await self._load(choice)
+        adapter = await self._require_adapter(choice)
         make = partial(
             make,
             prompt,
             params,
             request_id=request_id,
             salt=cache_salt,
-            adapter=name,
-            priority=level,
+            adapter=adapter,
+            priority=priority,
         )
         is_short = template is None and isinstance(prompt, list) and len(prompt) <= _FEW_IDS
         if not isinstance(params, SamplingParams):
@@ -198,7 +201,9 @@ class AsyncLLM(Facade):
         return read_metrics(self.engine)
 
     def publish(self, prefix: str | Sequence[int]) -> int:
-        """Let later requests of all salts share a prefix's full blocks; return their number.
+        """Let requests of all salts share a prefix's full blocks; return the number of blocks.
+
+        Earlier requests are not affected.
 
         prefix: the beginning of prompts, as token ids or as a text. A text may also be the
         beginning of system messages. Raises RequestError or CacheError.
@@ -217,10 +222,11 @@ class AsyncLLM(Facade):
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter before its first request."""
         self.frontend.require_open()
-        await self._load(lora_request)
+        await self._require_adapter(lora_request)
         return True
 
-    async def _load(self, choice: str | LoRARequest | None) -> str | None:
+    async def _require_adapter(self, choice: str | LoRARequest | None) -> str | None:
+        """Return the name of an adapter, which is loaded if necessary."""
         if isinstance(choice, LoRARequest):  # loading it may read files
             return await asyncio.to_thread(self.frontend.adapters.require, choice, self.driver.call)
         return choice
@@ -236,7 +242,7 @@ class AsyncLLM(Facade):
         return await asyncio.to_thread(self._reset_cache, reset_running_requests, reset_connector)
 
     async def forget_inputs(self) -> None:
-        """Remove the turns of earlier chats, and the images that no request uses."""
+        """Remove the stored turns of chats, and the cached images that no request uses."""
         await asyncio.to_thread(self.chats.clear)
         images = self.frontend.images
         if images is not None:
@@ -248,7 +254,7 @@ class AsyncLLM(Facade):
 
     @property
     def is_running(self) -> bool:
-        """True until the engine is closed."""
+        """True until the engine is closed or fails."""
         return not self.is_stopped
 
     @property

@@ -26,7 +26,7 @@ MAX_BEAMS = 256
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """Parameters of a beam search, in vLLM's names. Raises RequestError.
+    """Parameters of a beam search, named as in vLLM. Raises RequestError.
 
     length_penalty: a beam's score is the sum of its log-probabilities, divided by its number of
     tokens to the power of this penalty. include_stop_str_in_output: retain the token that ended the
@@ -96,8 +96,8 @@ def search_beams(
 ) -> list[BeamSearchOutput]:
     """Return the best beams of each prompt. Raises RequestError.
 
-    generate: `LLM.generate` of the model with this frontend. options: the sampling parameters
-    (without effect), adapter and priority of each prompt.
+    generate: the method `generate` of the `LLM` that has this frontend. options: the
+    sampling parameters (without effect), adapter and priority of each prompt.
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params are {describe(params)}; allowed: a BeamSearchParams")
@@ -163,15 +163,15 @@ def _extend(
     best = nlargest(2 * params.beam_width, candidates, key=lambda candidate: candidate[0])
     search.live = []
     for rank, (total, token_id, logprobs, tokens, beam) in enumerate(best):
-        ends = token_id in eos
-        # As in transformers, ignore an end if `beam_width` extensions are likelier.
-        if (rank if ends else len(search.live)) >= params.beam_width:
+        is_end = token_id in eos
+        # As in transformers, an end-of-text token counts only among the `beam_width` likeliest.
+        if (rank if is_end else len(search.live)) >= params.beam_width:
             continue
-        shown = [token_id] if not ends or params.include_stop_str_in_output else []
-        longer = BeamSearchSequence([*tokens, *shown], [*beam.logprobs, logprobs], total)
-        if ends:
-            longer.finish_reason, longer.stop_reason = "stop", token_id
-        (search.ended if ends else search.live).append(longer)
+        new_tokens = [token_id] if not is_end or params.include_stop_str_in_output else []
+        extended = BeamSearchSequence([*tokens, *new_tokens], [*beam.logprobs, logprobs], total)
+        if is_end:
+            extended.finish_reason, extended.stop_reason = "stop", token_id
+        (search.ended if is_end else search.live).append(extended)
 
 
 def _best(frontend: Frontend, search: _Search, params: BeamSearchParams) -> BeamSearchOutput:

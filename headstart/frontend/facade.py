@@ -93,7 +93,8 @@ def check_call(arguments: Mapping[str, Any]) -> None:
     check_absent({name: arguments[name] or None for name in _ABSENT if name in arguments})
 
 
-def _part(path: str) -> Any:
+def _delegate(path: str) -> Any:
+    """Return a property that reads a dotted path of attributes."""
     return property(attrgetter(path))
 
 
@@ -104,37 +105,37 @@ class Facade:
     engine: EngineCore
     driver: Driver
 
-    config: EngineConfig = _part("frontend.config")
+    config: EngineConfig = _delegate("frontend.config")
     """The options of the engine."""
-    max_model_len: int = _part("frontend.facts.max_model_len")
-    """Most tokens of a prompt and its answer together."""
-    block_size: int = _part("config.block_size")
+    max_model_len: int = _delegate("frontend.facts.max_model_len")
+    """Maximum number of tokens of a prompt and its answer together."""
+    block_size: int = _delegate("config.block_size")
     """Tokens in a KV block."""
-    num_blocks: int = _part("frontend.facts.num_blocks")
+    num_blocks: int = _delegate("frontend.facts.num_blocks")
     """Number of KV blocks, of all replicas together."""
-    kv_cache_bytes: int = _part("frontend.facts.kv_cache_bytes")
+    kv_cache_bytes: int = _delegate("frontend.facts.kv_cache_bytes")
     """Bytes of the KV blocks."""
-    chat_template: str | None = _part("chats.chat_template")
+    chat_template: str | None = _delegate("chats.chat_template")
     """The default chat template; None for the tokenizer's."""
-    adapters: list[Adapter] = _part("frontend.adapters.named")
+    adapters: list[Adapter] = _delegate("frontend.adapters.named")
     """The LoRA adapters that requests may name."""
 
     # These properties exist only for an engine in this process.
-    manager: KVCacheManager = _part("engine.manager")
+    manager: KVCacheManager = _delegate("engine.manager")
     """The cache manager, which only the engine's thread may use."""
-    requests: tuple[Sequence[Request], Sequence[Request]] = _part("engine.requests")
+    requests: tuple[Sequence[Request], Sequence[Request]] = _delegate("engine.requests")
     """Running and waiting requests, which must be read in the engine's thread."""
-    num_preemptions: int = _part("engine.num_preemptions")
+    num_preemptions: int = _delegate("engine.num_preemptions")
     """Number of preemptions of running requests."""
-    tiers: Tiers | None = _part("engine.tiers")
-    """The stores of evicted blocks on disk or another machine; None without one."""
-    vllm_config: VllmView = _part("_view")
-    """The configuration, in vLLM's names."""
-    model_config: ModelView = _part("_view.model_config")
-    cache_config: CacheView = _part("_view.cache_config")
-    scheduler_config: SchedulerView = _part("_view.scheduler_config")
-    parallel_config: ParallelView = _part("_view.parallel_config")
-    speculative_config: SpeculativeView | None = _part("_view.speculative_config")
+    tiers: Tiers | None = _delegate("engine.tiers")
+    """The stores of evicted blocks on disk or another machine; None if there are none."""
+    vllm_config: VllmView = _delegate("_view")
+    """The configuration, named as in vLLM."""
+    model_config: ModelView = _delegate("_view.model_config")
+    cache_config: CacheView = _delegate("_view.cache_config")
+    scheduler_config: SchedulerView = _delegate("_view.scheduler_config")
+    parallel_config: ParallelView = _delegate("_view.parallel_config")
+    speculative_config: SpeculativeView | None = _delegate("_view.speculative_config")
 
     # Parts of vLLM's configuration that headstart does not have.
     quant_config = kv_transfer_config = kv_events_config = ec_transfer_config = None

@@ -1,7 +1,7 @@
-"""The frontend of an engine, which checks prompts and makes requests of them.
+"""The frontend of an engine, which checks prompts and makes requests from them.
 
-The frontend needs only facts of the model and allocates no K/V memory, so the engine may be in this
-process or in replicas.
+The frontend needs only facts about the model and allocates no K/V memory, so the engine may be in
+this process or in replicas.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class InputProcessor:
     ) -> PreparedPrompt:
         """Check a prompt, and tokenize a text. Raises RequestError.
 
-        similar: an earlier image of the tenant with this salt may replace a copy of this image.
+        similar: an image of the prompt may be replaced by an earlier image, if one is a copy of the
+        other. The earlier image must be from the tenant with this salt.
         """
         if isinstance(prompt, PreparedPrompt):
             ready = prompt

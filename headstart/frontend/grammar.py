@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 MAX_REMAINDERS = 2**16
 MAX_ITEMS_IN_ROW = 4_100
-"""Grammar rules that may apply at one position; an optional property of an object has 4."""
+"""Grammar rules that may apply at one position; an optional property of an object adds 4 rules."""
 _MAY_HAVE_SPECIAL = ("grammar", "structural_tag")
 """Kinds of constraints that may contain special tokens."""
 _MAX_DIGITS = 12  # digits of a `multipleOf` to convert to an integer
@@ -94,7 +94,7 @@ def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
     """
     parts = list(_objects_in(schemas))
     together = together or any("allOf" in part or "$ref" in part for part in parts)
-    most = 1
+    remainders = 1
     for value in (part.get("multipleOf") for part in parts):
         if not isinstance(value, Decimal) or not value.is_finite() or value <= 0:
             continue
@@ -103,11 +103,11 @@ def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
         count = MAX_REMAINDERS + 1
         if exponent <= _MAX_DIGITS and len(digits) <= _MAX_DIGITS:
             count = int("".join(map(str, digits)) + "0" * exponent)
-        most = lcm(most, count) if together else count
-        if most > MAX_REMAINDERS:
+        remainders = lcm(remainders, count) if together else count
+        if remainders > MAX_REMAINDERS:
             others = ", and its least common multiple with others is too large"
             raise ValueError(
-                f'"multipleOf" is {value}{others if count != most else ""}; allowed: up to '
+                f'"multipleOf" is {value}{others if count != remainders else ""}; allowed: up to '
                 f"{MAX_REMAINDERS:,}, ignoring the decimal point"
             )
 
@@ -128,13 +128,13 @@ def _check_recursion(schema: Any) -> None:
         for _ in range(_MAX_PASSES):
             before = len(endless)
             for reference in list(endless):
-                if _ends(targets[reference], endless):
+                if _is_finite(targets[reference], endless):
                     del endless[reference]
             if len(endless) == before:
                 break
         else:
             return
-        if not _ends(schema, endless):
+        if not _is_finite(schema, endless):
             raise ValueError('"$ref" recurs without an end')
 
 
@@ -149,24 +149,24 @@ def _resolve(pointer: str, root: Any) -> Any:
     return part
 
 
-def _ends(schema: Any, endless: Collection[str]) -> bool:
+def _is_finite(schema: Any, endless: Collection[str]) -> bool:
     """Return True if a schema has a finite value that needs none of the `endless` references."""
     if not isinstance(schema, dict):
         return True
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference in endless:
         return False
-    if not all(_ends(part, endless) for part in _list(schema, "allOf")):
+    if not all(_is_finite(part, endless) for part in _list(schema, "allOf")):
         return False
     for name in ("anyOf", "oneOf"):
         parts = _list(schema, name)
-        if parts and not any(_ends(part, endless) for part in parts):
+        if parts and not any(_is_finite(part, endless) for part in parts):
             return False
     if "const" in schema or "enum" in schema:
         return True
     kinds = schema.get("type")
     return any(
-        all(_ends(part, endless) for part in _required_parts(schema, kind))
+        all(_is_finite(part, endless) for part in _required_parts(schema, kind))
         for kind in (kinds if isinstance(kinds, list) else [kinds])
     )
 
@@ -193,11 +193,11 @@ def _list(schema: dict[str, Any], name: str) -> list[Any]:
 
 
 class TokenMasks:
-    """The tokens of one model in llguidance, and llguidance's threads.
+    """llguidance's tokenizer and threads for one model, which compute masks of allowed tokens.
 
     A mask has `num_bytes` bytes with one bit for each token, the lowest bit first. end_ids, ends:
-    the tokens that end an answer, and their mask. end_token: the token with which llguidance allows
-    the end of an answer. special: the mask of the special tokens.
+    the tokens that end an answer, and their mask. end_token: the token that llguidance allows where
+    an answer may end. special: the mask of the special tokens. special_ids: their ids by text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary) -> None:
@@ -253,7 +253,10 @@ class GrammarCompiler:
     def mask(
         self, constraint: OutputConstraint, stops: Iterable[int], *, ignore_eos: bool
     ) -> GrammarMask:
-        """Return an answer's logits processor. stops: tokens that end it. Raises RequestError."""
+        """Return a logits processor for one answer. Raises RequestError.
+
+        stops: tokens that end the answer.
+        """
         masks, matcher = self._masks(), self.matcher(constraint)
         ends = [*(() if ignore_eos else masks.end_ids), *stops]
         return GrammarMask(matcher, masks, ends, special=constraint.kind in _MAY_HAVE_SPECIAL)
@@ -368,10 +371,10 @@ def _build(constraint: OutputConstraint, masks: TokenMasks) -> LLMatcher:
 
 
 def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
-    """Return the result of `work` on a constraint, run with a large stack. Raises RequestError.
+    """Run `work` in a thread with a large stack, and return its result. Raises RequestError.
 
-    llguidance is recursive: 64 kB of nested rules or `$ref`s overflow the usual stack of 8 MB, and
-    the process would crash.
+    constraint: named in the error. llguidance is recursive: 64 kB of nested rules or `$ref`s
+    overflow the usual stack of 8 MB, and the process would crash.
     """
     results: list[Result | Exception] = []
 
@@ -400,9 +403,9 @@ def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
 class GrammarMask(TokenMask):
     """The position of one answer in its grammar. Applied after all other processors.
 
-    end_ids: tokens that end the answer where the grammar allows it to end or to continue. Where the
-    grammar allows only the end, all end tokens of the model end the answer. special: the grammar
-    may contain special tokens. complete: True where the grammar allows only the end.
+    end_ids: tokens that end the answer, where the grammar allows both its end and further text.
+    Where the grammar allows no further text, all end tokens of the model end the answer instead.
+    special: the grammar may contain special tokens. complete: True if no further text is allowed.
     """
 
     rank = 4

@@ -45,7 +45,7 @@ class SyncFacade(Facade):
         return self.tokenizer
 
     def get_metrics(self) -> list[Metric]:
-        """Return the metrics of the cache and of requests, in vLLM's names."""
+        """Return the metrics of the cache and of requests, named as in vLLM."""
         return join_positions(self.driver.call(lambda: read_metrics(self.engine)))
 
     def has_unfinished_requests(self) -> bool:
@@ -63,7 +63,7 @@ class SyncFacade(Facade):
         """Empty the cache. While a request runs, do nothing and return False.
 
         reset_running_requests: preempt and recompute running requests instead. reset_connector:
-        also remove the model's blocks from disk or the other machine.
+        also remove the model's blocks from `cache_dir` or `remote_cache`.
         """
         return self._reset_cache(reset_running_requests, reset_connector)
 
@@ -162,7 +162,7 @@ class LLM(SyncFacade):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one or several conversations; the next turn hits all tokens of this turn.
+        """Answer one or several conversations; their tokens are cached for the next turn.
 
         messages: dicts with "role" and "content", for the model's chat template. A content is a
         text or a list of OpenAI's parts, with images if the model has vision. In a later turn, the
@@ -252,7 +252,8 @@ class LLM(SyncFacade):
         """Remember a conversation of another process, so the next turn begins with the same ids.
 
         reply_token_ids: the generated ids by the index of the reply in `messages`. With
-        `cache_dir`, K/V of these ids may be on disk. Raises RequestError.
+        `cache_dir`, the next turn may hit K/V that the other process stored on disk. Raises
+        RequestError.
         """
         self.engine.require_open()
         self.chats.recall(messages, reply_token_ids)

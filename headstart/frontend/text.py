@@ -36,8 +36,10 @@ REPLACEMENT = "\ufffd"  # decoders return it for invalid bytes and incomplete ch
 # tokens have no text, or if their text begins within a character.
 _CONTEXT_SIZES = (5, 20, 80)
 _LONG = 1 << 16  # characters
-_MIN_LONGEST = 16  # bytes per token; shorter texts are accepted without reading the vocabulary
-_SHRINK = 4
+# The longest token is assumed to have at least this many bytes. So texts of up to this many bytes
+# for each of `max_model_len` tokens are accepted without reading the vocabulary.
+_MIN_LONGEST = 16
+_SHRINK = 4  # a text may be this many times longer if the tokenizer loses bytes
 
 # Runs of white space, a digit in a circle, a decomposed letter, a ligature, an emoji.
 _DIFFICULT = "  a \n\n\t b \u2460 e\u0301 \ufb01 \u2126 \U0001f642 end"
@@ -139,7 +141,7 @@ class PromptCodec:
         return _decode(self.tokenizer, list(token_ids))
 
     def normalize(self, text: str) -> str:
-        """Return the text that `decode` returns for the ids of a prompt's text."""
+        """Return a text as `decode` returns it, with the tokens of images written out."""
         return text
 
     def escape(self, text: str) -> str:
@@ -208,7 +210,7 @@ def make_token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
 
     The function returns U+FFFD for the bytes of an incomplete character.
     """
-    # An ordinary token before each token, as decoders may drop a space at the beginning.
+    # Each token is decoded after an ordinary token, as decoders may drop a space at the beginning.
     anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
     length = len(_decode(tokenizer, anchor))
     return cache(lambda token_id: _decode(tokenizer, [*anchor, token_id])[length:])
@@ -217,9 +219,9 @@ def make_token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
 class Detokenizer:
     """Incremental decoder of one answer. Without a tokenizer all texts are empty.
 
-    The results of `push` and `finish` together are the text that the tokenizer decodes from the
-    prompt and all ids, after the prompt's text. Invalid bytes from a tokenizer with byte fallback
-    are an exception: an invalid byte changes the text of bytes that may already be emitted.
+    Prompt and answer, decoded together, give the prompt's text followed by the joined results of
+    `push` and `finish`. Invalid bytes from a tokenizer with byte fallback are an exception: an
+    invalid byte changes the text of bytes that may already be emitted.
     """
 
     def __init__(
@@ -281,7 +283,8 @@ class OutputText:
     An answer ends at an end-of-text or stop token, at a stop string, or at its maximum length.
     `stop_reason` is the stop string or the id of the stop token. Text that may be the beginning of
     a stop string is held back. Tokens are decoded when the text is read; with stop strings, as they
-    arrive. max_total_tokens: most tokens of prompt and answer together.
+    arrive. max_total_tokens: maximum number of tokens of prompt
+    and answer together.
     """
 
     def __init__(
@@ -357,7 +360,10 @@ class OutputText:
         self._unread.clear()
 
     def _find_stop(self, seen: int) -> bool:
-        """Return True if a stop string ends after `seen`; the first stop string ends the text."""
+        """End the text at the first stop string; return False if there is none.
+
+        seen: length of the text that was searched before. A stop string must extend beyond it.
+        """
         starts = [(self._all.find(s, max(0, seen - len(s) + 1)), s) for s in self._stops]
         hits = [(start, stop) for start, stop in starts if start >= 0]
         if not hits:

@@ -34,8 +34,9 @@ class Option(NamedTuple):
     """An option of vLLM.
 
     state: "works", "ignored" (any value, without effect) or "absent" (must be None or one of
-    `values`). values: the first is the default. kind: the flag's argument is a "value", "text",
-    "list" (of values) or "texts"; a "switch" has no argument. short: the short flag, or "".
+    `values`). values: the first is the default. kind: the argument of the flag is a "value" for
+    `read_value`, a "text", a "list" of values, or "texts"; a "switch" has no argument. short: the
+    short flag, or "".
     """
 
     state: str
@@ -66,7 +67,7 @@ ENGINE, SERVE = _read_table()
 _COUNTS = Number(int, 0)
 _CONFIG = {option.name: option for option in fields(EngineConfig)}
 _GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-"""Fields of generation_config.json that become sampling parameters, as in vLLM."""
+"""Sampling parameters that generation_config.json may set, as in vLLM."""
 
 
 class EngineOptions(NamedTuple):
@@ -471,7 +472,7 @@ class SchedulerView:
 
 @dataclass(frozen=True)
 class SpeculativeView:
-    """Drafts: their greatest length, and vLLM's method with the most similar drafts."""
+    """Drafts: their maximum length, and the method of vLLM whose drafts are most similar."""
 
     num_speculative_tokens: int
     method: str = "suffix"

@@ -91,9 +91,9 @@ class AnswerDrafter:
         expected: may be empty at first. Another thread may then add all tokens in one operation.
         """
         self._expected = expected
-        self._text = ""  # the expected tokens
+        self._text = ""  # the expected tokens as characters, see `_as_text`
         self._num_read = num_prompt_tokens
-        self._latest = ""  # tokens of the answer
+        self._latest = ""  # the latest tokens of the answer as characters
         self._position = 0  # of the next token in the expected answer
         self._follows = True  # True if the answer continues at this position
 

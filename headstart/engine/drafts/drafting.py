@@ -10,7 +10,7 @@ These are the sources of a request's drafts:
     the tree of cached prefixes     an earlier request of the tenant had the same tokens
     the tiers                       an earlier process stored the reply to the same prompt
     the request's own tokens        the latest three tokens have occurred before
-    another request's tokens        it branched off from the same prefix, as before an edit
+    another request's tokens        it shares a prefix but then differs, for example by an edit
 
 They are tried in this order, until a draft is expected to raise the step's tokens per second. A
 draft of k tokens, each right with probability p, gives 1 + p + p^2 + ... + p^k tokens on average
@@ -118,20 +118,20 @@ class Drafting:
         self._num_rows = 0  # rows of the next step, with the drafts so far
         self._num_tokens = 0.0  # tokens that the next step is expected to give
         self._gain = 1.0  # the least gain of a draft
-        self._pays = False
+        self._may_gain = False  # True if a draft may raise the next step's tokens per second
 
     def begin_step(self, running: Sequence[Request]) -> None:
         """Prepare drafts for a step. running: its requests, with one row each before drafts."""
         self._num_rows, self._num_tokens = len(running), len(running)
         self._gain = _GAIN if len(running) > 1 else 1.0
-        self._pays = self._choose_length(_LIKELIEST, self._max_tokens) > 0
-        if self._pays and self._avoids_sharing:
+        self._may_gain = self._choose_length(_LIKELIEST, self._max_tokens) > 0
+        if self._may_gain and self._avoids_sharing:
             sequences = [request.sequence for request in running]
-            self._pays = not self._manager.share_prefix(sequences, _SHARED)
+            self._may_gain = not self._manager.share_prefix(sequences, _SHARED)
 
     def propose(self, request: Request, budget: int) -> Sequence[int]:
         """Return a decoding request's draft. budget: tokens that the step may still compute."""
-        if not self._pays:
+        if not self._may_gain:
             return ()
         sequence, params = request.sequence, request.group.params
         limit = min(budget, self._max_tokens, self._max_model_len - len(sequence.token_ids))

@@ -14,7 +14,7 @@ template supports. Other orders are changed:
     a system message alone                        an empty turn of the user after it
 
 Texts are joined by an empty line. A message never changes the text of earlier messages, so the
-prompt of the next turn begins with the text of this one.
+prompt of the next turn begins with the prompt of this turn.
 """
 
 from __future__ import annotations

@@ -146,15 +146,15 @@ class ChatRequests:
         template = template or TemplateOptions()
         if template.chat_template is None:
             template = replace(template, chat_template=self.chat_template)
-        codec, plain_text = self._codec, ""
+        codec, history = self._codec, ""
         if codec is None:
             with self._lock:
                 text = self._memory.render(messages, template)
                 if self._frontend.facts.num_states and template.add_generation_prompt:
                     # The next turn may differ from this one where the generation prompt begins.
-                    plain = replace(template, add_generation_prompt=False)
+                    options = replace(template, add_generation_prompt=False)
                     with suppress(RequestError):  # some templates require the generation prompt
-                        plain_text = self._memory.render(messages, plain)
+                        history = self._memory.render(messages, options)
                 chat = ChatPrompt(text, self._memory.encode(text, namespace))
             prompt = PreparedPrompt(chat.token_ids, text)
         else:
@@ -170,10 +170,10 @@ class ChatRequests:
             prompt, params, request_id=request_id, salt=salt, adapter=adapter, priority=priority
         )
         group.chat = chat
-        if plain_text and text.startswith(plain_text):
+        if history and text.startswith(history):
             tokenizer = self._frontend.tokenizer
             assert tokenizer is not None  # rendering needs a tokenizer
-            generation_prompt = text[len(plain_text) :]
+            generation_prompt = text[len(history) :]
             count = len(tokenizer.encode(generation_prompt, add_special_tokens=False))
             for request in group.requests:
                 request.sequence.forks = [len(chat.token_ids) - count]
@@ -223,8 +223,8 @@ class ChatRequests:
         """Let requests of all salts share the full blocks of a prefix; return the number of blocks.
 
         A text is a prefix of prompts and of system messages. Only tokens that do not depend on the
-        text after the prefix are shared. Raises RequestError for a text that the model supports in
-        neither place, and CacheError for an invalid token id.
+        text after the prefix are shared. Raises RequestError for a text that cannot begin a prompt,
+        and CacheError for an invalid token id.
         """
         hasher = self._frontend.facts.hasher
         if not isinstance(prefix, Collection):

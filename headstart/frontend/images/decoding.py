@@ -23,7 +23,7 @@ ImageSource = Any
 """A Pillow image, a path, the bytes of an image file, or a `data:` URL."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Accepted formats, in Pillow's names. Their decoders run no programs and read no other files."""
+"""Accepted formats, named as in Pillow. Their decoders run no programs and read no other files."""
 
 MAX_ASPECT = 200
 """Largest ratio of the sides, as in Qwen2-VL's processor. Other processors scale the shorter side

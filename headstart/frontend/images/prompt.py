@@ -108,8 +108,8 @@ class ImageReader:
         """Return the image as input of the vision tower. Raises RequestError.
 
         If the shape is known from an earlier request, the image processor runs only when the image
-        is encoded. An image whose embeddings are cached is never encoded, and running the processor
-        would be most of its cost.
+        is encoded. An image whose embeddings are cached is never encoded. For such an image, the
+        processor would take most of the time.
         """
         with self._lock:
             shape = self._shapes.pop(key, None)

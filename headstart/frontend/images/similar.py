@@ -5,10 +5,11 @@ tenant that set this option too. An earlier image replaces the new image if it s
 picture and its embeddings are in the encoder cache. The prompt then has the digest of the earlier
 image, and the output reports the replacement.
 
-Up to three earlier images are examined, those with the nearest thumbnails. One of the two images,
-the original, is copied as programs copy images: scaled by one of Pillow's filters, then saved as
-JPEG or WebP. To find the filter and the codec, all are tried on a small window, the one with the
-most edges. The copy of the whole original must equal the other image in every pixel.
+Up to three earlier images are examined, those with the nearest thumbnails. Either of the two images
+may be the original of the other. A copy is the original scaled by one of Pillow's filters, then
+saved as JPEG or WebP; both changes are optional. To find the filter and the codec, copies of a
+small window with many edges are compared. Then the whole original is copied, and the result must
+equal the other image in every pixel.
 
 A codec erases faint details, so two different pictures may have the same copy. To detect this,
 details of the original of up to 4 pixels are painted over, and the result is saved again. If
@@ -44,7 +45,7 @@ MAX_SCALE = 1.025
 WINDOW = 128  # pixels, a multiple of the 16 of a JPEG macroblock
 BORDER = 8  # pixels at a window's edge that are not compared, because pixels outside affect them
 FILTERS = ("BICUBIC", "LANCZOS", "BILINEAR", "HAMMING", "BOX", "NEAREST")
-TRIED_SCALINGS = 4  # scalings to try with all codecs: the best ones with `ROUGH_CODECS`
+TRIED_SCALINGS = 4  # scalings to try with all codecs, chosen with `ROUGH_CODECS`
 TRIED_JPEGS = 3  # JPEG codecs with which the whole picture is saved
 WEBP_PIXELS = 2**22  # pixels to save as WebP in a search; a million pixels take 0.1 s
 NEAR = 0.2  # of 255; allowed mean difference in a window, as scaling a window rounds differently
@@ -85,8 +86,8 @@ def distance(first: Thumbnail, second: Thumbnail) -> int | None:
 class _Entry:
     """An image that may replace others. pixels: compressed without loss.
 
-    is_encoded: a search has found its embeddings in the encoder cache since its last use. If they
-    are missing later, they were evicted.
+    is_encoded: since the image was last used, a search has found its embeddings in the encoder
+    cache. If the embeddings are missing later, they were evicted.
     """
 
     loaded: LoadedImage
@@ -241,17 +242,17 @@ def _likely_transforms(first: Picture, second: Picture) -> Iterator[_Transform]:
         scalings.sort(key=lambda scaling: min(map(scaling.difference, ROUGH_CODECS)))
     yield from _ranked(scalings[:TRIED_SCALINGS], JPEG_CODECS, NEAR)[:TRIED_JPEGS]
     # WebP distributes its bits over the whole picture, so the difference in a window is inexact.
-    most = max(1, WEBP_PIXELS // (first.width * first.height))
-    yield from _ranked(scalings[:TRIED_SCALINGS], WEBP_CODECS, inf)[:most]
+    count = max(1, WEBP_PIXELS // (first.width * first.height))
+    yield from _ranked(scalings[:TRIED_SCALINGS], WEBP_CODECS, inf)[:count]
 
 
 def _ranked(
-    scalings: list[_Scaling], codecs: Sequence[Codec | None], most: float
+    scalings: list[_Scaling], codecs: Sequence[Codec | None], limit: float
 ) -> list[_Transform]:
-    """Return the transforms with a difference of at most `most` in the window, the least first."""
+    """Return the transforms whose difference in the window is at most `limit`, smallest first."""
     ranked = [(each.difference(codec), each, codec) for each in scalings for codec in codecs]
     ranked.sort(key=lambda entry: entry[0])
-    return [(scaling, codec) for difference, scaling, codec in ranked if difference <= most]
+    return [(scaling, codec) for difference, scaling, codec in ranked if difference <= limit]
 
 
 def _scalings(original: Picture, copy: Picture) -> Iterator[_Scaling]:

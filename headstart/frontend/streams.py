@@ -5,10 +5,10 @@
 
 A stream submits its request when its first output is read, and cancels it when the stream is closed
 or garbage-collected. The driver refers only to mailboxes, so a stream without a reader is collected
-while its request still runs. Streams are classes instead of generator functions, because
-collecting a stream must differ from closing it. `OutputStream.close` waits for the engine, but any
-thread may collect a stream and must not wait. A collected asynchronous generator would be closed
-only later, in the event loop.
+while its request still runs. Streams are classes instead of generator functions, because collecting
+a stream must differ from closing it. `OutputStream.close` waits for the engine, but any thread may
+collect a stream and must not wait. A collected asynchronous generator would be closed only later,
+in the event loop.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
     ) -> None:
         """Stream the request that `prepare` makes when the first output is read."""
         self._driver, self._chats, self._owner, self._paced = driver, chats, owner, paced
-        self._prepare: Callable[[], Awaitable[Any]] | None = prepare  # None once the stream has ended
+        self._prepare: Callable[[], Awaitable[Any]] | None = prepare  # None after the end
         self._group: Any = None
         self._ended = self._is_read = False
         self._failure: Exception | None = None  # see `fail`

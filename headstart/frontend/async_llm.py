@@ -201,7 +201,7 @@ class AsyncLLM(Facade):
         return read_metrics(self.engine)
 
     def publish(self, prefix: str | Sequence[int]) -> int:
-        """Let later requests of all salts share a prefix's full blocks; return the blocks' number.
+        """Let later requests of all salts share a prefix's full blocks; return the block count.
 
         prefix: the beginning of prompts, as token ids or as a text. A text may also be the
         beginning of system messages. Raises RequestError or CacheError.

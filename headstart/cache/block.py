@@ -64,7 +64,7 @@ class PrefixNode:
         self.block = self.child = self.block_hash = None
 
     def salt(self) -> str | None:
-        """Return the salt of the node's owner: the last salt on its path, or else the root's."""
+        """Return the node's salt: the last salt in the keys on its path, or else the root's."""
         node = self
         while node.parent is not None:
             salt = cut_salt(node.key)[0]
@@ -108,9 +108,9 @@ class Branches(PrefixNode):
 
 
 class RowCopy(NamedTuple):
-    """A copy of the first `num_rows` rows of a block to another block, to make before the step.
+    """A copy of the first `num_rows` rows from one block to another. Made before the step.
 
-    source_window, target_window: the window blocks to copy between; -1 if there is nothing to copy.
+    source_window, target_window: the window blocks to copy between; -1 if no rows are copied.
     """
 
     source_block: int
@@ -129,8 +129,8 @@ class Checkpoint:
     border. writer: the request whose step writes the checkpoint; None after this step is committed.
     users: the number of sequences whose next step reads it. used: the clock of the `StatePool` at
     its last use. is_passed: True if a later checkpoint on its path is written. is_lasting: True if
-    tiers should store it. is_saved: True if a tier has it, or was offered it. entry: the number of
-    its valid entry in the eviction queue.
+    tiers should store it. is_saved: True if a tier has it or will save it. entry: the number of its
+    valid entry in the eviction queue.
     """
 
     def __init__(self, node: PrefixNode, key: BlockKey, position: int, writer: str) -> None:
@@ -170,7 +170,7 @@ def make_node(
 
 
 class PartialNode(PrefixNode):
-    """A node of a partial block, which a finished request has not filled."""
+    """The node of a partial block: the last block of a finished request, if it is not full."""
 
     __slots__ = ()
 

@@ -45,7 +45,7 @@ class CacheConfig(CacheOptions):
         for a model without recurrent layers. See `headstart.cache.states`.
     state_interval: tokens between two regular checkpoints of a long prompt.
     states_at_borders: store states only at block borders, for an engine that computes whole blocks.
-    window: tokens that a row of the sliding-window layers reads, itself included; 0 for a model
+    window: tokens that a token attends to in sliding-window layers, itself included; 0 for a model
         without these layers.
     num_window_blocks: blocks in the pool of the sliding-window layers; 0 if their K/V are in the
         same blocks as the K/V of the other layers. See `headstart.cache.windows`.

@@ -1,7 +1,7 @@
 """Events of cached blocks, for routers and tiers that mirror the index.
 
-Several blocks may hold the same prefix. `BlockStored` reports that the first of them is cached, and
-`BlockEvicted` that the last of them was evicted. Hashes are computed when they are read.
+Several blocks may hold the same prefix. `BlockStored` is reported when the first of these blocks is
+cached, and `BlockEvicted` when the last of them is evicted. Hashes are computed when they are read.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from headstart.cache.identity import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class PrefixEvent:
-    """An event of a full block and of the prefix that ends with it."""
+    """An event about a full block and the prefix that ends with it."""
 
     block_id: int
     node: PrefixNode = field(repr=False)
@@ -32,13 +32,13 @@ class PrefixEvent:
 
 
 class BlockStored(PrefixEvent):
-    """The first block of a prefix is cached. The step under way writes it."""
+    """A prefix is now cached, in a block that the step under way writes."""
 
     __slots__ = ()
 
 
 class BlockEvicted(PrefixEvent):
-    """The last block of a prefix was evicted."""
+    """A prefix is no longer cached, because the last block that held it was evicted."""
 
     __slots__ = ()
 

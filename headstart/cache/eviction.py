@@ -213,14 +213,14 @@ class AdaptiveLru(EmptyFirstLru):
 
 
 class FairLru:
-    """Max-min fair between owners, and `AdaptiveLru` among the free blocks of each owner.
+    """A policy that is max-min fair between owners, with an `AdaptiveLru` for each owner.
 
     Empty blocks are taken first. Each further block is taken from the owner with the most held and
     cached blocks per weight, and then counts for the owner that takes it. So an owner below its
     share loses no block to an owner above its share, and an owner may use all blocks that no other
     owner uses. A block costs O(log owners), and O(1) while only one owner has free cached blocks.
     An owner retains at most half of its share of the pool. Its retained blocks are taken after its
-    other blocks, but not after the blocks of other owners.
+    other blocks. Retention does not change from which owner a block is taken.
 
     Cached blocks that are released together belong to one prefix. Public blocks at its beginning
     have a separate owner. When a salt becomes an owner, its existing blocks move to the queue of
@@ -229,7 +229,7 @@ class FairLru:
 
     def __init__(self, blocks: Sequence[KVCacheBlock], shares: Shares, marks: Marks) -> None:
         self._shares = shares
-        self._owners = shares.names()  # the owners that the fields below distinguish
+        self._owners = shares.names()  # the owners when `_follow_shares` last moved blocks
         self._marks = marks
         self._num_blocks = len(blocks)
         self._num_cached = 0
@@ -316,7 +316,7 @@ class FairLru:
         self._forget(blocks)
 
     def _split(self, blocks: Sequence[KVCacheBlock]) -> dict[Owner, list[KVCacheBlock]]:
-        """Return the cached blocks, by owner; remove the empty blocks from their queue."""
+        """Return the cached blocks by owner; remove the empty blocks from their queue."""
         by_salt: dict[str | None, list[KVCacheBlock]] = defaultdict(list)
         for block in blocks:
             if block in self._salts:
@@ -396,7 +396,7 @@ class FairLru:
                 assert self._owner(self._salts[block]) == owner, f"{block} counts for another owner"
                 actual = self._owner(_salt_of(block))
                 assert actual == owner, f"{block} is in another owner's queue"
-        assert not any(block in self._salts for block in self._empty), "an empty block counts"
+        assert not any(block in self._salts for block in self._empty), "an empty block has a salt"
 
 
 def _salt_of(block: KVCacheBlock) -> str | None:

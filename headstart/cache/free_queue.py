@@ -164,7 +164,8 @@ class Marks:
 class RetainedBlocks:
     """Free marked blocks, ordered by the end of their mark, and then by their release.
 
-    Adding or removing a block costs O(1), and O(minutes) for the first block of a minute.
+    Adding or removing a block costs O(1). The first block of a minute costs O(n) if blocks of n
+    minutes are retained.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -225,9 +226,9 @@ class RetainedBlocks:
         return blocks
 
     def expire(self, limit: int) -> list[KVCacheBlock]:
-        """Remove blocks whose mark has ended, and the first blocks beyond `limit`; return them.
+        """Remove and return blocks whose mark has ended. Their marks are removed too.
 
-        Their marks are removed too.
+        If more than `limit` blocks are left, the first of them are removed as well.
         """
         due: list[KVCacheBlock] = []
         while self._minutes and self._marks.is_over(self._minutes[0]):

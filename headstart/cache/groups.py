@@ -74,7 +74,7 @@ class LayerGroup:
     def has_slots(self, sequence: TokenSequence, end: int) -> bool:
         """Return True if `extend` and `compute` would change nothing for tokens up to `end - 1`.
 
-        These tokens fill no block.
+        The caller must know that these tokens fill no block.
         """
         return False
 
@@ -83,17 +83,17 @@ class LayerGroup:
         return True
 
     def compute(self, sequence: TokenSequence, start: int, end: int) -> None:
-        """Note that this step computes tokens `start` to `end - 1`, whose blocks are indexed."""
+        """Note that this step computes tokens `start` to `end - 1`. Call it after indexing."""
 
     def attach_partial(self, sequence: TokenSequence, index: int) -> None:
-        """Note that the sequence's block `index`, a written partial block, is indexed."""
+        """Note that the sequence's block `index` was indexed as a partial block."""
 
     def save_fork(self, computed: ComputedBlocks, step: int) -> bool:
         """Let this step save a checkpoint at `known_tokens`; return False if it cannot."""
         return False
 
     def accept(self, sequence: TokenSequence, num_blocks: int) -> None:
-        """Note that a step with drafts is written, and that the sequence retains `num_blocks`."""
+        """Commit a step with drafts; release window blocks after the first `num_blocks` blocks."""
 
     def commit(self) -> None:
         """Note that the step has written its rows and states."""
@@ -110,7 +110,7 @@ class LayerGroup:
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop the states or window blocks of blocks that lose their identity.
 
-        A block has no node if a copy of it took over the identity.
+        A block has no node if another block still holds the same prefix.
         """
 
     def check(self) -> None:

@@ -44,7 +44,7 @@ class BlockHasher:
     def publish(self, token_ids: Sequence[int]) -> int:
         """Let tenants share the full blocks of a prefix; return the number of blocks.
 
-        Sequences that were created before are not affected. Raises CacheError for an invalid token.
+        Keys that sequences have already do not change. Raises CacheError for an invalid token.
         """
         return self.public.publish(token_ids, self.block_size)
 

@@ -2,9 +2,9 @@
 
 The identity of a prefix is the sequence of its blocks' keys. A `BlockKey` has the block's tokens in
 order, four bytes each. For each image or audio item in the block, the key has a frame in front of
-the item's first placeholder in the block. Keys are content, not digests. A frame starts with a mark
-that is not a token id, and contains the length of its digest. So different contents have different
-keys:
+the item's first placeholder in the block. Keys are content, not digests. A frame starts with a
+marker that is not a token id, and contains the length of its digest. So different contents have
+different keys:
 
     tokens 1 3 <p> <p>, an item of 41 placeholders at position 2:
     01000000 03000000 | ffffffff offset=0 length=41 len(digest) digest | <p> <p>
@@ -45,13 +45,13 @@ PUBLIC = ""  # the salt of public blocks; a request's salt is never empty
 MAX_TOKEN_ID = 2**31 - 1
 TOKEN_BYTES = 4
 _BIG_ENDIAN = sys.byteorder == "big"
-_FRAME_MARK = b"\xff\xff\xff\xff"
+_MARKER = b"\xff\xff\xff\xff"
 _FRAME_HEAD = struct.Struct("<4sIII")
 # `Any`, because compiled code would abort the process if memory for the long integer runs out.
 _to_integer: Any = int.from_bytes
 # `Any`, because compiled code would raise TypeError for a digest of another type.
 _get_digest: Any = attrgetter("digest")
-_SALT_HEAD = _FRAME_HEAD.pack(_FRAME_MARK, 0, 0, 0)[:12]  # an item has a length of at least 1
+_SALT_HEAD = _FRAME_HEAD.pack(_MARKER, 0, 0, 0)[:12]  # an item has a length of at least 1
 
 
 @mypyc_attr(native_class=False)  # a native class could be neither copied nor pickled
@@ -145,7 +145,7 @@ def check_token(token_id: SupportsIndex) -> int:
 def cut_keys(
     data: bytes, span: range, block_size: int, items: Sequence[MultiModalItem]
 ) -> list[BlockKey]:
-    """Return the keys of the blocks of `span`, token positions that start at a block border.
+    """Return the keys of the blocks in `span`, a range of tokens that starts at a block border.
 
     `data` has the encoded tokens of the span. The last block may be partial. `items` must be in
     order and must not overlap.
@@ -184,7 +184,7 @@ def _frame_item(keys: list[BlockKey], item: MultiModalItem, span: range, block_s
         block_end = min(span.start + (block + 1) * block_size, span.stop)
         key = keys[block]
         cut = len(key) - (block_end - position) * TOKEN_BYTES
-        head = _FRAME_HEAD.pack(_FRAME_MARK, position - item.offset, item.length, len(item.digest))
+        head = _FRAME_HEAD.pack(_MARKER, position - item.offset, item.length, len(item.digest))
         keys[block] = BlockKey(key[:cut] + head + item.digest + key[cut:])
 
 
@@ -211,15 +211,15 @@ def count_tokens(key: bytes) -> int:
     """Return the number of whole tokens in a key. The key may end within a token or a frame."""
     tokens = start = 0
     while True:
-        mark = key.find(_FRAME_MARK, start)
-        while mark >= 0 and (mark - start) % TOKEN_BYTES:
-            mark = key.find(_FRAME_MARK, mark + 1)
-        if mark < 0:
+        marker = key.find(_MARKER, start)
+        while marker >= 0 and (marker - start) % TOKEN_BYTES:
+            marker = key.find(_MARKER, marker + 1)
+        if marker < 0:
             return tokens + (len(key) - start) // TOKEN_BYTES
-        tokens += (mark - start) // TOKEN_BYTES
-        if len(key) < mark + _FRAME_HEAD.size:
+        tokens += (marker - start) // TOKEN_BYTES
+        if len(key) < marker + _FRAME_HEAD.size:
             return tokens
-        start = mark + _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, mark)[3]
+        start = marker + _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, marker)[3]
         if len(key) < start:
             return tokens
 
@@ -229,7 +229,7 @@ def read_tokens(key: BlockKey) -> list[int]:
     tokens: list[int] = []
     start = 0
     while start < len(key):
-        if key.startswith(_FRAME_MARK, start):
+        if key.startswith(_MARKER, start):
             start += _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, start)[3]
         else:
             tokens.append(int.from_bytes(key[start : start + TOKEN_BYTES], "little"))
@@ -238,7 +238,7 @@ def read_tokens(key: BlockKey) -> list[int]:
 
 
 def common_tokens(first: BlockKey, second: BlockKey) -> int:
-    """Return the number of tokens at the head of two keys whose K/V are equal."""
+    """Return the number of tokens in the common head of two keys."""
     return count_tokens(first[: _common_bytes(first, second)])
 
 
@@ -263,7 +263,7 @@ def _frame_at(key: BlockKey, token: int) -> bytes:
     start = index = 0
     frames = b""
     while start < len(key) and index <= token:
-        if key.startswith(_FRAME_MARK, start):
+        if key.startswith(_MARKER, start):
             end = start + _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, start)[3]
             if index == token:
                 frames += key[start:end]
@@ -288,7 +288,10 @@ def root_hash(
 def chain_hashes(
     parent: BlockHash, keys: Sequence[BlockKey], digest: Digest = sha256
 ) -> list[BlockHash]:
-    """Return the portable hash of the prefix that ends with each of the keys, after `parent`."""
+    """Return a portable hash for each key, of the prefix from the root to the end of this key.
+
+    parent: the hash of the prefix before the first key.
+    """
     frame = struct.pack("<I", len(parent))
-    name: bytes = parent
-    return cast("list[BlockHash]", [name := digest(frame + name + key) for key in keys])
+    prefix: bytes = parent
+    return cast("list[BlockHash]", [prefix := digest(frame + prefix + key) for key in keys])

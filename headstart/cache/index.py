@@ -210,7 +210,10 @@ class PrefixIndex(PrefixTree):
         self._ancestors.clear()
 
     def check(self, nodes: set[PrefixNode]) -> None:
-        """Raise AssertionError if one of `nodes`, all nodes of the tree, should be removed."""
+        """Raise AssertionError if the tree has a node that should have been removed.
+
+        nodes: all nodes of the tree.
+        """
         ghosts = {node for node in (*self._ghosts, *self._old_ghosts) if node.block is None}
         assert len(self._ghosts) <= self.max_ghosts, "there are too many ghosts"
         assert len(self._old_ghosts) <= OLD_GHOSTS * self.max_ghosts, "there are too many ghosts"
@@ -242,7 +245,7 @@ class PrefixIndex(PrefixTree):
         return node, blocks
 
     def branch(self, parent: PrefixNode, only_child: PrefixNode) -> Branches:
-        """Replace an only child by `Branches`, whose `order` has its key if it is written."""
+        """Replace an only child by `Branches` with this child; order the child if it is written."""
         branches = super().branch(parent, only_child)
         if only_child.block is not None:
             if only_child.block in self.unwritten:

@@ -7,7 +7,7 @@ from headstart.cache.sequence import TokenSequence
 
 
 def index_blocks(pool: BlockPool, sequence: TokenSequence, full: int, *, deduplicate: bool) -> None:
-    """Index the new ones among the sequence's first `full` blocks.
+    """Index the sequence's blocks `num_indexed` to `full - 1`.
 
     deduplicate: if a block with the same content is cached already, switch the sequence to it.
     """
@@ -59,7 +59,7 @@ def index_partial(pool: BlockPool, sequence: TokenSequence) -> None:
 
 
 def _drop_covered(pool: BlockPool, node: PrefixNode) -> None:
-    """Empty a free partial block if this node's block has all its rows and more."""
+    """Empty a free partial block whose rows are all in this node's block."""
     covered = pool.index.covered_partial(node)
     if isinstance(covered, PartialNode) and covered.block and not covered.block.ref_cnt:
         pool.drop([covered.block])

@@ -53,7 +53,7 @@ def _check_index(config: CacheConfig, pool: BlockPool, nodes: set[PrefixNode]) -
             assert block.node in nodes, f"{block} has an identity that no lookup finds"
             holders: list[KVCacheBlock | None] = [block.node.block]
             holders += pool.copies.get(block.node, [])
-            assert holders.count(block) == 1, f"{block} is not a block of its identity"
+            assert holders.count(block) == 1, f"{block} is not listed once for its node"
     assert not (pool.copies and config.deduplicate), "a block was cached twice"
     for node, copies in pool.copies.items():
         assert copies, "`copies` has an entry without a block"
@@ -92,8 +92,9 @@ def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
     ahead = sequence.num_reused if config.num_states or config.num_window_blocks else 0
     used = max(-(-sequence.num_computed_tokens // size), ahead)
     assert len(sequence.blocks) == used, f"{name} holds {len(sequence.blocks)} blocks, uses {used}"
-    assert sequence.capacity == used * size, f"{name} counts its slots wrong"
-    assert sequence.num_computed_tokens <= len(sequence.token_ids), f"{name} computed too much"
+    assert sequence.capacity == used * size, f"{name} has a wrong capacity"
+    num_tokens = len(sequence.token_ids)
+    assert sequence.num_computed_tokens <= num_tokens, f"{name} computed too many tokens"
     full = sequence.num_computed_tokens // size if config.enable_prefix_caching else 0
     full = max(full, ahead) if sequence.is_stored else sequence.num_reused
     count = sequence.num_indexed
@@ -108,6 +109,8 @@ def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
         assert block.node is None, f"{name}: a block that is not full is indexed"
         assert block.ref_cnt == 1, f"{name}: another sequence holds a block that is not full"
     assert sequence.num_reused <= sequence.num_indexed, f"{name} reuses blocks that are not indexed"
-    assert all(i < sequence.num_indexed for i in sequence.switched), f"{name} switched too far"
+    assert all(i < sequence.num_indexed for i in sequence.switched), (
+        f"{name} switched a block that is not indexed"
+    )
     table = [block.block_id for block in sequence.blocks]
     assert sequence.block_ids == table, f"{name}: the block table differs from the blocks"

@@ -52,8 +52,8 @@ class ComputedBlocks(NamedTuple):
 
     known_tokens: the number of tokens with cached K/V. For a model with recurrent layers or sliding
     windows, the sequence resumes at `num_tokens`, and `known_tokens` and `blocks` may reach
-    further. state: the checkpoint at `num_tokens`, for recurrent layers. is_fork: True if no
-    request is computing the sequence's next block.
+    further. state: the checkpoint at `num_tokens`, for recurrent layers. is_fork: True if
+    the cached K/V end at a fork, so no request is computing the sequence's next block.
     """
 
     sequence: TokenSequence
@@ -125,9 +125,9 @@ def longest_head(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> Parti
 def find_partial(
     index: PrefixIndex, sequence: TokenSequence, node: PrefixNode, depth: int, block_size: int
 ) -> PartialHit | None:
-    """Return the partial hit among the children of `node`, the last hit, after `depth` blocks.
+    """Return the partial hit after `depth` blocks were hit, if any.
 
-    It never covers the sequence's last token.
+    node: the node of the last hit, or the root. The hit never covers the sequence's last token.
     """
     start = depth * block_size
     limit = len(sequence.token_ids) - 1 - start
@@ -189,7 +189,7 @@ def _read_path(node: PrefixNode | None, count: int, salt: str | None) -> list[in
 def _latest_child(
     parent: PrefixNode, salt: str | None, excluded: BlockKey | None = None
 ) -> PrefixNode | None:
-    """Return the child that was created last, among the public ones and those of this salt.
+    """Return the child that was created last. Skip children of other salts, and the excluded key.
 
     Searches all children. With a limit, the result would depend on the number of children that
     belong to other salts.
@@ -266,7 +266,7 @@ def _has_more(index: PrefixIndex, root: RootNode, keys: list[BlockKey], depth: i
 def _keys_of_others(
     index: PrefixIndex, root: RootNode, computed: ComputedBlocks
 ) -> Iterator[list[BlockKey]]:
-    """Yield the keys of the hit and of the next block with the salts of tenants below this root."""
+    """Yield the keys of the hit and of the next block, as cut for other salts below this root."""
     sequence, public = computed.sequence, computed.sequence.num_public
     own_salt = sequence.namespace.salt
     keys = [cut_salt(key)[1] for key in sequence.keys[: len(computed.blocks) + 1]]

@@ -103,8 +103,9 @@ class KVCacheManager:
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
         self._holder = object()  # the `holder` of sequences that hold blocks here
-        # The sequence that will compute a full block next, by the block's (parent, key). One entry
-        # per sequence suffices: another prompt with the same prefix hits the blocks before it.
+        # By the (parent, key) of a full block that is not computed yet: the sequence that will
+        # compute it. Each sequence has at most one entry, for its next full block. This suffices:
+        # another prompt with the same prefix hits the blocks before this block.
         self._in_progress: dict[tuple[PrefixNode | Namespace, BlockKey], TokenSequence] = {}
         self._step = 0
 
@@ -186,10 +187,10 @@ class KVCacheManager:
         return self.group is not None and self.group.save_fork(computed, self._step)
 
     def find_tail(self, checkpoint: Checkpoint) -> KVCacheBlock | None:
-        """Return the written block with the rows of a checkpoint after its last full block.
+        """Return the written block with the rows between the last block border and a checkpoint.
 
-        None if the checkpoint is at a block border, while a request is filling the block, and after
-        the block was evicted.
+        None if the checkpoint is at a border, if a request is still filling the block, or if the
+        block was evicted.
         """
         node, key = checkpoint.node, checkpoint.key
         hit = longest_head(self.pool.index, node, key) if node is not None and key else None
@@ -311,7 +312,7 @@ class KVCacheManager:
             self._check_source(computed)
             if computed.version != self._version:
                 raise CacheError(f"the lookup of {name!r} is older than an eviction; repeat it")
-        if num_new_tokens or not sequence.is_loaded:  # a load may need no slots
+        if num_new_tokens or not sequence.is_loaded:  # a loaded sequence may need none
             check_count(sequence, num_new_tokens, computed.num_tokens if computed else 0)
         if self._caching:
             sequence.cut(self.block_size)  # before any change, because it may raise
@@ -511,8 +512,8 @@ class KVCacheManager:
         for sequence in sequences:
             new.update(dict.fromkeys(b for b in sequence.blocks if b in unwritten))
             new.update(dict.fromkeys(sequence.blocks[sequence.num_reused :]))
-        # Forget all blocks before any is freed: the identity of a freed block passes to a copy,
-        # which may be one of these blocks.
+        # Forget all of these blocks before freeing any. A block that is forgotten passes its
+        # identity to a copy, and the copy may be one of these blocks.
         self.pool.forget([b for b in new if b.node is not None and b.ref_cnt == held[b]])
         for sequence in sequences:
             if self.group is not None:
@@ -547,7 +548,7 @@ class KVCacheManager:
         check_everything(self.config, self.pool, self.sequences)
         if self.group is not None:
             self.group.check()
-        assert all(self.is_known(s) for s in self.sequences), "a sequence has no mark"
+        assert all(self.is_known(s) for s in self.sequences), "a sequence has another holder"
         for block, sequence in self._in_progress.items():
             name = sequence.request_id
             following = (sequence.node or sequence.root, sequence.keys[sequence.num_indexed])
@@ -563,10 +564,10 @@ class KVCacheManager:
 def _copy_head(
     sequence: TokenSequence, index: int, partial: PartialHit, source_window: int
 ) -> tuple[RowCopy, ...]:
-    """Return the copy of a partial hit to the sequence's block `index`, if one is needed.
+    """Return the copy of a partial hit to the sequence's block `index`; empty if none is needed.
 
-    None is needed if the sequence has switched to a cached block. source_window: the window block
-    of the source. Its rows are copied even then, unless the window block of the target is cached.
+    If the sequence has switched to a cached block, only the rows of window blocks are copied, and
+    only if the target's window block is not cached. source_window: the source's window block.
     """
     source, window = partial.block.block_id, sequence.window
     target_window = window.ids[index] if window is not None and index not in window.shared else -1

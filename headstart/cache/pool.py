@@ -21,7 +21,7 @@ from headstart.cache.stats import EvictionAges
 from headstart.mypyc_hints import mypyc_attr
 
 AGE_SAMPLE = 64
-"""The age at eviction is measured for one of this many blocks, to save memory."""
+"""Only every 64th block is measured for the ages at eviction, to save memory."""
 
 
 class BlockState(Enum):
@@ -143,7 +143,10 @@ class BlockPool:
         self.free.release(blocks)
 
     def store(self, node: PrefixNode, block: KVCacheBlock) -> None:
-        """Give a block, which this step writes, the node's identity; it may become a copy."""
+        """Give the node's identity to a block that this step writes.
+
+        The block becomes a copy if another block has this identity already.
+        """
         self.index.unwritten.add(block)
         if node.block is not None:
             block.node = node
@@ -187,7 +190,7 @@ class BlockPool:
         return node
 
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Remove the identity of blocks. If a block has copies, the first one takes its place."""
+        """Remove the identity of blocks. If a block has copies, the first copy takes its place."""
         if not blocks:
             return
         self.version += 1

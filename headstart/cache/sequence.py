@@ -40,7 +40,7 @@ class SequenceWindow:
 
     ids: the window block of each block; 0 before block `first`, where the window begins. shared:
     indices of blocks whose window block was cached, so the sequence does not write to it. The
-    window before each position of `wanted` and before each multiple of `interval` stays cached.
+    windows before positions in `wanted` and before multiples of `interval` are evicted last.
     """
 
     def __init__(self, first: int, wanted: Sequence[int], interval: int) -> None:

@@ -14,8 +14,8 @@ saves. These are the tokens since the previous checkpoint on its path; for the l
 path, `LAST` times this number. The clock is the value of the checkpoint that was dropped last. So
 unused checkpoints lose value relative to new ones.
 
-Tiers store the checkpoints in `unsaved`. Of a prompt's checkpoints at regular intervals, `unsaved`
-has only the last one that is at least half an interval before the end of the prompt.
+Tiers store the checkpoints in `unsaved`. Of a prompt's regular checkpoints, one is stored: the last
+that is at least half an interval before the end of the prompt.
 """
 
 from collections.abc import Sequence
@@ -254,7 +254,7 @@ class StatePool(LayerGroup):
         state.is_written, state.is_saved = True, is_saved
 
     def saved_gain(self, checkpoint: Checkpoint) -> int:
-        """Return the number of tokens since the previous checkpoint on its path that a tier has."""
+        """Return the number of tokens since the last saved checkpoint before this one."""
         previous = self._previous(checkpoint)
         while previous is not None and not previous.is_saved:
             previous = self._previous(previous)

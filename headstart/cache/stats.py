@@ -9,22 +9,22 @@ from typing import NamedTuple
 from headstart.cache.sequence import TokenSequence
 
 AGE_BOUNDS = (0.1, 1, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400)
-"""Upper bounds of the histogram's ages in seconds, inclusive."""
+"""Upper bounds of the buckets of `EvictionAges` in seconds, inclusive."""
 
 
 class MissReason(Enum):
     """The reason why a request did not hit more tokens."""
 
-    NONE = "every token that could be reused was"
+    NONE = "every reusable token was hit"
     DISABLED = "prefix caching is off"
     NOT_READ = "the request does not read the cache"
-    UNSEEN = "nothing like it was seen"
+    UNSEEN = "not seen before"
     EVICTED = "seen, but evicted since"
-    TOKEN = "differs from what is cached"
+    TOKEN = "differs from the cached tokens"
     ADAPTER = "cached for another adapter"
     SALT = "cached under another salt"
-    ITEM = "differs from what is cached in an image or audio item"
-    SHORT = "shorter than a block"
+    ITEM = "cached with another image or audio item"
+    SHORT = "the rest is shorter than a block"
     IN_PROGRESS = "another request is computing it"
     OUTPUTS = "cached, but without the outputs that the next stage needs"
     STATE = "cached, but no checkpoint to resume from"
@@ -74,7 +74,7 @@ class EvictionAges:
 
 
 class Admission(NamedTuple):
-    """An admission to count. resumed: True if the sequence was admitted before."""
+    """An admission to count. resumed: True after a preemption."""
 
     sequence: TokenSequence
     queried_tokens: int

@@ -126,8 +126,8 @@ class UnsavedBlocks:
             assert node.parent is not None
             if node.parent is previous:
                 depth += 1
-                entering = cut_salt(node.key)[0] if self._with_tokens else None
-                salt = salt if entering is None else entering
+                key_salt = cut_salt(node.key)[0] if self._with_tokens else None
+                salt = salt if key_salt is None else key_salt
             else:
                 depth = len(node.path()[1]) - 1
                 salt = node.salt() if self._with_tokens else None

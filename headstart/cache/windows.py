@@ -1,8 +1,9 @@
 """The pool of window blocks, which hold the K/V of the layers with a sliding window.
 
-A layer with a sliding window of w tokens reads the last w - 1 tokens before a row. So its K/V of
-older tokens need no memory. A running sequence has a window block for each of its blocks that its
-next rows can read. It releases a window block when no later row reads it.
+In a layer with a sliding window of w tokens, a token attends to itself and to the w - 1 tokens
+before it. So the layer's K/V of older tokens need no memory. A running sequence has window blocks
+only for blocks that its next tokens attend to. It releases a window block when no later token
+attends to it.
 
 A full window block is attached to the block with the same tokens. A released window block stays
 cached until its memory is needed. A request resumes at a position only if all window blocks of the
@@ -26,7 +27,7 @@ from headstart.cache.stats import MissReason
 class WindowPool(LayerGroup):
     """All window blocks, and the blocks to which they are attached.
 
-    width: the number of tokens that a row reads, itself included.
+    width: the number of tokens that a token attends to, itself included.
     """
 
     miss_reason = MissReason.WINDOW
@@ -70,9 +71,10 @@ class WindowPool(LayerGroup):
         return self._attached.get(block, -1)
 
     def first(self, position: int) -> int:
-        """Return the index of the first block that the rows of this position's block read.
+        """Return the index of the first block to which the tokens of this position's block attend.
 
-        An engine may compute whole blocks, so the window of the block's first row counts.
+        This is the first block in the window of the block's first token, because an engine may
+        compute whole blocks.
         """
         start = position - position % self.block_size
         return max(0, start - self.width + 1) // self.block_size
@@ -115,7 +117,7 @@ class WindowPool(LayerGroup):
     def _has_free(
         self, blocks: Sequence[KVCacheBlock], num_hits: int, first: int, end: int
     ) -> bool:
-        """Return True if enough window blocks are free for block `first` up to token `end - 1`."""
+        """Return True if enough window blocks are free from block `first` to token `end - 1`."""
         stop = -(-end // self.block_size)
         hits = blocks[first : min(stop, num_hits)]
         attached = [self._attached.get(block, -1) for block in hits]
@@ -285,7 +287,7 @@ class WindowPool(LayerGroup):
             assert len(window.ids) <= len(sequence.blocks), "a window extends beyond the blocks"
             for index in range(window.first, len(window.ids)):
                 users[window.ids[index]] += 1
-        assert users == self._users, "a window block has another number of users"
+        assert users == self._users, "the users of a window block are miscounted"
         unused = [*self._empty, *self._evict_first, *self._evict_last]
         expected = [i for i, count in enumerate(users) if not count]
         assert sorted(unused) == expected, "a window block is lost"

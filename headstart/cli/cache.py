@@ -1,4 +1,4 @@
-"""`headstart cache`, which manages the prefixes on disk, and their folder for `run` and `chat`."""
+"""Prefixes on disk: the command `headstart cache`, and the folder that `run` and `chat` use."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PrefixFolder(NamedTuple):
                     "stores none"
                 )
             else:
-                note(f"prefixes are read from {folder_text}, which cannot be written: {size}")
+                note(f"prefixes are read from {folder_text}, which is read-only: {size}")
 
 
 def make_prefix_folder(engine: Mapping[str, Any]) -> PrefixFolder:
@@ -201,9 +201,11 @@ def verify(repair: bool, folder: str | None) -> None:
     if report.is_whole:
         total = report.total
         if total.overwritten:
-            click.echo("overwritten: a process ended while it saved these blocks; they are misses")
+            click.echo(
+                "overwritten: a process ended while it saved these blocks; they are not used"
+            )
         elif any(total):
-            click.echo("every block that is listed is whole")
+            click.echo("all listed blocks are whole")
         else:
             click.echo("no blocks are stored")
         return
@@ -399,7 +401,7 @@ def _show_prefixes(prefixes: Sequence[StoredPrefix], model: ModelRecord, max_lin
 
 
 def _in_order(prefixes: Sequence[StoredPrefix]) -> Iterator[tuple[int, StoredPrefix]]:
-    """Yield each prefix with the number of forks before it, before its continuations."""
+    """Yield each prefix before its continuations, with the number of forks on the way to it."""
     pending = [(0, prefix) for prefix in reversed(prefixes)]
     while pending:
         depth, prefix = pending.pop()

@@ -68,7 +68,7 @@ _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]|\x1b"
 )
 _KEYS = (
-    "Ctrl-C ends a reply, clears a line, and twice ends the chat, as Ctrl-D does. "
+    "Ctrl-C ends a reply or clears a line. Ctrl-D, or Ctrl-C twice, ends the chat. "
     '""" begins and ends a message of several lines; Alt-Enter inserts a line break.'
 )
 _SLASHES = "type two slashes to send a message that begins with a slash"
@@ -98,7 +98,7 @@ class Chat:
         self.resume(self.conversation)
 
     def resume(self, conversation: Conversation) -> None:
-        """Continue a conversation with the generated tokens of its replies."""
+        """Continue a conversation. The next prompt has the token ids that its replies had."""
         self.conversation, self.last = conversation, None
         if replies := conversation.reply_token_ids():
             with suppress(RequestError):  # the next turn reports the error
@@ -391,7 +391,7 @@ def _set(chat: Chat, argument: str) -> None:
         note(f"{_parameters(chat)}; /set NAME VALUE changes one", in_parts=True)
 
 
-@_command("/pool", "draws the cache's blocks, and the message that computed each")
+@_command("/pool", "draws the cache's blocks, in the color of the message that computed them")
 def _pool(chat: Chat, argument: str) -> None:
     console = OutputConsole(stderr=True)
     console.print(chat.picture.draw(console.width))
@@ -424,13 +424,13 @@ def _show(chat: Chat, argument: str) -> None:
         "system": chat.conversation.system or "there is no system message",
     }
     if argument and argument not in lines:
-        raise RequestError(f"/show has {argument!r}; allowed: {', '.join(lines)}")
+        raise RequestError(f"the argument of /show is {argument!r}; allowed: {', '.join(lines)}")
     for name, line in lines.items():
         if argument in ("", name):
             note(line, in_parts=name == "parameters")
 
 
-@_command("/reset /clear", "forgets all turns except the system message; so does /clear")
+@_command("/reset /clear", "forgets all turns, but not the system message; so does /clear")
 def _reset(chat: Chat, argument: str) -> None:
     chat.resume(Conversation(system=chat.conversation.system))
     system = ", with the system message" if chat.conversation.system else ""
@@ -459,7 +459,7 @@ def _path(argument: str) -> Path:
 
 
 def explain_turn(output: RequestOutput, changed: str = "") -> str:
-    """Return a sentence about the cached tokens of the last turn's prompt, and why not more.
+    """Return how many tokens of the last prompt were cached, and why not more, as a sentence.
 
     changed: the command that changed the conversation after this turn, if any.
     """

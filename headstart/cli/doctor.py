@@ -1,4 +1,4 @@
-"""`headstart doctor`, which shows this machine's hardware and packages, and which are used."""
+"""`headstart doctor`, which shows the hardware and packages, and which of them are used."""
 
 from __future__ import annotations
 
@@ -75,13 +75,14 @@ def _lines() -> Iterator[tuple[str, str]]:
     torch = load_module("torch")  # takes seconds, so it is imported after the first lines
     gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
     yield "GPUs", ", ".join(gpus) or "none that torch can use"
-    if multiplies_bfloat16() is not False:  # for a checkpoint in bfloat16
-        yield "dtype", "auto is the checkpoint's"
+    # The lines about dtype assume a checkpoint in bfloat16.
+    if multiplies_bfloat16() is not False:
+        yield "dtype", "auto selects the checkpoint's dtype"
     elif native.avx2_library() is not None:
-        yield "dtype", f"auto is float32; weights stay in bfloat16 ({why_no_bfloat16()})"
+        yield "dtype", f"auto selects float32; weights stay in bfloat16 ({why_no_bfloat16()})"
     else:
         reason = why_no_bfloat16()
-        yield "dtype", f"auto is float32, if memory allows: slow in bfloat16 ({reason})"
+        yield "dtype", f"auto selects float32 if memory allows, since bfloat16 is slow ({reason})"
     yield from _extras()
     is_fit = platform.machine() in X86 and cpu_flags() >= native.NEEDED_FOR_AVX2
     if is_fit and not native.is_built():
@@ -99,12 +100,12 @@ def _kernels() -> str:
         text = "not built: torch operations are used"
     elif native.library() is not None:
         amx = ", with AMX" if native.level() >= native.AMX else ""
-        text = f"all: whole layers, attention and the greedy token in bfloat16{amx}"
+        text = f"all: whole layers, attention and greedy sampling in bfloat16{amx}"
     elif native.avx2_library() is not None:
-        vnni = " (of 8 to 4 bits with VNNI)" if native.vnni() else ""
+        vnni = " (4 to 8 bits with VNNI)" if native.vnni() else ""
         text = (
-            f"attention, products with weights of 16 to 4 bits{vnni} and whole layers of few rows, "
-            "in float32; torch operations for the rest"
+            f"attention, matrix products with weights of 4 to 16 bits{vnni}, and whole layers in "
+            "steps of few tokens, all in float32; torch operations for the rest"
         )
     else:
         text = "built, but none is for this CPU: torch operations are used"

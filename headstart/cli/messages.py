@@ -81,7 +81,7 @@ def read_text(path: Path) -> str:
 
 
 def read_image(path: Path, max_pixels: int) -> dict[str, Any]:
-    """Read an image as OpenAI's part of a message. Raises RequestError."""
+    """Read an image as a part of a message in OpenAI's form. Raises RequestError."""
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
     try:
         data = read_source(path, file_limit(max_pixels))

@@ -40,7 +40,7 @@ from headstart.models.files import (
 
 
 class _Row(NamedTuple):
-    """A model in the list, and its repository in the hub's cache. files: of a GGUF model."""
+    """A model in the list. repo: its repository in the hub's cache. files: the GGUF files."""
 
     name: str
     size: int
@@ -85,7 +85,7 @@ def pull(name: str) -> None:
         folder = download_model(name) if named is None else download_gguf(named)
     if named is None:
         check_files(folder)
-    size = _weigh(folder) if named is None else folder.stat().st_size
+    size = _size_of(folder) if named is None else folder.stat().st_size
     note(f"{name}: {show_bytes(size)} in {folder}")
 
 
@@ -139,7 +139,7 @@ def rm(name: str) -> None:
 
 def _rows() -> Iterator[_Row]:
     """Yield a row for the package's model, and for each downloaded model and GGUF file."""
-    yield _Row(BUILT_IN, _weigh(find_folder(BUILT_IN)), "comes with the package")
+    yield _Row(BUILT_IN, _size_of(find_folder(BUILT_IN)), "comes with the package")
     try:
         repos = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE).repos
     except hub.errors.CacheNotFound:
@@ -165,7 +165,7 @@ def _rows() -> Iterator[_Row]:
         yield _Row(repo.repo_id, repo.size_on_disk, remark, repo)
 
 
-def _weigh(folder: Path) -> int:
+def _size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 

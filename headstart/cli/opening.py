@@ -130,7 +130,8 @@ def _adapter_folder(name: str, options: Mapping[str, Any]) -> Path:
 def folder_for_text(model: str, adapter: Path | None) -> Path:
     """Return the folder of a model that has a tokenizer and fits the adapter.
 
-    Raises RequestError for a model without a tokenizer, ModelError or UnsupportedAdapterError.
+    Raises RequestError if the model has no tokenizer. May raise ModelError or
+    UnsupportedAdapterError too.
     """
     folder = folder_of(model)
     is_model = (folder / "config.json").is_file()

@@ -180,7 +180,7 @@ def model_option(command: Command) -> Command:
 def flags(owner: type, defaults: Mapping[str, Any] | None = None) -> Callable[[Command], Command]:
     """Return a decorator that gives a command a flag for each field of a class of options.
 
-    Only the fields in SAMPLING_FLAGS become flags of SamplingParams. Fields of another class with
+    Of SamplingParams, only the fields in SAMPLING_FLAGS become flags. Fields of other classes with
     one of these names, such as EngineConfig's `seed`, are left out.
     """
 
@@ -315,7 +315,7 @@ class _Count(click.ParamType):  # type: ignore[type-arg]  # not generic in click
 
 
 def _click_type(hint: object) -> Any:
-    """Return click's type for a field's annotation. For a union, use its first type but None."""
+    """Return click's type for a field's annotation. For a union, use its first type except None."""
     if get_origin(hint) is Literal:
         return click.Choice([str(choice) for choice in get_args(hint)])
     if get_origin(hint) in (Union, types.UnionType):
@@ -497,7 +497,7 @@ def _is_given(name: str, values: Mapping[str, Any]) -> bool:
 
 
 def _as_ours(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by headstart's names, or by vLLM's names if headstart has no name."""
+    """Return the options; replace vLLM's names by headstart's names where they differ."""
     options = {name: value for name, value in values.items() if name not in ("config", *_OUR_NAMES)}
     vllm_options = {name: values[name] for name in _OUR_NAMES if _is_given(name, values)}
     if vllm_options.pop("disable_uvicorn_access_log", False):

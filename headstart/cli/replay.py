@@ -64,8 +64,8 @@ _option = partial(click.option, cls=GroupedOption)
 @_option("--kv-tokens", default=2_000_000, show_default=True, help="KV memory per replica, tokens.")
 @_option("--block-size", type=int, help="Tokens in a block; default: as in the trace, at least 16.")
 @_option("--requests", type=int, help="Number of requests to replay.")
-@_option("--copies", default=1, show_default=True, help="Multiply the number of users.")
-@_option("--speed", default=1.0, show_default=True, help="Multiply the rate of sessions.")
+@_option("--copies", default=1, show_default=True, help="Factor of the number of users.")
+@_option("--speed", default=1.0, show_default=True, help="Factor of the rate of sessions.")
 @_option("--seed", default=0, show_default=True, help="Seed of a synthetic workload.")
 @_option(
     "--eviction",

@@ -59,7 +59,7 @@ def print_reply(
 
 
 def printable(text: str) -> str:
-    r"""Replace each control character, except tabs and line ends, by U+FFFD.
+    r"""Replace each control character, except tabs and line ends, with U+FFFD.
 
     >>> printable("a\tb\x1b[2Jc\r\n")
     'a\tb\ufffd[2Jc\n'

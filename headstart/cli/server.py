@@ -218,7 +218,7 @@ def add(name: str, group: str | None, weight: float, admin: bool, folder: str | 
     """Create a key and show it once. Only its hash is stored."""
     keys = KeyFolder(folder)
     key = keys.add(name, group=group, weight=weight, admin=admin)
-    note(f"the key of {name}, which is shown only now; {keys.file} has its hash:")
+    note(f"the key of {name}, shown only this time; {keys.file} has only its hash:")
     click.echo(key)
 
 
@@ -263,5 +263,5 @@ def _describe_memory(llm: AsyncLLM) -> str:
         parts.append(f"{facts.num_states:,} states of recurrent layers {size}")
     if tiers is not None:
         size = show_bytes(tiers.queue_bytes)
-        parts.append(f"blocks and images to save, and blocks to load, {size} each")
+        parts.append(f"queue of blocks and images to save {size}, queue of blocks to load {size}")
     return ", ".join(parts)

@@ -45,19 +45,19 @@ _BETWEEN_WORDS = re.compile(r"(?<![,\N{MIDDLE DOT}]) ")
 _GLUE = "\N{NO-BREAK SPACE}"
 MAX_WIDTH = 80  # columns of a picture
 _PATIENCE = 0.3  # seconds before a progress line appears
-_FEW = 0.02  # a share of the files, such as their headers, too small to estimate a speed
+_FEW = 0.02  # until this share of the files is read, the speed is not estimated
 _SAMPLES = 256  # pages of each file in the sample
 
 
 class OutputConsole(Console):
-    """A console that raises BrokenPipeError. rich's own ends the program with status 1."""
+    """A console that raises BrokenPipeError. rich's console ends the program with status 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr replace characters that they cannot encode by ?; make stdin strict.
+    """Make stdout and stderr write ? for characters that they cannot encode; make stdin strict.
 
     A stdin in ASCII is read as UTF-8. Closed streams are replaced by empty streams.
     """
@@ -94,9 +94,9 @@ def as_typed(argument: str) -> str:
     try:
         return argument.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"a prompt is not UTF-8 text: {error.reason}") from error
+        raise RequestError(f"an argument is not UTF-8 text: {error.reason}") from error
     except UnicodeEncodeError as error:
-        raise RequestError(f"a prompt is not text: {error.reason}") from error
+        raise RequestError(f"an argument is not text: {error.reason}") from error
 
 
 def note(text: str, indent: str = "", *, in_parts: bool = False) -> None:

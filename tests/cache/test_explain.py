@@ -267,9 +267,9 @@ def explain_running(manager: KVCacheManager, tokens: list[int]) -> tuple[MissRea
 
 def test_an_explanation_reads_as_a_sentence() -> None:
     assert str(MissExplanation(MissReason.TOKEN, 17)) == (
-        "from token 17 on: differs from what is cached"
+        "from token 17 on: differs from the cached tokens"
     )
-    assert str(MissExplanation(MissReason.NONE, 3)) == "every token that could be reused was"
+    assert str(MissExplanation(MissReason.NONE, 3)) == "every reusable token was hit"
 
 
 def test_a_decoded_token_is_as_good_as_a_prompts() -> None:

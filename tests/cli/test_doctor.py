@@ -69,8 +69,8 @@ AVX2 = {"avx2", "fma", "f16c"}
 @pytest.mark.parametrize(
     ("flags", "level", "more", "kernels", "faster"),
     [
-        (AVX2, 1, {}, "16 to 4 bits and whole layers of few rows, in float32", "int8"),
-        (AVX2, 1, {"vnni": 1}, r"16 to 4 bits \(of 8 to 4 bits with VNNI\) and whole", "int8"),
+        (AVX2, 1, {}, "4 to 16 bits, and whole layers in steps of few tokens, all in", "int8"),
+        (AVX2, 1, {"vnni": 1}, r"4 to 16 bits \(4 to 8 bits with VNNI\), and whole", "int8"),
         (AVX2, 0, {"built": False}, "not built", "install g++"),
         ({"avx2", "fma"}, 0, {}, "none is for this CPU", None),
         ({*AVX2, *native.NEEDED}, 2, {}, "all: whole layers", "int8"),

@@ -154,7 +154,7 @@ def test_chat_takes_what_other_programs_call_commands(demo_model: Path) -> None:
     assert "shows the commands; so does /?" in result.stderr
     assert "a new conversation begins" in result.stderr
     assert "1 turn so far" in result.stderr
-    assert "\nBe brief.\nBe brief.\nheadstart: /show has 'license'" in result.stderr
+    assert "\nBe brief.\nBe brief.\nheadstart: the argument of /show is 'license'" in result.stderr
     assert "has 'license'; allowed: info, parameters, system" in result.stderr
     assert "late" not in result.stdout
 

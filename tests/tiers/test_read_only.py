@@ -84,7 +84,7 @@ def test_commands_that_read_work(folder: Path) -> None:
 
         assert "a model" in run("ls")[1] and "0 to 144" in run("ls", "a model")[1]
         assert "144 tokens in 9 blocks" in run("stat")[1]
-        assert run("verify") == (0, "a model  9 whole\nevery block that is listed is whole\n")
+        assert run("verify") == (0, "a model  9 whole\nall listed blocks are whole\n")
         for arguments in (["drop", "--all"], ["verify", "--repair"]):
             status, said = run(*arguments)
             assert status == 2 and "cannot be written" in said

@@ -190,7 +190,7 @@ def test_a_group_shares_and_its_salts_divide_it(tmp_path: Path) -> None:
 
 
 def test_that_another_tenant_has_a_prompt_is_told_to_administrators_alone(tmp_path: Path) -> None:
-    """The reason was "nothing like it was seen", although another salt was the cause."""
+    """The reason was "not seen before", although another salt was the cause."""
     with serving(tmp_path, shallow_built_in(), keys=True) as (server, headers):
         monitor = {"x-api-key": KeyFolder(tmp_path).add("monitor", admin=True)}
         prompt = {"prompt": "Anna is 31 years old.\n" * 20}

@@ -155,7 +155,7 @@ def test_chat_takes_what_other_programs_call_commands(demo_model: Path) -> None:
     assert "a new conversation begins" in result.stderr
     assert "1 turn so far" in result.stderr
     assert "\nBe brief.\nBe brief.\nheadstart: the argument of /show is 'license'" in result.stderr
-    assert "has 'license'; allowed: info, parameters, system" in result.stderr
+    assert "is 'license'; allowed: info, parameters, system" in result.stderr
     assert "late" not in result.stdout
 
 

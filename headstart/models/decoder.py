@@ -45,7 +45,7 @@ class PlacedImage(NamedTuple):
 
 
 class VisionFacts(NamedTuple):
-    """The properties of a vision model with which a process without its weights makes prompts.
+    """The properties of a vision model that a process without its weights needs to make prompts.
 
     fingerprint, bytes_per_row: as in `VisionModel`. extra_rows: an image's number of embeddings
     minus the number that follows from its shape, measured by encoding an image.
@@ -79,10 +79,11 @@ class VisionModel(Protocol):
         """
 
     def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        """Return position ids int64 `[axes, tokens]` of a prompt; images are in its order.
+        """Return position ids int64 `[axes, tokens]` of a prompt.
 
-        None for a model whose positions are always 0, 1, 2, ... A generated token at index p has
-        the position p - `num_tokens` + 1 + the largest position of the prompt.
+        images: in the order of their placeholders in the prompt. Returns None for a model whose
+        positions are always 0, 1, 2, ... A generated token at index p has the position
+        p - `num_tokens` + 1 + the largest position of the prompt.
         """
 
     def fingerprint(self) -> bytes:
@@ -138,7 +139,7 @@ class DecoderModel(ABC):
     state_layouts: tuple[StateLayout, ...] = ()
     """The states of one sequence, per recurrent layer; empty for a model without such layers."""
     without_adapters: tuple[str, ...] = ()
-    """Prefixes of the names of layers that compute sequences separately. They take no adapters."""
+    """Name prefixes of layers that take no adapters, since they compute sequences separately."""
 
     def __init__(self, layouts: tuple[LayerLayout, ...], folder: Path | None = None) -> None:
         self.folder = folder
@@ -173,7 +174,7 @@ class DecoderModel(ABC):
         """Return True if the layer of this dotted name was made from this weight."""
         module = dict(self.module.named_modules()).get(name)
         weight = weight.to(self.device)
-        # A quantized matrix was made from the file's weight, or from that weight in `dtype`.
+        # A matrix may have been quantized from the stored weight, or after a conversion to `dtype`.
         if isinstance(module, Linear | Embedding) and module.matrix.kind is not None:
             return any(is_made_of(module.matrix, w) for w in (weight, weight.to(self.dtype)))
         own = self.weight(name)
@@ -204,7 +205,7 @@ class DecoderModel(ABC):
         return fingerprint_files(self.folder)
 
     def products(self) -> str:
-        """Return a text of the modules and kernels in use, which determine rounding."""
+        """Return a description of the modules and kernels in use. They determine rounding."""
         modules = self.module.modules()
         kinds = {getattr(module, "name_in_identity", type(module).__name__) for module in modules}
         return f"{' '.join(sorted(kinds))}, kernels {INTERFACE} of level {level()}"
@@ -227,7 +228,7 @@ class DecoderModel(ABC):
     def fix_rows(self) -> None:  # noqa: B027 (most models need nothing)
         """Make the bits of a row independent of other rows of its block, until `detach`.
 
-        Raises `UnsupportedModelError` if that is not possible. Detaches a backend.
+        Detaches the backend. Raises `UnsupportedModelError` if the model does not allow it.
         """
 
     def prepare(self, num_positions: int) -> None:  # noqa: B027 (most models need nothing)
@@ -243,8 +244,8 @@ class DecoderModel(ABC):
     ) -> Tensor:
         """Return logits float32 `[rows, vocab]` of the rows in `logit_rows` int64 `[rows]`.
 
-        `token_ids` is int64 `[tokens]`, `positions` the same or, for M-RoPE, `[axes, tokens]`.
-        The attached backend's step must have begun, with slots for exactly these tokens.
+        `token_ids` is int64 `[tokens]`. `positions` is int64 `[tokens]`, or `[axes, tokens]` for
+        M-RoPE. The attached backend's step must have begun, with slots for exactly these tokens.
         """
 
     def choose(

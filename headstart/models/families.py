@@ -39,7 +39,7 @@ def _enabled_window(config: Any) -> int | None:
 
 
 def _qwen_layers(config: Any) -> list[LayerShape]:
-    """Return layers with the enabled window from layer `max_window_layers` on."""
+    """Return layers; by default, those from `max_window_layers` on have a sliding window."""
     kinds = config.layer_types or [
         "full_attention" if index < config.max_window_layers else "sliding_attention"
         for index in range(config.num_hidden_layers)
@@ -87,12 +87,12 @@ def _prepare_gemma3(content: dict[str, Any]) -> None:
     ]
     angles = dict(content.get("rope_parameters") or {})
     full = dict(angles.get("full_attention") or {}) | (content.pop("rope_scaling", None) or {})
-    near = dict(angles.get("sliding_attention") or {})
-    for part in (full, near):
+    sliding = dict(angles.get("sliding_attention") or {})
+    for part in (full, sliding):
         part.setdefault("rope_type", part.get("type", "default"))
     full.setdefault("rope_theta", content.pop("rope_theta", 1_000_000.0))
-    near.setdefault("rope_theta", content.pop("rope_local_base_freq", 10_000.0))
-    content["rope_parameters"] = {"full_attention": full, "sliding_attention": near}
+    sliding.setdefault("rope_theta", content.pop("rope_local_base_freq", 10_000.0))
+    content["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
 
 
 def _prepare_phi3(content: dict[str, Any]) -> None:
@@ -377,7 +377,7 @@ FAMILIES: dict[str, Family] = {
 
 
 class NestedFamily(NamedTuple):
-    """The text decoder of a model with other parts, which headstart's modules do not run.
+    """The text decoder of a model with several parts. headstart's modules run only the decoder.
 
     text: the decoder's `model_type`. others: prefixes of the other parts' tensors. tied: the
     default of `tie_word_embeddings`.

@@ -265,8 +265,8 @@ def cache_folder(variable: str, name: str = "") -> Path:
 def make_folder(folder: Path, variable: str, write: Callable[[Path], None]) -> Path:
     """Return a cache folder that `write` fills atomically if it does not exist.
 
-    Two processes may call it at the same time. variable: the environment variable for another
-    location, which the error names. Raises `ModelError` if the folder cannot be written.
+    Two processes may call it at the same time. variable: the environment variable that sets the
+    location, for the error message. Raises `ModelError` if the folder cannot be written.
     """
     if folder.is_dir():
         return folder

@@ -1,7 +1,7 @@
 """A model's folder for a GGUF file: its configuration and tokenizer, and a link to the file.
 
-Making configuration and tokenizer from the file's metadata takes seconds to minutes. They stay
-in a folder in the user's cache, and made again only if the file changes. The counts in the metadata
+Making configuration and tokenizer from the file's metadata takes seconds to minutes. They stay in a
+folder in the user's cache, and are made again only if the file changes. The counts in the metadata
 are checked first: with a damaged count, the package `gguf`, which transformers also uses, would
 read beyond the end of the file until memory is full. ggml's docs/gguf.md specifies the format.
 """
@@ -73,7 +73,7 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
         "bos_token_id": tokens.get("bos_token_id"),
         "pad_token_id": tokens.get("padding_token_id"),
         "eos_token_id": _find_ends(tokens),
-        "dtype": "bfloat16",  # dtype of rows between layers, which the file does not have
+        "dtype": "bfloat16",  # of rows between layers; GGUF files have no such setting
     }
     content["rope_parameters"] = _read_angles(metadata, tensors, content)
     content |= _read_architecture_keys(architecture, metadata, content)
@@ -85,7 +85,10 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
 
 
 def _at_most(metadata: Metadata, name: str, most: int) -> int:
-    """Return a count. Raise `ValueError` unless it is from 1 to `most`: others may fill memory."""
+    """Return a count. Raise `ValueError` unless it is from 1 to `most`.
+
+    A damaged count could fill memory.
+    """
     count = metadata.count(name)
     if not 0 < count <= most:
         raise ValueError(f"its {name} is {count:,}; allowed: 1 to {most:,}")
@@ -365,7 +368,7 @@ def _skip_value(data: BinaryIO, size: int, kind: int) -> None:
         raise ValueError(f"a value has the type {kind}, which is unknown")
     left = size - data.tell()
     if length > left:
-        raise ValueError(f"a value of {length} bytes is {left} bytes before its end")
+        raise ValueError(f"a value of {length} bytes starts {left} bytes before the file's end")
     data.seek(length, os.SEEK_CUR)
 
 

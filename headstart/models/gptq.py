@@ -2,16 +2,16 @@
 
 Each layer is read in float32 and runs over a calibration text. Its weights are scaled by units (see
 below), and rounded by GPTQ in four stages. The inputs of a stage are outputs of the layers and
-stages before it, which are already rounded. Memory holds the floats of one layer, and the rows of
-the text. Layers are headstart's own. Attention is over whole windows of the text, without paged
-memory.
+stages before it, which are already rounded. Memory holds the float weights of one layer, and the
+hidden states of the text. Layers are headstart's own. Attention is over whole windows of the text,
+without paged memory.
 
-Units reduce the rounding error without a cost at inference. Input i of a linear layer is divided by
-a unit u[i], and column i of its weight is multiplied by u[i]. This changes no output. u[i] grows
-with the mean size of the input, since a larger column in a group has a smaller relative error (AWQ,
-Lin et al. 2023, https://arxiv.org/abs/2306.00978). u[i] falls with the size of the column, since a
-small column would get the step of a large neighbor. The inputs are divided by changing the weights
-that produce them:
+Units are AWQ's scales of inputs (Lin et al. 2023, https://arxiv.org/abs/2306.00978). They reduce
+the rounding error without a cost at inference. Input i of a linear layer is divided by a unit u[i],
+and column i of its weight is multiplied by u[i]. This changes no output. The columns of a group
+share a step, so a larger column has a smaller relative error. For this reason u[i] is larger for a
+large input, and for a small column. The inputs are divided by changing the weights that produce
+them:
 
     inputs of          are divided in
     q, k, v            the norm before them
@@ -51,7 +51,7 @@ from headstart.models.dense.layer import DecoderLayer
 from headstart.models.dense.loader import check_tensors, describe_decoder
 from headstart.models.dense.modules import AngleTable, LayerStep
 from headstart.models.files import check_files, find_folder, is_gguf, read_json, weight_files
-from headstart.models.gptq_rounding import Rows, round_weight
+from headstart.models.gptq_rounding import InputStatistics, round_weight
 from headstart.models.shapes import DecoderShape, NormKind
 from headstart.models.tokenizer import load_tokenizer
 from headstart.models.transformers_tools import silence_transformers
@@ -91,8 +91,8 @@ _LAYERS = "model.layers."
 _BY_INPUT = 0.4
 _BY_COLUMN = 0.75
 _LARGEST_UNIT = 16.0
-_NONE = 1e-20  # avoids a division by zero
-_TINY = 1e-6  # smallest size relative to the largest, since the text may not use an input
+_EPSILON = 1e-20  # avoids a division by zero
+_TINY = 1e-6  # least size relative to the largest; an input may be 0 throughout the text
 
 
 def apply_units(
@@ -101,7 +101,7 @@ def apply_units(
     """Divide inputs and multiply columns by units, in place; return the units by layer name.
 
     The layer's outputs do not change. sizes: the mean of |x| of the inputs of each linear layer.
-    stored_dtype: of norms in the file. Units are chosen so that divided norms are exact in it.
+    stored_dtype: the dtype of norms in the file. Divided norms are exact in this dtype.
     """
     order = stages(shape)
     if shape.norms == "before":
@@ -138,12 +138,12 @@ def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     The range of units is limited, so that divided numbers are in the range of float16.
     """
     weights = [
-        layer.weight / layer.weight.abs().amax(dim=1, keepdim=True).clamp_min(_NONE)
+        layer.weight / layer.weight.abs().amax(dim=1, keepdim=True).clamp_min(_EPSILON)
         for layer in layers
     ]
     columns = torch.cat(weights).square_().mean(dim=0).sqrt_()
     sizes, columns = (
-        part.clamp_min(max(_TINY * float(part.max()), _NONE)) for part in (sizes, columns)
+        part.clamp_min(max(_TINY * float(part.max()), _EPSILON)) for part in (sizes, columns)
     )
     units = sizes.log_() * _BY_INPUT - columns.log_() * _BY_COLUMN
     return (units - units.mean()).exp_().clamp_(1 / _LARGEST_UNIT, _LARGEST_UNIT)
@@ -232,9 +232,9 @@ def _linear_of(layer: DecoderLayer, name: str) -> nn.Linear:
 
 def make_step(about: Description, windows: int, length: int) -> LayerStep:
     """Return a step over `windows` windows of `length` tokens each."""
-    places = torch.arange(length).repeat(windows)
+    positions = torch.arange(length).repeat(windows)
     like = torch.empty(0)
-    angles = {kind: AngleTable(own, like)(places) for kind, own in about.frequencies.items()}
+    angles = {kind: AngleTable(own, like)(positions) for kind, own in about.frequencies.items()}
     return LayerStep(_Windows(length), angles)  # type: ignore[arg-type]
 
 
@@ -287,8 +287,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     scores = by_head @ keys * options.scaling
     if options.softcap is not None:
         scores = (scores / options.softcap).tanh_() * options.softcap
-    places = torch.arange(tokens)
-    distances = places.unsqueeze(1) - places
+    positions = torch.arange(tokens)
+    distances = positions.unsqueeze(1) - positions
     hidden = distances < 0
     if options.sliding_window is not None:
         hidden |= distances >= options.sliding_window
@@ -300,7 +300,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 class QuantizationPlan:
     """The checked inputs of a quantization.
 
-    names: of the model's tensors. tokens: int64 `[windows, length]` of the text named `text`.
+    names: the names of the model's tensors. text: the name of the calibration text. tokens: its
+    windows, int64 `[windows, length]`.
     """
 
     source: Path
@@ -394,8 +395,8 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
     for width in (shape.hidden_size, shape.intermediate_size, shape.heads * shape.head_dim):
         if width % GROUP:
             raise UnsupportedModelError(
-                f"{source} has layers of {width} inputs; allowed: multiples of {GROUP}, which "
-                "share a step (quantization at load allows any width)"
+                f"{source} has layers of {width} inputs; allowed: multiples of {GROUP}, the size "
+                "of a group (quantization at load allows any width)"
             )
     return about, frozenset(outline.shapes)
 
@@ -441,7 +442,7 @@ def _write_layers(
     rows = checkpoint.tensor("model.embed_tokens.weight")[plan.tokens.flatten()].float()
     if about.shape.embedding_scale is not None:
         rows *= about.shape.embedding_scale
-    by_float = rows
+    float_rows = rows
     for index in range(plan.layers):
         prefix = f"{_LAYERS}{index}"
         layer = DecoderLayer(about.shape, index, prefix, read)
@@ -449,9 +450,9 @@ def _write_layers(
             name: checkpoint.dtypes([f"{prefix}.{name}"])[0] for name, _ in layer.named_parameters()
         }
         heads = [names[0] for names in stages(about.shape)]
-        output, inputs = collect_inputs(layer, heads, by_float, step)
+        output, inputs = collect_inputs(layer, heads, float_rows, step)
         assert output is not None
-        by_float = output
+        float_rows = output
         tensors = _round_layer(layer, about.shape, rows, inputs, step, dtypes)
         writer.add({f"{prefix}.{name}": tensor for name, tensor in tensors.items()})
         rows = layer(rows, step)
@@ -465,21 +466,24 @@ def _round_layer(
     layer: DecoderLayer,
     shape: DecoderShape,
     rows: Tensor,
-    by_float: dict[str, Tensor],
+    float_inputs: dict[str, Tensor],
     step: LayerStep,
     dtypes: dict[str, torch.dtype],
 ) -> dict[str, Tensor]:
     """Round a layer in place; return the tensors to write, by name.
 
-    rows: outputs of the preceding quantized layers. by_float: the inputs `[rows, inputs]` of the
-    linear layers in the float model; it is emptied. dtypes: of the layer's tensors in the file.
+    rows: outputs of the preceding quantized layers. float_inputs: the inputs `[rows, inputs]` of
+    the linear layers in the float model; it is emptied. dtypes: the dtypes of the layer's tensors
+    in the file.
     """
-    sizes = {name: inputs.abs().mean(dim=0) for name, inputs in by_float.items()}
+    sizes = {name: inputs.abs().mean(dim=0) for name, inputs in float_inputs.items()}
     units = apply_units(layer, shape, sizes, dtypes["post_attention_layernorm.weight"])
     packed: dict[str, Tensor] = {}
     for names in stages(shape):
         _, inputs = collect_inputs(layer, names[:1], rows, step, stop=True)
-        statistics = Rows.of(inputs.pop(names[0]), by_float.pop(names[0]).div_(units[names[0]]))
+        statistics = InputStatistics.of(
+            inputs.pop(names[0]), float_inputs.pop(names[0]).div_(units[names[0]])
+        )
         layers = [_linear_of(layer, name) for name in names]
         dtype = dtypes[f"{names[0]}.weight"]
         # Steps are stored in 16 bits, since float32 would cost half a bit more per weight.

@@ -2,15 +2,15 @@
 
 The method is by Frantar et al. 2022, https://arxiv.org/abs/2210.17323. An output is a sum over
 inputs, so the error of one element can be compensated by elements whose inputs correlate with its
-input.
-`products` has these correlations: the mean of x x^T over the rows x of a text. Inputs are rounded
-in order. The error of an input is distributed over all later inputs, by the Cholesky factor of the
-inverse of `products`. The grid of a group (its step and zero point) is chosen when its first input
-is reached. At the end, the steps of each output are fitted by least squares to the rounded values.
+input. `products` has these correlations: the mean of x x^T over the rows x of a text. Inputs are
+rounded in order. The error of an input is distributed over all later inputs, by the Cholesky factor
+of the inverse of `products`. The grid of a group (its step and zero point) is chosen when its first
+input is reached. At the end, the steps of each output are fitted by least squares to the rounded
+values.
 
 Rows x of the quantized model differ from rows y of the float model. As in GPTAQ (Li et al. 2025,
-https://arxiv.org/abs/2504.02692), the weight is corrected by `shifts`, the mean of (y - x) x^T. Its
-product with x then approximates the product of the original weight with y.
+https://arxiv.org/abs/2504.02692), the weight is corrected by `shifts`, the mean of (y - x) x^T. The
+product of x and the corrected weight then approximates the product of y and the original weight.
 
 The cost is about 3 * inputs^2 * outputs multiplications.
 """
@@ -29,7 +29,7 @@ _BLOCK = 4 * GROUP  # inputs whose errors are distributed to later blocks in one
 _DAMPING = 0.05  # share of the mean diagonal of `products` added to it, against overfitting
 _SHIFT = 0.5  # share of the correction by `shifts`; more overfits the text
 _OUTPUTS = 256  # outputs whose steps are fitted at once
-_NONE = 1e-12  # added to avoid a division by zero
+_EPSILON = 1e-12  # added to avoid a division by zero
 _SPANS = (1.0, 1.1, 0.9)  # widths of grids to try, relative to the range of the elements
 
 
@@ -48,31 +48,33 @@ class _Grid(NamedTuple):
         return (values - self.zeros).mul_(self.steps)
 
 
-class Rows(NamedTuple):
+class InputStatistics(NamedTuple):
     """Statistics of a layer's inputs, each float32 `[inputs, inputs]`."""
 
     products: Tensor
     shifts: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Tensor, by_float: Tensor) -> "Rows":
+    def of(cls, rows: Tensor, float_rows: Tensor) -> "InputStatistics":
         """Return the statistics of rows `[rows, inputs]` of the quantized and the float model."""
-        return cls(rows.T @ rows / len(rows), (by_float - rows).T @ rows / len(rows))
+        return cls(rows.T @ rows / len(rows), (float_rows - rows).T @ rows / len(rows))
 
 
-def round_weight(weight: Tensor, rows: Rows, stored_dtype: torch.dtype) -> Grouped:
+def round_weight(weight: Tensor, statistics: InputStatistics, stored_dtype: torch.dtype) -> Grouped:
     """Round a weight float32 `[outputs, inputs]` to 4 bits, with steps in `stored_dtype`."""
     inputs = weight.shape[1]
     assert inputs % GROUP == 0
-    products = rows.products.clone()
+    products = statistics.products.clone()
     mean = float(products.diagonal().mean())
     products.diagonal().add_(_DAMPING * mean if mean > 0 else 1.0)
     root = torch.linalg.cholesky(products)
     target = weight.T.clone(memory_format=torch.contiguous_format)  # [inputs, outputs]
-    if rows.shifts is not None:
-        target += _SHIFT * torch.cholesky_solve(rows.shifts.T @ target, root)
+    if statistics.shifts is not None:
+        target += _SHIFT * torch.cholesky_solve(statistics.shifts.T @ target, root)
     factor = torch.linalg.cholesky(torch.cholesky_inverse(root), upper=True)
-    values, grids = _spread_errors(target.clone(), factor, rows.products.diagonal(), stored_dtype)
+    values, grids = _spread_errors(
+        target.clone(), factor, statistics.products.diagonal(), stored_dtype
+    )
     steps, zeros = (torch.stack(parts) for parts in zip(*grids, strict=True))  # [groups, outputs]
     parts = (torch.split(part, _OUTPUTS, dim=1) for part in (target, values, steps, zeros))
     fitted = [_fit_steps(products, *part) for part in zip(*parts, strict=True)]
@@ -129,7 +131,7 @@ def _fit_steps(
         projected = (columns @ units[group]).view_as(units).mul_(units)
         system[:, :, group] = projected.sum(dim=1).T
     sizes = system.diagonal(dim1=1, dim2=2)
-    sizes += 1e-6 * sizes.mean(dim=1, keepdim=True) + _NONE
+    sizes += 1e-6 * sizes.mean(dim=1, keepdim=True) + _EPSILON
     sides = (products @ target).view_as(units).mul_(units).sum(dim=1).T
     fitted = torch.linalg.solve(system, sides).T
     return torch.where((fitted > steps / 2) & (fitted < steps * 2), fitted, steps)

@@ -1,4 +1,7 @@
-"""Families with recurrent layers, as data, and Granite, whose multipliers Granite 4 H has too."""
+"""Families with recurrent layers, as data.
+
+Granite is here too, since Granite 4 H (with recurrent layers) has the same multipliers.
+"""
 
 import math
 from typing import Any

@@ -67,4 +67,5 @@ def load_model(
         _log.log(level, "%s runs in transformers' modules, not in headstart's: %s", folder, reason)
         return loaded
     finally:
-        release_threads()  # of this thread; another thread runs the model
+        # The calling thread's OpenMP workers are not needed again: another thread runs the model.
+        release_threads()

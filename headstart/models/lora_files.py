@@ -81,18 +81,19 @@ class LoraSettings:
 
     def is_target(self, name: str) -> bool:
         """Return True if the adapter changes the linear layer of this dotted name."""
-        targets, layers, lists = self.target_modules, self.layers_to_transform, self.layers_pattern
-        if self.exclude_modules and _names(self.exclude_modules, name):
+        targets, layers = self.target_modules, self.layers_to_transform
+        if self.exclude_modules and _matches(self.exclude_modules, name):
             return False
         if self.is_all_linear:
             return True
-        if not _names(targets, name):
+        if not _matches(targets, name):
             return False
         if isinstance(targets, str) or name in targets or layers == []:
             return True
-        lists = [lists] if isinstance(lists, str) else lists
-        for layer_list in list(filter(None, lists)) or [r"[^.]*"]:
-            if match := re.match(rf".*\.{layer_list}\.(\d+)\.", name):
+        patterns = self.layers_pattern
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        for pattern in list(filter(None, patterns)) or [r"[^.]*"]:
+            if match := re.match(rf".*\.{pattern}\.(\d+)\.", name):
                 return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
         return False
 
@@ -101,13 +102,13 @@ class LoraSettings:
         return int(_by_pattern(self.rank_pattern, name, self.r))
 
     def scale_of(self, name: str) -> float:
-        """Return the factor of `B @ A`: alpha over the rank, or over its root (rsLoRA)."""
+        """Return the factor of `B @ A`: alpha over the rank, or over its square root (rsLoRA)."""
         rank = self.rank_of(name)
         alpha = _by_pattern(self.alpha_pattern, name, self.lora_alpha)
         return float(alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _names(wanted: str | list[str], name: str) -> bool:
+def _matches(wanted: str | list[str], name: str) -> bool:
     """Return True if the pattern matches the name, or the list has the name or a suffix of it."""
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
@@ -152,11 +153,11 @@ def read_settings(folder: Path, max_rank: int) -> LoraSettings:
     for name, alpha in {**settings.alpha_pattern, "lora_alpha": settings.lora_alpha}.items():
         if not abs(alpha) <= sys.float_info.max:  # also true for NaN
             raise DamagedAdapterError(f"{file}: {name} is {alpha}; allowed: a finite number")
-    lists = [settings.target_modules, settings.exclude_modules]
+    selections = [settings.target_modules, settings.exclude_modules]
     patterns = [*settings.rank_pattern, *settings.alpha_pattern]
-    patterns += [entry for entry in lists if isinstance(entry, str)]
-    of_layers = settings.layers_pattern
-    for pattern in [*patterns, *([of_layers] if isinstance(of_layers, str) else of_layers)]:
+    patterns += [entry for entry in selections if isinstance(entry, str)]
+    layers = settings.layers_pattern
+    for pattern in [*patterns, *([layers] if isinstance(layers, str) else layers)]:
         try:
             re.compile(pattern)
         except re.error as error:

@@ -70,7 +70,11 @@ class Product:
 
 
 class StackedLayer(NamedTuple):
-    """A layer in a stack: its group, its columns of the group's hidden rows, and B as `up`."""
+    """A layer in an `AdapterStack`.
+
+    group: the layers with the same input. columns: the layer's columns in the product of this input
+    and the group's A. up: the layer's B of all adapters.
+    """
 
     group: str
     columns: slice
@@ -80,8 +84,8 @@ class StackedLayer(NamedTuple):
 class AdapterStack:
     """The matrices of some adapters, by layer and by group of layers with the same input.
 
-    down: A `[ranks, inputs]` by group. owners: tensors with the number of the adapter of each rank,
-    one for each distinct assignment. owner_of: a group's index in `owners`.
+    down: A `[ranks, inputs]` by group. owners: tensors `[ranks]` that assign an adapter's number to
+    each rank. Groups with the same assignment share a tensor. owner_of: index in `owners` by group.
     """
 
     def __init__(self, adapters: Sequence[Mapping[str, LoraPair]]) -> None:
@@ -143,7 +147,10 @@ _LONG_RUN = 32
 
 
 class AdapterRun(NamedTuple):
-    """Consecutive rows of the batch with one adapter, or none; `logits` of them need logits."""
+    """Consecutive rows of the batch with one adapter or without an adapter.
+
+    logits: the number of these rows that need logits.
+    """
 
     adapter: ResidentAdapter | None
     rows: int
@@ -154,8 +161,8 @@ class _Piece:
     """Rows that are multiplied by one stack.
 
     rows: a range of the batch, or row numbers. masks: `[rows, ranks]` for each entry of the stack's
-    `owners`, True for ranks of adapters that the row does not have. These are set to zero. None if
-    all rows and ranks have one adapter.
+    `owners`, True for ranks of adapters that the row does not have. These values are set to zero.
+    None if all rows and ranks belong to one adapter.
     """
 
     def __init__(

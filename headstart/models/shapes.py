@@ -106,7 +106,7 @@ class DecoderShape:
     fused_mlp: bool = False
     """One weight for gate and up."""
     gated: bool = False
-    """The output of attention is multiplied by sigmoid(gate), the second half of q_proj's heads."""
+    """The output of attention is multiplied by sigmoid(gate). q_proj returns query and gate."""
     norm: NormKind = "llama"
     norms: NormPlaces = "before"
     head_norms: HeadNorms | None = None
@@ -228,8 +228,7 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
         raise UnsupportedLayerError("none of its layers has attention")
     if _ACTIVATIONS[name] != "silu" and any(layer.mixer is not None for layer in layers):
         raise UnsupportedLayerError(f"its activation is {name}")
-    kv_heads = config.num_key_value_heads or heads
-    head_dim = config.head_dim
+    kv_heads, head_dim = config.num_key_value_heads or heads, config.head_dim
     for layer in (LayerShape(), *layers):
         kv_count, width = layer.kv_heads or kv_heads, layer.head_dim or head_dim
         if heads % kv_count or width % 2:
@@ -249,7 +248,8 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
     }
     if not 0 < facts["scaling"] < math.inf or not 0 < config.rms_norm_eps < math.inf:
         raise UnsupportedLayerError(
-            f"its scaling is {facts['scaling']}, its epsilon {config.rms_norm_eps}"
+            f"its scaling is {facts['scaling']}, its epsilon {config.rms_norm_eps}; allowed: "
+            "positive finite numbers"
         )
     return DecoderShape(
         vocab_size=config.vocab_size,

@@ -88,7 +88,7 @@ class RotaryConfig(PreTrainedConfig):
 
 
 def _config_option(folder: Path) -> dict[str, Any]:
-    """Return the argument `config` for AutoTokenizer if the model is of a family of headstart's.
+    """Return the argument `config` for AutoTokenizer if headstart's own modules run the model.
 
     Without this argument, transformers imports the architecture's configuration, which takes
     seconds.

@@ -45,7 +45,7 @@ def compile_layers(
         for module in layer.modules()
         if isinstance(module, nn.Linear | Linear)
     ]
-    # Without AMX, bfloat16 rows are multiplied by integer weights in float32.
+    # Without AMX, products with integer weights take float32 rows; bfloat16 rows are converted.
     in_float32 = dtype == torch.bfloat16 and all(
         isinstance(module, Linear) and module.matrix.computes_float32 for module in linears
     )
@@ -58,9 +58,9 @@ def compile_layers(
 class CompiledLayers:
     """All layers of a decoder, for rows in `dtype` and products in `product`.
 
-    Float32 rows need AVX2, and are computed only if they are few: otherwise the products take most
-    of the time, and the 40 torch operations per layer of the modules matter little. Bfloat16 rows
-    need AVX-512.
+    Products in float32 need AVX2, products in bfloat16 AVX-512. Float32 rows are computed only if
+    they are few. With many rows, products take most of the time, so it matters little that the
+    modules run 40 torch operations per layer.
 
     With products in bfloat16, a layer whose attention is not compiled runs as two compiled calls,
     before and after attention. The last layer also runs as two calls if only some rows are needed
@@ -82,8 +82,9 @@ class CompiledLayers:
         self._kernels = kernels
         self._run = kernels.headstart_layers
         if self._is_float:
-            is_half = dtype == torch.bfloat16
-            self._run = kernels.headstart_half_layers if is_half else kernels.headstart_float_layers
+            self._run = kernels.headstart_float_layers
+            if dtype == torch.bfloat16:
+                self._run = kernels.headstart_half_layers
         self._kinds = [layer.angles or "" for layer in shape.layers]
         self._norms: list[Tensor] = []  # the weights to which the structs point
         self._structs = [self._layer_struct(layer) for layer in layers]

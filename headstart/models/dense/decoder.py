@@ -113,7 +113,7 @@ class DenseDecoder(DecoderModel):
         recurrent = [layer.mixer for layer in layers if layer.is_recurrent]
         # A layer that reads another layer's K and V has no K/V memory.
         owners = [index for index, layer in enumerate(shape.layers) if layer.source is None]
-        self._num_owners = 1 + owners[-1]
+        self._first_reader = 1 + owners[-1]  # from here on, layers read K and V of others
         layouts = [_layout(shape, index) for index in owners if shape.layers[index].mixer is None]
         super().__init__(tuple(layouts), about.folder)
         self.state_layouts = tuple(mixer.state for mixer in recurrent)
@@ -217,7 +217,7 @@ class DenseDecoder(DecoderModel):
 
         The layers after the last one that writes K/V or states compute only these rows.
         """
-        layers, count = self.module.body.layers, self._num_owners
+        layers, count = self.module.body.layers, self._first_reader
         for layer in layers[: count - 1]:
             x = layer(x, step)
         x = layers[count - 1](x, step, rows)

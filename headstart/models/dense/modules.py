@@ -111,8 +111,8 @@ class AngleTable:
 
     def _angles(self, positions: Tensor) -> Angles:
         values, scale = self._frequencies
-        places = positions.unsqueeze(1) * values
-        pairs = (places.cos().mul_(scale).to(self._like), places.sin_().mul_(scale).to(self._like))
+        phases = positions.unsqueeze(1) * values
+        pairs = (phases.cos().mul_(scale).to(self._like), phases.sin_().mul_(scale).to(self._like))
         # The two elements of a pair lie half a width apart.
         cos, sin = (torch.cat((part, part), dim=-1) for part in pairs)
         return cos, sin

@@ -65,13 +65,13 @@ def check_rows(model: PreTrainedModel, mixers: MixerStates) -> None:
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = torch.randint(0, vocabulary, (_ROWS,), generator=torch.Generator().manual_seed(0))
-    places = torch.arange(_ROWS, device=model.device)
+    rows = torch.arange(_ROWS, device=model.device)
     memory = mixers.make_memory(2)
 
     def compute(block: Tensor, source: int, target: int) -> Tensor:
-        positions = places if takes_positions(model) else None
+        positions = rows if takes_positions(model) else None
         with mixers.running(memory, [SequenceRows(_ROWS, source, target)]):
-            return forward_rows(model, block.to(model.device), positions, places)
+            return forward_rows(model, block.to(model.device), positions, rows)
 
     for source, target in ((-1, 0), (0, 1)) if mixers.mixers else ((-1, 0),):
         expected = compute(tokens, source, target)
@@ -95,9 +95,9 @@ def _mix_experts(experts: Any, hidden_states: Tensor, *routing: Tensor, **named:
     for expert in torch.unique(chosen).tolist():
         if not 0 <= expert < experts.num_experts:  # other ids mean no expert
             continue
-        rows, places = torch.where(chosen == expert)
+        rows, ranks = torch.where(chosen == expert)
         every = compute(experts, hidden_states, chosen.new_full((len(ones), 1), expert), ones)
-        weighted = every[rows] * weights[rows, places, None]
+        weighted = every[rows] * weights[rows, ranks, None]
         output.index_add_(0, rows, weighted.to(output.dtype))
     return output
 
@@ -204,8 +204,8 @@ class TransformersDecoder(DecoderModel):
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None = None,
     ) -> Tensor:
-        places = positions if self._takes_positions else None
-        return forward_rows(self.module, token_ids, places, logit_rows, embeddings).float()
+        position_ids = positions if self._takes_positions else None
+        return forward_rows(self.module, token_ids, position_ids, logit_rows, embeddings).float()
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

@@ -214,7 +214,7 @@ class TransformersVision(ImageProcessor):
         self._model: Any = decoder.module
         self._fingerprint: bytes | None = None
         self._fingerprinting = threading.Lock()
-        self.bytes_per_row = self._try()
+        self.bytes_per_row = self._encode_blank()
         """Bytes of one embedding."""
 
     def encode(self, image: ProcessedImage) -> Tensor:
@@ -246,7 +246,7 @@ class TransformersVision(ImageProcessor):
     def facts(self) -> VisionFacts:
         return VisionFacts(self.fingerprint(), self.bytes_per_row, self._family.extra_rows)
 
-    def _try(self) -> int:
+    def _encode_blank(self) -> int:
         """Encode a blank image; return the bytes of one embedding."""
         blank = np.zeros((64, 64, 3), dtype=np.uint8) + 99
         name = type(self._model).__name__

@@ -57,9 +57,10 @@ def _logits(model: PreTrainedModel) -> Tensor | None:
     """Return logits of a few tokens; None if the model does not run."""
     tokens = torch.arange(_PROMPT) % model.config.get_text_config().vocab_size
     try:
-        places = torch.arange(_PROMPT)
-        return forward_rows(model, tokens, places if takes_positions(model) else None, places)
-    # Other code may need nn.Linear. The probe will raise any other error with its reason.
+        rows = torch.arange(_PROMPT)
+        return forward_rows(model, tokens, rows if takes_positions(model) else None, rows)
+    # A model whose code needs nn.Linear fails only with packed layers, which `pack_linears` then
+    # unpacks. The probe reports any other error.
     except Exception:
         return None
 
@@ -77,9 +78,9 @@ def _pack(model: PreTrainedModel, ready_memory: ReadyMemory | None) -> int:
     fixed = _find_fixed(model)
     keys = [
         key
-        for key, places in users.items()
-        if _can_swap(weights[key], places)
-        and fixed.isdisjoint(parent.get_submodule(name) for parent, name in places)
+        for key, uses in users.items()
+        if _can_swap(weights[key], uses)
+        and fixed.isdisjoint(parent.get_submodule(name) for parent, name in uses)
     ]
     arena = Arena((packed_bytes(*weights[key].shape) for key in keys), ready_memory)
     size = sum(weights[key].nbytes for key in keys)
@@ -100,8 +101,8 @@ def _find_fixed(model: PreTrainedModel) -> set[nn.Module]:
     return fixed if takes_positions(model) else {*fixed, head}
 
 
-def _can_swap(weight: Tensor, places: list[tuple[nn.Module, str]]) -> bool:
-    children = [parent.get_submodule(name) for parent, name in places]
+def _can_swap(weight: Tensor, uses: list[tuple[nn.Module, str]]) -> bool:
+    children = [parent.get_submodule(name) for parent, name in uses]
     return (
         can_pack(weight)
         and all(
@@ -115,9 +116,9 @@ def _can_swap(weight: Tensor, places: list[tuple[nn.Module, str]]) -> bool:
     )
 
 
-def _swap_weight(weight: Tensor, places: list[tuple[nn.Module, str]], arena: Arena) -> None:
+def _swap_weight(weight: Tensor, uses: list[tuple[nn.Module, str]], arena: Arena) -> None:
     packed = PackedWeight(weight, arena=arena)
-    for parent, name in places:
+    for parent, name in uses:
         child = parent.get_submodule(name)
         if not isinstance(child, nn.Linear):
             setattr(parent, name, Embedding(packed, weight.dtype))

@@ -264,11 +264,11 @@ def load_transformers(
                 else f"model_type {config.model_type!r} is not a causal language model: "
                 "transformers has no decoder for it that returns the next token's logits"
             )
-        sees = config.model_type in VISION_MODELS
-        auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        takes_images = config.model_type in VISION_MODELS
+        auto: Any = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
         with reading_config(folder, config.model_type):
             check_decoder(folder, config)
-        eager = {"text_config": "eager"} if sees else "eager"
+        eager = {"text_config": "eager"} if takes_images else "eager"
         loaded = load_weights(
             auto.from_pretrained, folder, config=config, dtype=dtype, attn_implementation=eager
         )
@@ -279,7 +279,7 @@ def load_transformers(
             quantize_linears(loaded, weights)
         layers = probe_once(loaded, files)
         decoder = TransformersDecoder(loaded, layers.layouts, folder, layers.mixers)
-        decoder.files, decoder.takes_images = files, sees
+        decoder.files, decoder.takes_images = files, takes_images
     if not decoder.has_its_files:
         raise DamagedModelError(f"the files in {folder} changed while they were read")
     return decoder

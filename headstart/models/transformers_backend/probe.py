@@ -3,9 +3,10 @@
 1. The configuration. Some types of layers have more state than K and V per token.
 2. One pass with attention replaced by zeros. It records the widths of each layer's K and V. It also
    records each layer's mask, which must equal the mask computed from positions.
-3. A prompt with transformers' own attention, and the same prompt over paged K/V in three steps, in
-   one batch with copies of its beginning. The logits differ if a model has any other state between
-   tokens (convolutions, recurrences, relative biases, shared layers).
+3. A prompt with transformers' own attention, and the same prompt over paged K/V in three steps. In
+   these steps, its batch also has shorter prompts with the same beginning. The logits differ if a
+   model has any other state between tokens (convolutions, recurrences, relative biases, shared
+   layers).
 4. The same prompt without explicit positions. The logits must be those with positions from 0 on.
 5. A few rows at the last positions of the context. A result must not depend on a row's index in the
    batch, which holds rows of many sequences. In Llama 4, layers without rotary positions scale
@@ -129,8 +130,8 @@ def check_far_positions(model: PreTrainedModel) -> None:
         if not difference <= 4 * torch.finfo(model.dtype).eps:  # also true for NaN
             raise UnsupportedModelError(
                 f"{name} computes {title} from the index of a row in the batch and not from its "
-                f"position: from position {first} to {last - 1} they differ by {difference:.1e} of "
-                "their size from the values that transformers computes with a cache"
+                f"position: at positions {first} to {last - 1} the relative difference between "
+                f"passes without and with a cache is {difference:.1e}"
             )
 
 
@@ -344,8 +345,8 @@ def _check_steps(
     length = max(cuts[-1] for cuts in _CUTS)
     prompt = torch.randint(0, _text_config(model).vocab_size, (length,), generator=generator)
     prompt = prompt.to(model.device)
-    places = torch.arange(length, device=model.device)
-    expected = _run(model, prompt, places if takes_positions(model) else None)
+    positions = torch.arange(length, device=model.device)
+    expected = _run(model, prompt, positions if takes_positions(model) else None)
     if not torch.isfinite(expected).all():
         for name, weight in model.named_parameters():
             if torch.isnan(weight.float()).any():
@@ -369,16 +370,16 @@ def _check_steps(
             "2, ... its logits differ from its logits without positions (RoBERTa's positions "
             "begin at pad_token_id + 1)"
         )
-    for (_, places), rows in zip(paged.steps, logits, strict=True):
-        differences = rows_apart(rows, expected[places])
-        is_wrong = ~(differences <= limit)  # not `apart > limit`, which is false for NaN
+    for (_, positions), rows in zip(paged.steps, logits, strict=True):
+        differences = rows_apart(rows, expected[positions])
+        is_wrong = ~(differences <= limit)  # not `differences > limit`, which is false for NaN
         if float(is_wrong.float().mean()) > _LENIENT_ROWS:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not compute the same over paged K/V, in several "
                 f"steps, as with transformers' own attention: {int(is_wrong.sum())} of "
-                f"{len(is_wrong)} rows of logits differ by up to {float(differences.max()):.1e} of "
-                f"their size, and rounding explains {limit:.1e}; its layers use more than their "
-                + ("K, V and states" if mixers else "K and V")
+                f"{len(is_wrong)} rows of logits have a relative difference of up to "
+                f"{float(differences.max()):.1e}, and rounding causes at most {limit:.1e}; its "
+                "layers use more than their " + ("K, V and states" if mixers else "K and V")
             )
 
 
@@ -392,13 +393,13 @@ def _steps(device: torch.device) -> tuple[list[_Step], int]:
     for ranges in zip(*(pairwise(cuts) for cuts in _CUTS), strict=True):
         spans: list[Span] = []
         slots: list[int] = []
-        places: list[int] = []
+        positions: list[int] = []
         for (start, end), table in zip(ranges, tables, strict=True):
             spans.append(Span(len(slots), end - start, end, table))
-            places += range(start, end)
+            positions += range(start, end)
             slots += [table[p // _BLOCK] * _BLOCK + p % _BLOCK for p in range(start, end)]
         plan = StepPlan(torch.tensor(slots, device=device), tuple(spans))
-        steps.append((plan, torch.tensor(places, device=device)))
+        steps.append((plan, torch.tensor(positions, device=device)))
     return steps, len(blocks)
 
 
@@ -422,7 +423,7 @@ class _Paged:
 
         noise: the relative change of the results of attention and mixers, up or down at random.
         """
-        plan, places = step
+        plan, positions = step
         number = CallOrder() if self._mixers.mixers else number_in_model
         attend, signs = attend_with(self._backend, number), torch.Generator().manual_seed(1)
 
@@ -441,8 +442,8 @@ class _Paged:
         ):
             self._backend.begin_step(plan)
             try:
-                positions = places if takes_positions(self._model) else None
-                logits = _run(self._model, prompt[places], positions)
+                position_ids = positions if takes_positions(self._model) else None
+                logits = _run(self._model, prompt[positions], position_ids)
             finally:
                 self._backend.end_step()
         if calls != self._calls:
@@ -462,7 +463,7 @@ def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Te
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} fails with one row of tokens and explicit positions: {error}"
+            f"{type(model).__name__} fails over a flat batch of tokens: {error}"
         ) from error
 
 

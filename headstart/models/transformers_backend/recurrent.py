@@ -258,8 +258,8 @@ def _limit_steps(module: Any) -> Callable[..., Tensor]:
     """Return the module's `forward`, changed to apply Mamba-2's `time_step_limit` to single rows.
 
     transformers applies it only in calls with several rows, so the state would depend on how a
-    prompt is divided. Raises `UnsupportedModelError` for a module that computes single rows by
-    another function.
+    prompt is divided. Raises `UnsupportedModelError` for a module that does not compute single rows
+    by transformers' function `_UPDATE`.
     """
     limits = getattr(module, "time_step_limit", None)
     if limits in (None, _UNLIMITED):
@@ -269,8 +269,9 @@ def _limit_steps(module: Any) -> Callable[..., Tensor]:
     update = forward.__globals__.get(_UPDATE)
     if update is None or not signature(update).parameters.keys() >= _STEP_OPTIONS:
         raise UnsupportedModelError(
-            f"{type(module).__name__} limits its steps to {limits}, and calls no {_UPDATE} with "
-            f"{' and '.join(sorted(_STEP_OPTIONS))}, which could apply the limits to single rows"
+            f"{type(module).__name__} has the time_step_limit {limits}, which cannot be applied to "
+            f"single rows, since it does not call {_UPDATE} with "
+            f"{' and '.join(sorted(_STEP_OPTIONS))}"
         )
 
     def update_limited(
@@ -309,7 +310,10 @@ class MixerStates:
         self._change: Callable[[Tensor], Tensor] | None = None
 
     def attach(self, memory: StateMemory) -> None:
-        """Run the mixers over the slots of `memory` and its recurrence from now on."""
+        """Run the mixers over the slots of `memory` from now on.
+
+        `memory.recurrence` gives the rows and slots of each sequence.
+        """
         self.detach()
         self._memory = memory
         for number, mixer in enumerate(self.mixers):

@@ -29,7 +29,7 @@ HEADERS = {
     "bytes past the end": (metadata(KEY, struct.pack("<IIQ", 9, 0, 1 << 21)), "bytes before"),
     "numbers without end": (metadata(KEY, struct.pack("<IIQ", 9, 6, 1 << 60)), "elements, more"),
     "no end of empty arrays": (metadata(KEY, struct.pack("<IIQ", 9, 9, 1 << 60)), "elements, more"),
-    "a long text": (metadata(KEY, struct.pack("<IQ", 8, 1 << 62)), "bytes before its end"),
+    "a long text": (metadata(KEY, struct.pack("<IQ", 8, 1 << 62)), "before the file's end"),
     "many keys": (metadata(KEY, struct.pack("<II", 4, 7), keys=1 << 60), "ends within"),
     "arrays in arrays": (
         metadata(KEY, struct.pack("<I", 9), struct.pack("<IQ", 9, 1) * 5000),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headstart.models.gptq import SCHEME, pack
-from headstart.models.gptq_rounding import Rows, round_weight
+from headstart.models.gptq_rounding import InputStatistics, round_weight
 from headstart.weights.prequantized import Grouped
 
 compressors = pytest.importorskip("compressed_tensors.compressors")
@@ -24,9 +24,9 @@ def inputs_and_weight(inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_outputs_lose_less_than_by_plain_rounding(inputs: int) -> None:
     rows, weight = inputs_and_weight(inputs)
     known, others = rows[:800], rows[800:]
-    found = round_weight(weight, Rows(known.T @ known / len(known)), torch.float16)
+    found = round_weight(weight, InputStatistics(known.T @ known / len(known)), torch.float16)
     # Inputs that have nothing in common: no error can be made up for.
-    plain = round_weight(weight, Rows(torch.eye(inputs)), torch.float16)
+    plain = round_weight(weight, InputStatistics(torch.eye(inputs)), torch.float16)
     errors = [float((others @ (one.weight() - weight).T).norm()) for one in (found, plain)]
     assert errors[0] < 0.6 * errors[1]
 
@@ -34,7 +34,7 @@ def test_outputs_lose_less_than_by_plain_rounding(inputs: int) -> None:
 def test_plain_rounding_is_to_the_nearest() -> None:
     """On a grid from the smallest to the largest no element is off by more than half a step."""
     _, weight = inputs_and_weight(64)
-    found = round_weight(weight, Rows(torch.eye(64)), torch.float16)
+    found = round_weight(weight, InputStatistics(torch.eye(64)), torch.float16)
     off = (found.weight() - weight).abs() / found.steps[:, found.groups]
     assert float(off.median()) < 0.3 and float(off.max()) < 2  # a narrower grid cuts its ends
     assert found.values.max() <= 15
@@ -43,17 +43,17 @@ def test_plain_rounding_is_to_the_nearest() -> None:
 def test_inputs_that_are_always_zero_do_no_harm() -> None:
     rows, weight = inputs_and_weight(64)
     rows[:, 5] = 0
-    found = round_weight(weight, Rows(rows.T @ rows / len(rows)), torch.bfloat16)
+    found = round_weight(weight, InputStatistics(rows.T @ rows / len(rows)), torch.bfloat16)
     assert torch.isfinite(found.weight()).all()
     assert torch.isfinite(
-        round_weight(weight, Rows(torch.zeros(64, 64)), torch.bfloat16).weight()
+        round_weight(weight, InputStatistics(torch.zeros(64, 64)), torch.bfloat16).weight()
     ).all()
 
 
 @pytest.mark.parametrize("outputs", [40, 44])
 def test_the_library_unpacks_what_is_packed(outputs: int) -> None:
     rows, weight = inputs_and_weight(64)
-    found = round_weight(weight[:outputs], Rows(rows.T @ rows), torch.float16)
+    found = round_weight(weight[:outputs], InputStatistics(rows.T @ rows), torch.float16)
     parts = {
         name.removeprefix("a."): part for name, part in pack("a", found, torch.float16).items()
     }
@@ -66,7 +66,7 @@ def test_the_library_unpacks_what_is_packed(outputs: int) -> None:
 
 def test_parts_of_a_weight_are_its_rows() -> None:
     rows, weight = inputs_and_weight(64)
-    found = round_weight(weight, Rows(rows.T @ rows), torch.float16)
+    found = round_weight(weight, InputStatistics(rows.T @ rows), torch.float16)
     parts = found.split([8, 40])
     assert all(isinstance(part, Grouped) for part in parts)
     assert torch.equal(torch.cat([part.weight() for part in parts]), found.weight())

@@ -302,7 +302,7 @@ def full_attention_llama4(max_length: int, dtype: torch.dtype) -> PreTrainedMode
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_queries_that_are_scaled_by_their_row_are_found(dtype: torch.dtype) -> None:
     """Rows of 24 tokens show nothing of it: the scale is 1 up to position 38."""
-    reason = r"queries of layer 1 from the index of a row.*from position 61 to 63"
+    reason = r"queries of layer 1 from the index of a row.*at positions 61 to 63"
     with pytest.raises(UnsupportedModelError, match=reason):
         probe_model(full_attention_llama4(64, dtype))
     assert len(probe_model(full_attention_llama4(39, dtype)).layouts) == 2

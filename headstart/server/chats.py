@@ -208,7 +208,7 @@ class ChatFields(CacheFields):
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Return this API's names of fields of `SamplingParams`, if they differ."""
+        """Map each field of `SamplingParams` that has another name in this API to that name."""
         return {}
 
     def read_sampling(self) -> dict[str, Any]:

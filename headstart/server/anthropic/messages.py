@@ -9,7 +9,7 @@ A streamed message:
 A content block is text, thinking or the use of a tool. `ping` may come anywhere.
 
 Every full block of every prompt is cached, with or without breakpoints. Until the time to live of a
-breakpoint is over, the cached blocks before it are evicted only after all other blocks.
+breakpoint expires, the cached blocks before the breakpoint are evicted after all other blocks.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ async def apply_breakpoints(
 ) -> dict[str, int]:
     """Retain the blocks before a prompt's breakpoints, for their time to live after each use.
 
-    Return, by time to live, the number of tokens in full blocks before its last breakpoint. To
-    find it, the messages before the breakpoint are tokenized separately, and their tokens are
-    compared with the prompt's tokens.
+    Return, for each time to live, the number of tokens in full blocks before the last breakpoint
+    with this time. To find that number, tokenize the messages before the breakpoint separately, and
+    compare their tokens with the prompt's tokens.
     """
     lengths: dict[str, int] = {}
     if not prepared.request.params.is_stored:
@@ -134,12 +134,12 @@ async def apply_breakpoints(
     for ttl, before in dict(points).items():  # the last breakpoint of each time to live
         length = full
         if before is not None:
-            begin = body.model_copy(update={"messages": before})
-            messages = await read_many(count_blocks(before), begin.read_messages)
+            shortened = body.model_copy(update={"messages": before})
+            messages = await read_many(count_blocks(before), shortened.read_messages)
             unfinished = {"add_generation_prompt": False, "continue_final_message": False}
             template = {**call.template, **unfinished}
-            cut = replace(call, messages=messages, template=template)
-            length = min(full, await _count_common(service, cut, token_ids))
+            prefix_call = replace(call, messages=messages, template=template)
+            length = min(full, await _count_common(service, prefix_call, token_ids))
         lengths[ttl] = length
         prepared.request.retain(length, _SECONDS[ttl])
     return lengths
@@ -151,14 +151,14 @@ async def _count_common(service: Service, call: ChatCall, token_ids: Sequence[in
     Return 0 if the chat template refuses the call.
     """
     try:
-        name = service.new_id("part")
-        prepared = await prepare_chat(service, call, name, stream=False, will_run=False)
+        prefix_id = service.new_id("part")
+        prepared = await prepare_chat(service, call, prefix_id, stream=False, will_run=False)
     except RequestError:
         return 0
-    begin = prepared.request.prompt_token_ids
+    prefix = prepared.request.prompt_token_ids
     # A prompt may have a hundred thousand tokens, so the comparison runs in C.
-    differ = compress(count(), map(ne, begin, token_ids))
-    return next(differ, min(len(begin), len(token_ids)))
+    differ = compress(count(), map(ne, prefix, token_ids))
+    return next(differ, min(len(prefix), len(token_ids)))
 
 
 router = APIRouter()
@@ -226,8 +226,8 @@ class _Message(AnswerEvents):
         self._usage = Usage()
         self._lengths = lengths
         self._request_id = request_id
-        name = prepared.request.request_id
-        self._head = {"id": name, "type": "message", "role": "assistant", "model": body.model}
+        message_id = prepared.request.request_id
+        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": body.model}
         self._max_tokens = body.max_tokens
         self._index = -1  # index of the last content block
         self._open: str | None = None  # kind of the parts of the open content block
@@ -249,8 +249,8 @@ class _Message(AnswerEvents):
     def _block(self, part: Part) -> dict[str, Any]:
         if part.kind != "call":
             return dict(_BLOCKS[part.kind])
-        name = self._prepared.dialect.calls.new_id("toolu_")
-        return {"type": "tool_use", "id": name, "name": part.name, "input": {}}
+        call_id = self._prepared.dialect.calls.new_id("toolu_")
+        return {"type": "tool_use", "id": call_id, "name": part.name, "input": {}}
 
     def _count(self) -> dict[str, Any]:
         """Return the usage. `input_tokens` are computed tokens after the last breakpoint."""

@@ -82,13 +82,13 @@ class ImageBlock(Marked):
 
 
 class Citations(Body):
-    """The switch of citations, which must be off: answers have no citations."""
+    """The setting of citations. They must be off, because answers have no citations."""
 
     enabled: Literal[False] = False
 
 
 class DocumentData(Body):
-    """The text of a document, or a file in base64, such as a PDF, which the model does not see."""
+    """The text of a document, or a file in base64. The model does not see a file, such as a PDF."""
 
     type: Literal["text", "base64"]
     media_type: Label | None = None
@@ -124,7 +124,7 @@ class DocumentBlock(Marked):
     def as_parts(self) -> Parts:
         """Return the document as parts of a chat's message.
 
-        A note replaces the content of a file, which the model cannot read.
+        The model cannot read files, so a note replaces the content of a file.
         """
         head = f"Document: {self.title or 'untitled'}"
         head = f"{head}\n{self.context}" if self.context else head
@@ -320,9 +320,9 @@ class MessagesToolChoice(Body):
 
 
 class Thinking(Body):
-    """The switch of reasoning; chat templates without such a switch ignore it.
+    """The setting that turns reasoning on or off, if the chat template has such an option.
 
-    A budget has no effect: reasoning ends where the model ends it.
+    A budget has no effect: the model alone decides where reasoning ends.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -364,7 +364,7 @@ class Diagnostics(Body):
 
 
 class RequestMetadata(Body):
-    """A name of the user, which has no effect."""
+    """The client's id of its user, which has no effect."""
 
     user_id: Label | None = None
 
@@ -400,7 +400,9 @@ class CountTokensRequest(ChatFields):
         if choice is None:
             return ToolUse(tools)
         if (choice.type == "tool") != (choice.name is not None):
-            text = 'tool_choice has only one of type "tool" and a name; allowed: both or neither'
+            name = "no name" if choice.name is None else "a name"
+            allowed = 'a name with type "tool", no name with any other type'
+            text = f'tool_choice has type "{choice.type}" and {name}; allowed: {allowed}'
             raise ApiError(400, text)
         parallel = not choice.disable_parallel_tool_use
         if choice.type in ("any", "tool"):

@@ -17,8 +17,9 @@ from headstart.server.cache.traffic import Closest, PastPrompt, Tokens, Traffic,
 _BEFORE, _AFTER = 64, 512  # tokens to decode before and after a difference
 _MOST_FORKS = 10
 _LONGEST_WORD = 16  # tokens
-# A passage has moved if some of its tokens from `_NUMBER` to `_HEAD` occur in the other prompt, at
-# least `_MOVED` tokens after the difference. Its first tokens are skipped: they may be a number.
+# A passage that begins at the difference has moved if tokens of its head occur in the other prompt,
+# at least `_MOVED` tokens later. The head is the passage's tokens from `_NUMBER` to `_HEAD`. The
+# tokens before `_NUMBER` are skipped, because they may number the passage.
 _NUMBER, _HEAD, _MOVED = 8, 40, 64
 
 
@@ -125,8 +126,8 @@ class Adviser:
     def _word_start(self, tokens: Tokens, place: int) -> int:
         """Return the start of the word with the token at `place`, or `place` if no space is near.
 
-        Prompts that begin with a time may differ at any of its digits. Grouped by digit, this one
-        cause would be reported as several.
+        Prompts that begin with a time may differ at any digit of the time. If these prompts were
+        grouped by the digit, the advice would report one cause several times.
         """
         if self._decode is None:
             return place
@@ -144,14 +145,14 @@ class Adviser:
         position = f"token {min(places):,}"
         if len(places) > 1:
             position = f"tokens {min(places):,} to {max(places):,}"
-        differ, go_on = f"{len(cause):,} prompts differ", "continue"
+        subject, verb = f"{len(cause):,} prompts differ", "continue"
         if len(cause) == 1:
-            differ, go_on = "1 prompt differs", "continues"
-        advice = f"{differ} from an earlier prompt at {position}"
+            subject, verb = "1 prompt differs", "continues"
+        advice = f"{subject} from an earlier prompt at {position}"
         if looks_like != OTHER:
             advice += f" (probably {looks_like})"
         remedy = _REMEDIES.get(looks_like, "moving the differing text to the end")
-        advice += f" and {go_on} with equal text: {remedy} would have saved {saved:,} tokens"
+        advice += f" and {verb} with equal text: {remedy} would have saved {saved:,} tokens"
         if looks_like == OTHER:
             advice += "; no change is needed if the user edited a turn"
         return {
@@ -295,7 +296,7 @@ def _find_order(before: str, here: str, there: str) -> str | None:
 def _is_moved(mine: list[str], theirs: list[str]) -> bool:
     """Return True if most entries are in both lists, in another order.
 
-    The first entry of each list after the common ones must come later in the other list.
+    After the common entries, the first entry of each list must come later in the other list.
 
     >>> _is_moved(["id", "a", "b"], ["id", "b", "a"]), _is_moved(["a", "b"], ["c", "b"])
     (True, False)

@@ -56,8 +56,9 @@ MAX_WATCHERS = 64  # open streams of /cache/live
 @router.get("")
 async def show_cache(request: Request) -> Response:
     """Show the blocks by state and owner, the hit rate and the largest prefixes."""
-    look = await service_of(request).live.show(is_now=True)
-    return JsonResponse(look["engine"] | look["pool"] | {"prefixes": look["prefixes"]})
+    snapshot = await service_of(request).live.show(is_now=True)
+    shown = snapshot["engine"] | snapshot["pool"] | {"prefixes": snapshot["prefixes"]}
+    return JsonResponse(shown)
 
 
 @router.post("/explain")
@@ -68,7 +69,7 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
     sequence = prepared.requests[0].sequence
     manager = service.llm.manager
 
-    def look() -> tuple[int, MissExplanation, list[BlockHash], ComputedBlocks | None]:
+    def look_up() -> tuple[int, MissExplanation, list[BlockHash], ComputedBlocks | None]:
         if not prepared.requests[0].reads_cache:
             return 0, MissExplanation(MissReason.NOT_READ, 0), [], None
         computed = manager.get_computed_blocks(sequence)
@@ -76,7 +77,7 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
         missed = manager.explain(sequence, across_salts=tenant_of(request).is_admin)
         return computed.num_tokens, missed, hashes, computed
 
-    num_cached, missed, uncached, computed = await service.llm.call(look)
+    num_cached, missed, uncached, computed = await service.llm.call(look_up)
     answer: dict[str, Any] = {
         "prompt_tokens": len(prepared.prompt_token_ids),
         "cached_tokens": num_cached,
@@ -159,7 +160,7 @@ async def stream_live(request: Request) -> Response:
     service = service_of(request)
     live = service.live
     if live.num_watchers >= MAX_WATCHERS:
-        raise ApiError(429, f"{MAX_WATCHERS} clients watch the cache already; close one of them")
+        raise ApiError(429, f"{MAX_WATCHERS} streams of /cache/live are open; close one of them")
 
     async def events() -> AsyncGenerator[bytes]:
         live.num_watchers += 1

@@ -90,7 +90,7 @@ class Live:
         tenants = self._tenants.names() if self._tenants.requires_keys else None
         began = time.monotonic()
 
-        def look() -> tuple[float, dict[str, Any], list[PathSegment], list[int], Counter[int]]:
+        def read() -> tuple[float, dict[str, Any], list[PathSegment], list[int], Counter[int]]:
             start = time.perf_counter()
             segments = manager.path_segments()
             shown = _describe_engine(self._llm) | {"pool": _count(manager, segments, tenants)}
@@ -98,7 +98,7 @@ class Live:
             checkpoints = _count_checkpoints(manager)
             return time.perf_counter() - start, shown, segments, held, checkpoints
 
-        took, shown, segments, held, checkpoints = await self._llm.call(look)
+        took, shown, segments, held, checkpoints = await self._llm.call(read)
 
         def describe() -> float:
             start = time.perf_counter()
@@ -182,7 +182,7 @@ def _count(
     counts = sum(by_owner.values(), Counter[str]())
     cached = counts["blocks"] - counts["held"]
     num_blocks, free = manager.config.num_blocks, manager.num_free_blocks
-    picture: dict[str, Any] = {
+    pool: dict[str, Any] = {
         "block_size": manager.block_size,
         "num_blocks": num_blocks,
         "held": num_blocks - free,
@@ -194,7 +194,7 @@ def _count(
         ],
     }
     if (states := manager.states) is not None:
-        picture["states"] = {
+        pool["states"] = {
             "slots": states.num_slots,
             "running": states.num_working,
             "checkpoints": len(states.checkpoints),
@@ -202,7 +202,7 @@ def _count(
             "dropped": states.num_dropped,
         }
     if (windows := manager.windows) is not None:
-        picture["windows"] = {
+        pool["windows"] = {
             "tokens": windows.width,
             "blocks": windows.num_blocks,
             "held": windows.num_blocks - windows.num_free,
@@ -211,8 +211,8 @@ def _count(
             "evicted": windows.num_dropped,
         }
     if states is not None or windows is not None:
-        picture["recomputed_tokens"] = manager.stats.recomputed_tokens
-    return picture
+        pool["recomputed_tokens"] = manager.stats.recomputed_tokens
+    return pool
 
 
 def _count_checkpoints(manager: KVCacheManager) -> Counter[int]:

@@ -25,7 +25,7 @@ _LOST = (MissReason.EVICTED, MissReason.UNSEEN, MissReason.TOKEN)
 """Reasons that the cache may report for an evicted prefix."""
 _DIFFERENT = (MissReason.TOKEN, MissReason.ITEM, MissReason.UNSEEN)
 """Reasons that the cache may report for a prompt that differs from all cached prompts."""
-_FAR = 2048  # further tokens of the earlier prompt to search for repeated tokens
+_FAR = 2048  # how many more tokens to search in the earlier prompt than in the new prompt
 _SPAN = 8  # least length of a run of repeated tokens
 _WEIGHTS: NDArray[np.int64] = np.array([31**n for n in range(_SPAN)], np.int64)
 _ONES: NDArray[np.int64] = np.ones(_SPAN, np.int64)
@@ -48,7 +48,7 @@ class PastPrompt:
     """A prompt that was answered.
 
     key: see `sort_key`. closest: the earlier prompt with the longest common prefix.
-    num_repeated: computed tokens after the first difference that `closest` also contains.
+    num_repeated: computed tokens after the first difference that occur in `closest` too.
     num_computed: tokens of prompt and answer with K/V. ended: the end of the request, on the clock
     of `times`.
     """
@@ -82,8 +82,9 @@ class Closest(NamedTuple):
     def num_lost(self, num_cached: int, missed: MissExplanation | None, looked_up: float) -> int:
         """Return how many of the common tokens were evicted: all beyond `num_cached`, or none.
 
-        The cache remembers only some evictions. If it reports another reason, the tokens count as
-        evicted only if the earlier prompt was computed before the lookup.
+        The cache remembers only some evictions. For other evicted prefixes it reports another
+        reason of `_LOST`. With such a reason, the tokens count as evicted if the earlier prompt was
+        computed before the lookup.
         """
         if missed is None or missed.reason not in _LOST:
             return 0

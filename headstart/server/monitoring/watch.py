@@ -82,7 +82,7 @@ class _Registry:
         self._model = model
 
     def make(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
-        """Return a metric. If it has a further label, use `count`, which sets the label."""
+        """Return a metric. If it has a label besides the model, use `count`, which sets both."""
         metric = kind(name, text, ["model_name", *labels], registry=self.registry, **options)
         return metric if labels else metric.labels(self._model)
 
@@ -93,7 +93,7 @@ class _Registry:
         return {key: self.make(kind, *row, *labels, **options) for key, row in table.items()}
 
     def count(self, metric: Any, label: str, value: float = 1) -> None:
-        """Add `value` to a counter for one value of its further label."""
+        """Add `value` to the counter of one label, such as one finish reason."""
         metric.labels(self._model, label).inc(value)
 
 

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 class Chunks(AnswerEvents):
     """The chunks of one call's answers, each with the usage if the request wants it."""
 
-    def __init__(self, body: SamplingFields, name: str, kind: str, chunk_kind: str) -> None:
+    def __init__(self, body: SamplingFields, answer_id: str, kind: str, chunk_kind: str) -> None:
         """Begin the answers. kind, chunk_kind: the `object` of whole answers and of chunks."""
         created = int(time.time())
-        self.head = {"id": name, "object": kind, "created": created, "model": body.model}
+        self.head = {"id": answer_id, "object": kind, "created": created, "model": body.model}
         options = body.stream_options
         self._wants_usage = options is not None and options.include_usage
         self._wants_usage_so_far = options is not None and bool(options.continuous_usage_stats)
@@ -161,8 +161,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
         )
     body = body.model_copy(update={"model": body.model or service.name})
     call = body.as_call(body.messages, service.salt(request, body.salt))
-    name = service.new_id("chatcmpl")
-    prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
+    answer_id = service.new_id("chatcmpl")
+    prepared = await prepare_chat(service, call, answer_id, stream=bool(body.stream))
     answers = _ChatAnswers(body, prepared)
     if body.stream:
         outputs = service.run(prepared.request)
@@ -175,11 +175,11 @@ class _ChatAnswers(Chunks):
     """The answers to one conversation."""
 
     def __init__(self, body: ChatCompletionRequest, prepared: PreparedChat) -> None:
-        name = prepared.request.request_id
-        super().__init__(body, name, "chat.completion", "chat.completion.chunk")
+        answer_id = prepared.request.request_id
+        super().__init__(body, answer_id, "chat.completion", "chat.completion.chunk")
         self._body = body
         self._prepared = prepared
-        self._parsers: dict[int, AnswerParser] = {}  # by answer
+        self._parsers: dict[int, AnswerParser] = {}  # by the answer's index
         self._first: dict[str, Any] = {}  # fields of the first chunk only
         if body.return_token_ids:
             self._first = {"prompt_token_ids": list(prepared.request.prompt_token_ids)}
@@ -209,8 +209,8 @@ class _ChatAnswers(Chunks):
         for part in parts:
             if part.kind == "call":
                 function = {"name": part.name, "arguments": part.text}
-                name = self._prepared.dialect.calls.new_id("call_")
-                calls.append({"id": name, "type": "function", "function": function})
+                call_id = self._prepared.dialect.calls.new_id("call_")
+                calls.append({"id": call_id, "type": "function", "function": function})
             else:
                 texts[part.kind] += part.text
         message: dict[str, Any] = {"role": "assistant", "content": texts["content"]}
@@ -323,7 +323,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     body = body.model_copy(update={"model": body.model or service.name})
     adapter = service.adapter(body.model)
     salt = service.salt(request, body.salt)
-    name = service.new_id("cmpl")
+    answer_id = service.new_id("cmpl")
     with naming(body.names):
         params = service.params(body.read_sampling(), stream=bool(body.stream))
         requests = []
@@ -333,7 +333,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
             prepared = await service.prepare(
                 prompt,
                 params,
-                f"{name}-{place}",
+                f"{answer_id}-{place}",
                 adapter=adapter,
                 cache_salt=salt,
                 priority=body.priority,
@@ -342,7 +342,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
                 prepared.retain(len(prepared.prompt_token_ids), body.retention)
             requests.append(prepared)
     ids = [prepared.request_id for prepared in requests]
-    answers = _TextAnswers(body, name, ids, service.llm.tokenizer)
+    answers = _TextAnswers(body, answer_id, ids, service.llm.tokenizer)
     streams = [service.run(prepared) for prepared in requests]
     # `merge` makes a task per item, which would double the cost of a small answer.
     outputs = merge(streams) if len(streams) > 1 else streams[0]
@@ -362,16 +362,16 @@ def _prompts(prompts: Any) -> Sequence[Prompt]:
 
 
 class _TextAnswers(Chunks):
-    """The answers of one call."""
+    """The completions of the prompts of one call."""
 
     def __init__(
         self,
         body: CompletionRequest,
-        name: str,
+        answer_id: str,
         ids: Sequence[str],
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
-        super().__init__(body, name, "text_completion", "text_completion")
+        super().__init__(body, answer_id, "text_completion", "text_completion")
         self._body = body
         self._places = {request_id: place for place, request_id in enumerate(ids)}
         self._tokenizer = tokenizer
@@ -407,8 +407,8 @@ class _TextAnswers(Chunks):
             entries = [*(output.prompt_logprobs or ()), *entries]
         logprobs = None
         start = self._offsets.get(index, 0)
-        # With log-probabilities, `end` counts the texts of the tokens. `text` may be shorter, since
-        # text that may begin a stop string is sent later than its tokens.
+        # With log-probabilities, `end` is the position after the texts of all tokens so far. `text`
+        # may be shorter: text that may be the beginning of a stop string is sent later.
         end = start + len(text)
         if body.logprobs is not None:
             first = (0, "")

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's requests for completions and chats, and vLLM's fields for them.
+"""Request bodies of OpenAI's completions and chat completions, with the fields that vLLM adds.
 
 A field that is not declared here is refused. Fields without meaning for a server of one model
 (`user`, `metadata`, `store`, ...) are accepted without effect.
@@ -52,14 +52,14 @@ _REFUSED = refusals(
         "give fewer tokens: `POST /tokenize` counts them": "truncate_prompt_tokens",
         "`--remote-cache` shares K/V between machines": "kv_transfer_params ec_transfer_params",
         "prompts are texts, token ids and images": "prompt_embeds",
-        "the server runs no code of clients": "logits_processors=[]",
+        "the server does not run code from clients": "logits_processors=[]",
         "weights do not change": "return_weight_versions=false",
         "expert routing is not returned": "routed_experts_prompt_start=0",
         "give `logprobs` and select tokens from them": "logprob_token_ids=[]",
         "give `prompt_logprobs` and select tokens from them": (
             "prompt_logprob_token_ids prompt_logprob_start=0 trace_decode_token_ids"
         ),
-        "bound the answer by `max_tokens`, or by a stop string": (
+        "limit the answer with `max_tokens` or a stop string": (
             "thinking_token_budget repetition_detection"
         ),
         "give `frequency_penalty` or `repetition_penalty`": "no_repeat_ngram_size=0",
@@ -243,7 +243,7 @@ class SamplingFields(CacheFields):
 
     @property
     def names(self) -> dict[str, str]:
-        """Return this API's names of fields of `SamplingParams`, if they differ."""
+        """Map each field of `SamplingParams` that has another name in this API to that name."""
         return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
 
@@ -315,7 +315,7 @@ class Speech(Body):
 
 
 class TextPart(Body):
-    """A part of a text."""
+    """A text part of a prediction."""
 
     type: Literal["text"]
     text: str
@@ -414,8 +414,9 @@ class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
 
     @property
     def names(self) -> dict[str, str]:
-        is_old = self.max_completion_tokens is None
-        return super().names | ({} if is_old else {"max_tokens": "max_completion_tokens"})
+        if self.max_completion_tokens is None:
+            return super().names
+        return super().names | {"max_tokens": "max_completion_tokens"}
 
     def read_sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`; by default `max_tokens` fills the context."""

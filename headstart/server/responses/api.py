@@ -114,10 +114,10 @@ class ResponseAnswer(AnswerEvents):
         prepared: PreparedChat,
         store: Callable[[bytes, list[dict[str, Any]]], None],
     ) -> None:
-        """Begin a response. With tools or a text format this may take long, so call it in a thread.
+        """Begin a response. Raises ApiError for fields that cannot be repeated in it.
 
-        store: called with a complete response and its items, before the response is sent. Raises
-        ApiError for fields that cannot be repeated.
+        With tools or a text format this may take long, so call it in a thread. store: called with a
+        complete response and its items, before the response is sent.
         """
         self._items: list[dict[str, Any]] = []  # only the last item may be open
         self._calls = prepared.dialect.calls
@@ -166,7 +166,7 @@ class ResponseAnswer(AnswerEvents):
         return len(self._head) > _LONG
 
     def whole(self, output: RequestOutput) -> bytes:
-        """Return the response of a finished output, as JSON."""
+        """Return the whole response for a finished output, as JSON."""
         for _ in self._read(output):
             pass
         return self._finish()
@@ -251,8 +251,8 @@ class ResponseAnswer(AnswerEvents):
             if call.namespace is not None:
                 fields["namespace"] = call.namespace
         prefix, more = _ITEMS[kind]
-        name = f"{prefix}_{uuid.uuid4().hex}"
-        self._items.append({"id": name, "type": kind, "status": "in_progress", **fields, **more})
+        item_id = f"{prefix}_{uuid.uuid4().hex}"
+        self._items.append({"id": item_id, "type": kind, "status": "in_progress", **fields, **more})
         yield self._item_event("added")
         if part.kind != "call":
             yield self._content_event("added", "")
@@ -280,7 +280,7 @@ class ResponseAnswer(AnswerEvents):
         return {"type": kind, **place, **data}
 
     def _finish(self) -> bytes:
-        """Return the response so far as JSON. Store a complete response."""
+        """Return the response so far as JSON. If the answer is complete, store the response."""
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         extra = {
             "status": self._status,
@@ -354,14 +354,14 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, which may continue an earlier response."""
     service = service_of(request)
     call, messages = await _read_call(service, body, request)
-    name = service.new_id("resp")
-    prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
+    response_id = service.new_id("resp")
+    prepared = await prepare_chat(service, call, response_id, stream=bool(body.stream))
     store, tenant = _store_of(request)
 
     def add(response: bytes, items: list[dict[str, Any]]) -> None:
         if body.store is not False and not body.no_store:
             after, _ = extend(messages, as_items(items))
-            store.add(name, response, after, tenant)
+            store.add(response_id, response, after, tenant)
 
     make = partial(ResponseAnswer, service, body, prepared, add)
     answer = await asyncio.to_thread(make) if body.tools or body.text else make()

@@ -114,7 +114,7 @@ def _result(call_id: str, content: Any) -> dict[str, Any]:
 
 
 class ItemFields(Body):
-    """Fields of items of earlier answers."""
+    """The base of all input items. Items of earlier answers have an id and a status."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -225,7 +225,7 @@ class ShellOutput(ItemFields):
 
 
 class ItemReference(ItemFields):
-    """A reference to an item of an earlier answer, which replaces the reference."""
+    """A reference, to be replaced by the stored item of an earlier answer with this id."""
 
     type: Literal["item_reference"] = "item_reference"
     id: str
@@ -273,8 +273,8 @@ def decode_reasoning(content: str) -> str:
 def _add_type(item: Any) -> Any:
     """Return an item with its type. Without a type, an item with only an id is a reference."""
     if isinstance(item, dict) and not item.get("type"):
-        untyped = "message" if "role" in item or "id" not in item else "item_reference"
-        return {**item, "type": untyped}
+        kind = "message" if "role" in item or "id" not in item else "item_reference"
+        return {**item, "type": kind}
     return item
 
 
@@ -365,7 +365,7 @@ class ShellTool(Body):
 
 
 class NamespaceTool(Body):
-    """Tools of the client with a common prefix of their names."""
+    """Tools of the client that the model sees under the names `namespace.name`."""
 
     type: Literal["namespace"]
     name: str

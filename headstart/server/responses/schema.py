@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's Responses API, and their conversion to chats.
 
-A field that is not declared here is refused, such as the fields for OpenAI's stored prompts and
-conversations. Fields without meaning for a server of one model are accepted without effect.
+A field that is not declared here is refused. Examples are the fields for OpenAI's stored prompts
+and conversations. Fields without meaning for a server of one model are accepted without effect.
 """
 
 from __future__ import annotations
@@ -180,6 +180,10 @@ class InputTokensRequest(ChatFields):
         return {tool.name: kind for kind, tool in (read() for read in self._tool_readers())}
 
     def _tool_readers(self) -> Iterator[Callable[[], tuple[CallKind, Tool]]]:
+        """Yield the `read` method of each tool of the client.
+
+        So `make_tools` can refuse too many tools before it makes any.
+        """
         for tool in self.tools or ():
             if isinstance(tool, NamespaceTool):
                 yield from (partial(inner.read, tool.name) for inner in tool.tools)

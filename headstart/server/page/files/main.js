@@ -91,10 +91,10 @@ async function showAdvice() {
       items.push(`${counted(recomputed, "cached token")} had no checkpoint and were computed again; ${counted(states.dropped, "checkpoint")} gave way to others. More slots (--num-states) would retain some`);
     }
     if (recomputed && windows?.evicted) {
-      items.push(`${counted(recomputed, "cached token")} had no window and were computed again; ${counted(windows.evicted, "window block")} were evicted. More of them (--num-window-blocks) would retain some`);
+      items.push(`${counted(recomputed, "cached token")} had no window and were computed again; ${counted(windows.evicted, "window block")} were evicted. More window blocks (--num-window-blocks) would retain some`);
     }
     const className = items.length ? "" : "quiet";
-    if (!items.length) items.push("Nothing yet. Advice comes when several prompts begin alike and then differ."); // a reset removes earlier advice
+    if (!items.length) items.push("Nothing yet. Advice appears when several prompts begin alike and then differ."); // a reset removes earlier advice
     $("advice").replaceChildren(...items.map((textContent) => Object.assign(document.createElement("li"), { textContent, className })));
   } catch { /* the server is busy; the next request calls this again */ }
 }

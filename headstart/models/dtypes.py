@@ -49,8 +49,8 @@ def find_dtype(name: str) -> str | torch.dtype:
 def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> str | torch.dtype:
     """Return `dtype`, but float32 for "auto" on an x86 CPU without instructions for 16-bit floats.
 
-    On this CPU a prefill in bfloat16 is several times slower than in float32. "auto" is returned if
-    the weights in float32 would take more than half of the free memory.
+    On such a CPU a prefill in bfloat16 is several times slower than in float32. "auto" is returned
+    if the weights in float32 would take more than half of the free memory.
     """
     slow_dtypes = _slow_dtypes(folder, device) if dtype == "auto" else set()
     if not slow_dtypes:

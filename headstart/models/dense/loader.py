@@ -153,7 +153,8 @@ def load_dense(
     dtype: "auto" for the dtype of the checkpoint. weights: None for the formats of the checkpoint.
     Raises `UnsupportedLayerError` before reading weights if the configuration or the tensors are
     not those of a family in `headstart.models.families`. Raises `UnsupportedModelError` for weights
-    that are not finite, `DamagedModelError` for files that change meanwhile, `OutOfMemoryError`.
+    that are not finite, `DamagedModelError` for files that change while they are read, and
+    `OutOfMemoryError`.
     """
     files = stamp_files(folder)
     about, stored = describe_decoder(folder)

@@ -149,10 +149,11 @@ _BLOCK = 128  # rows of the largest KV block, which deterministic mode computes 
 class LayerStep:
     """The arguments that all layers share in a step.
 
-    angles: of the rows, by `LayerShape.angles`. hooked: linear layers may have hooks, which need
-    all rows at once. states: those of recurrent layers. inputs: `[rows, layers, width]` of
-    `DecoderShape.layer_inputs`. shared: K and V of the step that later layers read, by `layer_idx`.
-    row_numbers: int64, of the rows that the layers compute; None for all rows.
+    angles: angles of the rows, by `LayerShape.angles`. hooked: True if linear layers may have
+    hooks, which need all rows at once. states: states of recurrent layers. inputs: the embeddings
+    of `DecoderShape.layer_inputs`, `[rows, layers, width]`. shared: the step's K and V that later
+    layers read, by `layer_idx`. row_numbers: int64 numbers of the rows that the layers compute;
+    None for all rows.
     """
 
     backend: AttentionBackend

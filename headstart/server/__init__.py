@@ -1,1 +1,1 @@
-"""The server: an OpenAI-compatible API over `AsyncLLM`, with the cache's work in every answer."""
+"""The server: an OpenAI-compatible API over `AsyncLLM`. Answers report cached tokens."""

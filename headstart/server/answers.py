@@ -69,7 +69,7 @@ class Source:
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
-        self._returned: list[str] = []  # characters that were put back, the next one last
+        self._returned: list[str] = []  # a stack of the characters that were put back
         self.record: list[str] = []
         """The characters that were read since a reader cleared this list."""
         self.left_out = ""

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from headstart.omni.omni import AsyncOmni
     from headstart.server.monitoring.logs import Tracer
 
-_LONG = 1 << 15  # bytes; longer bodies are read in a thread
-_MAX_VALUES = 1 << 20  # of a body; reading this many blocks all threads for up to 0.1 s
-_MAX_OBJECTS = 20_000  # of a body, and most lists; some APIs process each in the event loop
+_LONG = 1 << 15  # bytes; longer bodies are parsed in a thread
+_MAX_VALUES = 1 << 20  # in a body; parsing them blocks all threads for up to 0.1 s
+_MAX_OBJECTS = 20_000  # in a body, and as many lists; some APIs process each in the event loop
 
 
 class _Endpoint(NamedTuple):
-    """The body class of a path, and the function that answers.
+    """The body class of a path, and the function that answers its requests.
 
     is_optional: the function takes None for a request without a body.
     """

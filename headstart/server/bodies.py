@@ -44,11 +44,11 @@ Label = Annotated[str, Field(max_length=4096)]
 """A name that the client chose. It is short, as the event loop hashes it or repeats it."""
 Entry = TypeVar("Entry")
 Many = Annotated[list[Entry], Field(fail_fast=True)]
-"""A list in a body. Only the first wrong entry is reported: to report 300,000 of them, pydantic
-would block all threads for seconds."""
+"""A list in a body. Only its first wrong entry is reported: pydantic would block all threads for
+seconds to report 300,000 errors."""
 _DAY = 86_400.0
-_FEW = 10  # most names that an error lists
-_LONGEST = 100  # most characters of a name to compare with the fields
+_FEW = 10  # an error lists at most this many names
+_LONGEST = 100  # characters; longer names are not compared with the fields
 
 
 def refuse(text: str, field: str | None = None, kind: str = "refused_field") -> PydanticCustomError:
@@ -79,7 +79,9 @@ class RefusedField(NamedTuple):
 
 
 def refusals(notes: Mapping[str, str]) -> dict[str, RefusedField]:
-    """Return refused fields by name. notes: names by note; a name may have an allowed JSON value.
+    """Return refused fields by name. notes: for each note, names of fields, separated by spaces.
+
+    `=` and a JSON value after a name mean that the field accepts this value.
 
     >>> refusals({"give n": "best_of=1 draws"})["best_of"]
     RefusedField(note='give n', allowed=(1,))
@@ -172,7 +174,7 @@ class ClientTool(Body):
         kind = value.get("type", cls.types[-1]) if isinstance(value, dict) else cls.types[-1]
         if kind in cls.types:
             return value
-        allowed = f"allowed: {cls.types[-1]!r}, a tool of yours"
+        allowed = f"allowed: {cls.types[-1]!r}, your own tool"
         raise refuse(f"{describe(kind)} does not run here; {allowed}", "type", "not_here")
 
 

@@ -61,7 +61,7 @@ _VALUES = {
     "audio_url": frozenset({"url"}),
     "input_audio": frozenset({"data", "format"}),
 }
-"""Fields of the objects within messages, calls and parts, by the name of the field they are in."""
+"""Fields of objects that are values of fields, by the name of the field."""
 
 
 def read_roles(
@@ -78,25 +78,25 @@ def read_roles(
     Most templates would write an unknown role into the prompt.
     """
     template = "" if tokenizer is None else template_text(tokenizer, chat_template, with_tools)
-    read = (_read_role(place, message, template) for place, message in enumerate(messages))
+    read = (_read_role(index, message, template) for index, message in enumerate(messages))
     return [message for message in read if message is not None]
 
 
-def _read_role(place: int, message: Any, template: str) -> Any:
+def _read_role(index: int, message: Any, template: str) -> Any:
     """Return the message for the template; None if it consisted only of the billing line."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
         return message  # the engine refuses it
-    message = check_fields(message, place, template)
+    message = check_fields(message, index, template)
     if role in ("system", "developer"):
         return _without_billing({**message, "role": "system"})
     is_known = role in _ROLES or f"'{role}'" in template or f'"{role}"' in template
     if template and not is_known:
         raise ApiError(
             400,
-            f"message {place} has the role {shorten(repr(role))}; allowed: "
+            f"message {index} has the role {shorten(repr(role))}; allowed: "
             f"{', '.join(_ROLES)}, or one that the model's chat template names",
-            param=f"messages[{place}].role",
+            param=f"messages[{index}].role",
         )
     return message
 
@@ -118,9 +118,9 @@ def _without_billing(message: dict[str, Any]) -> dict[str, Any] | None:
     return {**message, "content": left} if left or not content else None
 
 
-def check_fields(message: Mapping[str, Any], place: int, template: str) -> dict[str, Any]:
+def check_fields(message: Mapping[str, Any], index: int, template: str) -> dict[str, Any]:
     """Return a message without nulls, except a null content. Raises ApiError for unknown fields."""
-    path = f"messages[{place}]"
+    path = f"messages[{index}]"
     read = _check(message, _MESSAGE_FIELDS, path, template)
     if "content" in message:
         read["content"] = content = message["content"]
@@ -182,7 +182,7 @@ _MANY = 1000  # messages; more are read and stored in a thread
 class ChatCall:
     """A conversation to answer.
 
-    messages: in OpenAI's form. places: the path of each message in the body; empty if the paths are
+    messages: in OpenAI's form. paths: the path of each message in the body; empty if the paths are
     `messages[i]`. sampling: fields of `SamplingParams`; None if not set. names: the API's names of
     these fields, if they differ. retention: seconds for which the whole prompt is retained.
     template: fields of `TemplateOptions`, without the tools.
@@ -196,7 +196,7 @@ class ChatCall:
     priority: int = 0
     tools: ToolUse = field(default_factory=ToolUse)
     template: Mapping[str, Any] = field(default_factory=dict)
-    places: Sequence[str] = ()
+    paths: Sequence[str] = ()
     names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -224,14 +224,14 @@ class ChatFields(CacheFields):
         return {}
 
     def as_call(
-        self, messages: Sequence[Any], salt: str | None, places: Sequence[str] = ()
+        self, messages: Sequence[Any], salt: str | None, paths: Sequence[str] = ()
     ) -> ChatCall:
         """Return the call for a conversation. Raises RequestError or ApiError."""
         with naming(self.names):
             return ChatCall(
                 model=self.model,
                 messages=messages,
-                places=places,
+                paths=paths,
                 sampling=self.read_sampling(),
                 names=self.names,
                 salt=salt,
@@ -246,8 +246,8 @@ class ChatFields(CacheFields):
 class Dialect:
     """The format of the answers to one conversation.
 
-    special: ids of the tokenizer's special tokens. hidden: None if the detokenizer shows no special
-    tokens. Otherwise it shows all of them, and the parser removes these.
+    special: ids of the tokenizer's special tokens. hidden: the special tokens that the parser
+    removes from the text; None if the detokenizer already leaves out all special tokens.
     """
 
     tools: ToolUse
@@ -331,7 +331,7 @@ async def prepare_chat(
 
 @asynccontextmanager
 async def _naming_fields(service: Service, call: ChatCall) -> AsyncIterator[None]:
-    """Replace names of messages and of sampling parameters in errors by names of the body's fields.
+    """Translate errors: replace the engine's names of fields by the names in the request's body.
 
     All tools are compiled as one grammar, whose error names no tool. After such an error each
     schema is compiled alone to find the wrong tool.
@@ -342,15 +342,15 @@ async def _naming_fields(service: Service, call: ChatCall) -> AsyncIterator[None
         names = {**call.names}
         refusal = as_api_error(error)
         message = _MESSAGE.fullmatch(refusal.param or "")
-        if message is not None and call.places:
-            name = call.places[int(message[1])] + message[2]
+        if message is not None and call.paths:
+            name = call.paths[int(message[1])] + message[2]
             text = _MESSAGE_FIELD.sub(name, str(refusal), count=1)
             raise ApiError(refusal.status, text, param=name, code=refusal.code) from error
         if call.tools.is_forced and str(error).startswith("structured_outputs"):
             names["structured_outputs"] = "tools"
-            for place, tool in enumerate(call.tools.tools):
+            for index, tool in enumerate(call.tools.tools):
                 if call.tools.name in (None, tool.name):
-                    with naming({"structured_outputs": f"tools[{place}]"}):
+                    with naming({"structured_outputs": f"tools[{index}]"}):
                         form = StructuredOutputsParams(json=tool.schema)
                         await service.llm.prepare([0], SamplingParams(structured_outputs=form))
         with naming(names):

@@ -47,7 +47,7 @@ _INSTEAD = refusals(
         "for speech call `/v1/chat/completions` of a model that speaks": (
             "/v1/audio/transcriptions /v1/audio/translations /v1/audio/speech"
         ),
-        "adapters are given at the start, by `--lora-modules NAME=PATH`": (
+        "adapters are loaded at startup, with `--lora-modules NAME=PATH`": (
             "/v1/load_lora_adapter /v1/unload_lora_adapter"
         ),
         "call `POST /cache/reset`": "/reset_prefix_cache /reset_mm_cache /reset_encoder_cache",
@@ -71,7 +71,7 @@ _INSTEAD = refusals(
 
 
 class ApiError(HeadstartError):
-    """A refused request: its status and text, and the other fields of OpenAI's errors.
+    """The error of a refused request: status, text, and the other fields of OpenAI's errors.
 
     param: the wrong field. retry_after: seconds, for the header `Retry-After`.
     """

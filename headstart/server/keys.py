@@ -61,7 +61,7 @@ class ApiKey:
 
 
 class _OperatorKey(ApiKey):
-    """A key from the command line. Its tenant is distinct from keys and groups of its name."""
+    """A key from the command line. No other key or group has the same tenant, whatever its name."""
 
     @property
     def tenant(self) -> tuple[str, str]:

@@ -55,7 +55,7 @@ _MAX_CONNECTIONS = 1 << 16
 _BACKLOG = 2048  # connections that wait to be accepted
 _TICK = 0.05  # seconds between two checks
 _LAST_WORDS = 0.5  # seconds for clients to read the error that ends their answers
-_LAST_BYTES = 5.0  # seconds for requests without a place, such as a metrics scrape
+_LAST_BYTES = 5.0  # seconds for requests that hold no slot, such as a metrics scrape
 
 
 def listen(options: ServerOptions) -> socket.socket:
@@ -239,7 +239,7 @@ class _Shutdown:
             self.loop.call_soon_threadsafe(self._log_wait)
 
     def _log_wait(self) -> None:
-        seconds, running = self._service.options.drain_seconds, self._service.calls.num_places
+        seconds, running = self._service.options.drain_seconds, self._service.calls.num_slots
         if seconds and running:
             requests = "1 request" if running == 1 else f"{running} requests"
             _LOG.info("waiting up to %g s for %s; Ctrl-C again stops now", seconds, requests)
@@ -250,10 +250,10 @@ class _Shutdown:
         while not service.is_draining:
             await asyncio.sleep(_TICK)
         deadline = time.monotonic() + service.options.drain_seconds
-        while service.calls.num_places and not self.is_forced and time.monotonic() < deadline:
+        while service.calls.num_slots and not self.is_forced and time.monotonic() < deadline:
             await asyncio.sleep(_TICK)
-        self.is_forced = self.is_forced or service.calls.num_places > 0
+        self.is_forced = self.is_forced or service.calls.num_slots > 0
         service.cut_off()
         deadline = time.monotonic() + _LAST_WORDS
-        while service.calls.num_places and time.monotonic() < deadline:
+        while service.calls.num_slots and time.monotonic() < deadline:
             await asyncio.sleep(_TICK)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headstart.server.errors import ApiError, JsonResponse, as_api_error, as_route_error, body_of
 from headstart.server.monitoring.logs import Line, log_request
 from headstart.server.options import ServerOptions
-from headstart.server.service import BaseService, new_name, stopped, time_limit
+from headstart.server.service import BaseService, random_id, stopped, time_limit
 from headstart.validation import shorten
 
 # Paths that need no key: probes, the API's description, and the page, which prompts for a key.
@@ -26,18 +26,18 @@ OPEN_PATHS = re.compile(r"/|/health|/ready|/docs|/openapi\.json|/page/.*", re.DO
 # pattern does too.
 _FOR_ADMINS = re.compile(r"/(metrics|cache)(?!/(advice|explain|prewarm)\Z).*", re.DOTALL)
 _JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
-_NAME = re.compile(rb"[\w.-]{1,128}", re.ASCII)
+_ID = re.compile(rb"[\w.-]{1,128}", re.ASCII)
 _TRACE = (b"traceparent", b"tracestate")  # W3C's trace context
 _PART = 64 << 10  # bytes of a body per send
 _GRACE = 5.0  # seconds after the deadline in which an answer can report the timeout
 
 
 class RequestMiddleware:
-    """Middleware that names each request, checks its key and size, and handles all exceptions.
+    """Middleware that gives each request an id, checks its key and size, and handles exceptions.
 
-    A client may name its request in the header `X-Request-Id`. The answer has the name in the
-    headers of OpenAI and of Anthropic. A `POST` takes a place (see `Calls`), unless only
-    administrators may send it.
+    A client may choose the id in the header `X-Request-Id`. The answer returns it in the header
+    `x-request-id`, as OpenAI does, and in `request-id`, as Anthropic does. A `POST` takes a slot
+    (see `Calls`), unless only administrators may send it.
     """
 
     def __init__(self, app: ASGIApp, service: BaseService[Any, Any]) -> None:
@@ -53,29 +53,29 @@ class RequestMiddleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send, line: Line) -> None:
         headers = dict(scope["headers"])
         requested = headers.get(b"x-request-id", b"")
-        name = requested.decode() if _NAME.fullmatch(requested) else new_name()
+        request_id = requested.decode() if _ID.fullmatch(requested) else random_id()
         state = scope["state"]
-        state["request_id"] = name
-        names = [(b"x-request-id", name.encode()), (b"request-id", name.encode())]
+        state["request_id"] = request_id
+        added = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
 
-        async def send_named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 line.status = message["status"]
-                if "ignored" in state:  # see `leave_out_hosted`
-                    names.append((b"x-headstart-ignored", state["ignored"].encode()))
-                message = {**message, "headers": [*message["headers"], *names]}
+                if "ignored" in state:  # see `report_hosted`
+                    added.append((b"x-headstart-ignored", state["ignored"].encode()))
+                message = {**message, "headers": [*message["headers"], *added]}
             await _send_in_parts(send, message)
 
         try:
-            await self._pass_on(scope, headers, receive, send_named)
+            await self._pass_on(scope, headers, receive, send_with_id)
         except Exception as error:
             if isinstance(error, HTTPException):
                 error = as_route_error(error, scope)
             refusal = state["error"] = as_api_error(error)
             if not line.status:  # with a status, the answer has begun: the connection is closed
-                body = body_of(refusal, scope["path"], name)
+                body = body_of(refusal, scope["path"], request_id)
                 response = JsonResponse(body, refusal.status, refusal.headers)
-                await response(scope, receive, send_named)
+                await response(scope, receive, send_with_id)
 
     async def _pass_on(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send
@@ -143,8 +143,8 @@ class RequestMiddleware:
 async def _send_in_parts(send: Send, message: Message) -> None:
     """Send a body in parts, each when the connection's buffer has space.
 
-    A body sent at once would stay in the buffer after its call has released its place, so that no
-    limit would apply to its memory.
+    A large body that is sent at once would stay in the buffer after its call has released its slot.
+    Then no limit would apply to the memory of such bodies.
     """
     body = message.get("body", b"")
     if len(body) > _PART:

@@ -1,10 +1,10 @@
 """The service behind every API of the server: it admits calls and runs their requests.
 
-    arrives ──place──▶ body read, prompts prepared, queued, computed, sent ──▶ place released
+    take a slot ──▶ read the body, prepare prompts, wait, compute, send ──▶ release the slot
 
-The number of places limits the calls in progress, and thereby their memory. A call takes a place
-before its body is read. It releases the place when its answer is sent or its client is gone. A call
-with several prompts takes a place for each prompt.
+The number of slots limits the calls in progress, and thereby their memory. A call takes a slot
+before its body is read. It releases the slot when its answer is sent or its client is gone. A call
+with several prompts takes a slot for each prompt.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ _CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call: its tenant, its places, and its deadline in the event loop's time.
+    """One call: its tenant, its slots, and its deadline in the event loop's time.
 
-    trace: the headers of W3C's trace context. read: the call's open output streams.
+    trace: the headers of W3C's trace context. streams: the call's open output streams.
     """
 
     tenant: Tenant
     deadline: float
-    num_places: int = 1
+    num_slots: int = 1
     num_prompts: int = 0
     trace: Mapping[str, str] = field(default_factory=dict)
-    read: set[AsyncOutputStream[Any]] = field(default_factory=set)
+    streams: set[AsyncOutputStream[Any]] = field(default_factory=set)
 
 
 @asynccontextmanager
@@ -70,15 +70,15 @@ async def time_limit(
 ) -> AsyncIterator[None]:
     """Cancel the `with` block when a call's time is over, and raise `error()`.
 
-        body read, prompts prepared ──deadline──▶ cancelled
-        outputs read                ──deadline──▶ they raise error() ──grace──▶ cancelled
+        without open streams  ──deadline──▶ cancelled
+        with open streams     ──deadline──▶ the streams raise error() ──grace──▶ cancelled
 
-    grace: seconds for an answer to report the error of its outputs.
+    grace: seconds for the answer to report this error to the client.
     """
 
     def end() -> None:
-        limit.reschedule(call.deadline + grace if call.read else call.deadline)
-        for outputs in list(call.read):
+        limit.reschedule(call.deadline + grace if call.streams else call.deadline)
+        for outputs in list(call.streams):
             outputs.fail(error())
 
     timer = asyncio.get_running_loop().call_at(call.deadline, end)
@@ -97,23 +97,24 @@ async def time_limit(
 class Calls:
     """The calls in progress, in one event loop.
 
-    most: number of places. most_of_tenant: most places of one tenant. seconds: time limit of a
-    call.
+    most: number of slots. most_of_tenant: limit of the slots of one tenant. seconds: time limit of
+    a call.
     """
 
     def __init__(self, most: int, most_of_tenant: int, seconds: float) -> None:
         self._most = most
         self._most_of_tenant = most_of_tenant
         self._seconds = seconds
-        self._places: Counter[str] = Counter()  # by tenant
+        self._slots: Counter[str] = Counter()  # by tenant
 
     @property
-    def num_places(self) -> int:
-        return self._places.total()
+    def num_slots(self) -> int:
+        """The number of slots in use."""
+        return self._slots.total()
 
     @contextmanager
     def call(self, tenant: Tenant) -> Iterator[Call]:
-        """Hold a place during the `with` block. Raises ApiError (429) if none is free."""
+        """Hold a slot during the `with` block. Raises ApiError (429) if none is free."""
         self._take(tenant)
         call = Call(tenant, asyncio.get_running_loop().time() + self._seconds)
         token, before = _CALL.set(call), TENANT.set(tenant.key)
@@ -122,28 +123,28 @@ class Calls:
         finally:
             _CALL.reset(token)
             TENANT.reset(before)
-            self._places[tenant.key] -= call.num_places
-            self._places += Counter()  # drops tenants without a place
+            self._slots[tenant.key] -= call.num_slots
+            self._slots += Counter()  # drops tenants without a slot
 
     def count_prompt(self) -> None:
-        """Take a further place for each prompt of the current call after the first.
+        """Take another slot for each prompt of the current call after the first.
 
         Raises ApiError (429) if none is free. Does nothing outside of calls.
         """
         if (call := _CALL.get()) is not None:
             if call.num_prompts:
                 self._take(call.tenant)
-                call.num_places += 1
+                call.num_slots += 1
             call.num_prompts += 1
 
     def _take(self, tenant: Tenant) -> None:
-        num_taken = self.num_places
+        num_taken = self.num_slots
         if num_taken >= self._most:
             raise _full(f"{num_taken} requests are in progress; allowed: {self._most}")
-        num_own, most = self._places[tenant.key], self._most_of_tenant
+        num_own, most = self._slots[tenant.key], self._most_of_tenant
         if tenant is not EVERYBODY and num_own >= most:
             raise _full(f"{num_own} requests of {tenant.name!r} are in progress; allowed: {most}")
-        self._places[tenant.key] += 1
+        self._slots[tenant.key] += 1
 
 
 def current_call() -> Call | None:
@@ -151,10 +152,10 @@ def current_call() -> Call | None:
     return _CALL.get()
 
 
-def new_name() -> str:
-    """Return a name that cannot be guessed: 32 hexadecimal digits.
+def random_id() -> str:
+    """Return an id that cannot be guessed: 32 hexadecimal digits.
 
-    Random bytes for each name would need a system call, which releases the interpreter's lock.
+    Random bytes for each id would need a system call, which releases the interpreter's lock.
     """
     return blake2b(b"%d" % next(_NUMBERS), key=_SECRET, digest_size=16).hexdigest()
 
@@ -186,9 +187,9 @@ class BaseService(ABC, Generic[Work, Output]):
         max_running: int,
         max_model_len: int,
     ) -> None:
-        """Allow `max_running` running requests, and further `options.max_waiting` that wait.
+        """Allow `max_running` running and `options.max_waiting` waiting requests.
 
-        max_model_len: most tokens of a prompt and its answer.
+        max_model_len: maximum number of tokens of a prompt and its answer.
         """
         self._engine = engine
         self.max_model_len = max_model_len
@@ -201,7 +202,7 @@ class BaseService(ABC, Generic[Work, Output]):
         of_tenant = options.max_requests_per_tenant or max(1, most // 2)
         self.calls = Calls(most, of_tenant, options.request_timeout)
         self.started = int(time.time())
-        self._read: set[AsyncOutputStream[Output]] = set()  # streams of calls in progress
+        self._streams: set[AsyncOutputStream[Output]] = set()  # of calls in progress
 
     @property
     def is_running(self) -> bool:
@@ -239,7 +240,7 @@ class BaseService(ABC, Generic[Work, Output]):
 
     def cut_off(self) -> None:
         """End all answers in progress with the error that the server stopped."""
-        for outputs in list(self._read):
+        for outputs in list(self._streams):
             outputs.fail(stopped())
 
     def adapter(self, model: str | None) -> str | None:
@@ -262,8 +263,8 @@ class BaseService(ABC, Generic[Work, Output]):
         )
 
     def new_id(self, kind: str) -> str:
-        """Return a unique name for a request, with the prefix that its API uses."""
-        return f"{kind}-{new_name()}"
+        """Return a unique id for a request, with the prefix that its API uses."""
+        return f"{kind}-{random_id()}"
 
     def salt(self, request: Request, requested: str | None) -> str | None:
         """Return the cache salt of a request, derived from its tenant and the salt of its body."""
@@ -274,9 +275,9 @@ class BaseService(ABC, Generic[Work, Output]):
         reason, call = "abort", current_call()
         try:
             async with aclosing(self._open(work)) as outputs:
-                readers = [self._read] if call is None else [self._read, call.read]
-                for reader in readers:
-                    reader.add(outputs)
+                open_streams = [self._streams, *([] if call is None else [call.streams])]
+                for streams in open_streams:
+                    streams.add(outputs)
                 try:
                     async for output in outputs:
                         if output.finished:
@@ -284,8 +285,8 @@ class BaseService(ABC, Generic[Work, Output]):
                             await self._finish(work, output)
                         yield output
                 finally:
-                    for reader in readers:
-                        reader.discard(outputs)
+                    for streams in open_streams:
+                        streams.discard(outputs)
         except (ApiError, EngineError) as error:
             current_line().error = in_one_line(str(error))  # the log shows 200 for a stream
             reason = "error" if isinstance(error, EngineError) else reason
@@ -385,7 +386,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         return {**options, "chat_template_kwargs": variables} if variables else dict(options)
 
     def params(self, values: Mapping[str, Any], *, stream: bool) -> SamplingParams:
-        """Return the model's default sampling with a request's fields. Raises RequestError.
+        """Return the default sampling parameters with a request's fields. Raises RequestError.
 
         A field that is None is not set, except for `max_tokens`.
         """
@@ -404,7 +405,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
     ) -> RequestGroup:
         """Return a request for a prompt or a conversation; see `AsyncLLM.prepare`.
 
-        will_run: False for a request that is only tokenized, which takes no place.
+        will_run: False for a request that is only tokenized, which takes no slot.
         """
         if will_run:
             self.check_ready()

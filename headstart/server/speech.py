@@ -52,23 +52,23 @@ if TYPE_CHECKING:
 FORMATS = ("wav", "pcm16", "flac", "mp3", "opus")
 """Formats of written speech."""
 MAX_SECONDS = 600
-"""Most seconds of a sound."""
+"""Maximum length of a sound, in seconds."""
 MAX_SAMPLES = 2**26
-"""Most samples of all channels of a sound: 256 MiB."""
+"""Maximum number of samples in all channels of a sound: 256 MiB."""
 RATES = range(1_000, 768_001)
 """Allowed samples per second of a file. The time to resample grows with the ratio of the rates."""
 MAX_PIXELS = 2**25
-"""Most pixels of one image."""
+"""Maximum number of pixels of an image."""
 MAX_ITEMS = 32
-"""Most sounds, and most images, of a conversation.
+"""Maximum number of sounds, and of images, of a conversation.
 
-The features of all sounds are padded to the longest sound. A file of a few KiB may contain ten
-minutes of silence, or an image of 100 MiB in one color.
+Small files may need much memory: a few KiB may contain ten minutes of silence, or an image of
+100 MiB in one color. The features of all sounds are padded to the longest sound.
 """
 MAX_ALL_PIXELS = 2**26
-"""Most pixels of all images of a conversation."""
+"""Maximum number of pixels in all images of a conversation."""
 MAX_ALL_SECONDS = 2 * MAX_SECONDS
-"""Most seconds of all sounds of a conversation."""
+"""Maximum total length of the sounds of a conversation, in seconds."""
 
 _CONTAINERS = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", None), "opus": ("OGG", "OPUS")}
 
@@ -143,8 +143,8 @@ def read_prompt(
         raise RequestError("the model has no tokenizer; a conversation needs one")
     media = _Media(omni)
     flat = [
-        media.flatten(place, message, transcript)
-        for place, message in enumerate(read_roles(omni.tokenizer, messages))
+        media.flatten(index, message, transcript)
+        for index, message in enumerate(read_roles(omni.tokenizer, messages))
     ]
     try:
         text = omni.tokenizer.apply_chat_template(flat, tokenize=False, add_generation_prompt=True)
@@ -164,11 +164,11 @@ class _Media:
         self.sounds: list[Any] = []
         self.images: list[Any] = []
 
-    def flatten(self, place: int, message: Any, transcript: Callable[[str], str]) -> dict[str, str]:
+    def flatten(self, index: int, message: Any, transcript: Callable[[str], str]) -> dict[str, str]:
         """Return a message with one text, which has a placeholder for each sound and image."""
         role = message.get("role")
         if not isinstance(role, str):
-            raise RequestError(f"message {place} has the role {describe(role)}; allowed: a text")
+            raise RequestError(f"message {index} has the role {describe(role)}; allowed: a text")
         content, answer = message.get("content"), message.get("audio")
         if role == "assistant" and content is None and isinstance(answer, Mapping):
             content = transcript(str(answer.get("id")))
@@ -176,16 +176,16 @@ class _Media:
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list) or not content:
             raise RequestError(
-                f"message {place} has {describe_content(content)}; allowed: a text or a list "
+                f"message {index} has {describe_content(content)}; allowed: a text or a list "
                 "of parts"
             )
-        return {"role": role, "content": "".join(self._read(place, part) for part in content)}
+        return {"role": role, "content": "".join(self._read(index, part) for part in content)}
 
-    def _read(self, place: int, part: Any) -> str:
+    def _read(self, index: int, part: Any) -> str:
         kind = kind_of_part(part)
         value = part.get(kind) if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(value, str):
-            check_utf8(f"message {place}", value)
+            check_utf8(f"message {index}", value)
             return value
         source = None
         if isinstance(value, Mapping):
@@ -199,7 +199,7 @@ class _Media:
                 case "image_url":
                     return self._add_image(source)
         raise RequestError(
-            f"message {place} has a part of type {describe(kind)} that cannot be read; allowed: "
+            f"message {index} has a part of type {describe(kind)} that cannot be read; allowed: "
             "text, input_audio with data, audio_url and image_url with a data: URL"
         )
 
@@ -273,7 +273,7 @@ class SpeechService(BaseService["AsyncOutputStream[OmniOutput]", "OmniOutput"]):
         self.metrics = SpeechMetrics(self.name)
 
     async def read_metrics(self) -> bytes:
-        return self.metrics.read(len(self._read))
+        return self.metrics.read(len(self._streams))
 
     def _open(self, work: AsyncOutputStream[OmniOutput]) -> AsyncOutputStream[OmniOutput]:
         return work

@@ -18,7 +18,7 @@ from headstart.server.errors import ApiError
 Value = TypeVar("Value")
 MAX_VALUES = 4096
 MAX_BYTES = 256 * 2**20
-_FEW = 8  # most ids to search for in a response's bytes before it is parsed
+_FEW = 8  # ids; up to this many are searched for in a response before it is parsed
 
 
 class _Entry(NamedTuple, Generic[Value]):
@@ -161,8 +161,8 @@ class Transcripts(TenantStore[str]):
         if text is None:
             raise ApiError(
                 404,
-                f"there is no spoken answer {name!r}; allowed: one of the last "
-                f"{self.SECONDS // 60} minutes, or its transcript as content",
+                f"there is no spoken answer {name!r}; allowed: an answer from the last "
+                f"{self.SECONDS // 60} minutes, or the transcript as content",
                 param="messages",
             )
         return text

@@ -81,7 +81,7 @@ class Tenants:
             raise ApiError(401, text, code="invalid_api_key")
         kind, name = key.tenant
         weight = sum(other.weight for other in self._ring.keys if other.tenant == key.tenant)
-        # If the key was removed meanwhile, the sum is 0, which is not a weight.
+        # If the key was removed meanwhile, the sum is 0, which is not a valid weight.
         return Tenant(name, kind, self._salt_of(kind, name), weight or key.weight, key.admin)
 
     def names(self) -> Mapping[str, tuple[str, str]]:
@@ -129,14 +129,16 @@ def open_tenants(options: ServerOptions, address: str = "127.0.0.1") -> Tenants:
         text = f"api_keys is off and {reach}; allowed: on, or a loopback address as host"
         raise ConfigError(text)
     operators = [operator_key(key) for key in options.api_key]
-    ring = KeyRing(folder, lambda error: _LOG.error("no request is accepted: %s", error), operators)
+    ring = KeyRing(
+        folder, lambda error: _LOG.error("stored keys are refused: %s", error), operators
+    )
     keys = ring.keys
     if not (is_open or bool(keys) if options.api_keys is None else options.api_keys):
         return Tenants()
     if not keys:
         raise ConfigError(
             f"there are no API keys in {folder.file}, and {reach if is_open else 'api_keys is on'}"
-            "; 'headstart keys add NAME' makes one, --api-key KEY gives one"
+            "; create one with 'headstart keys add NAME', or pass one with --api-key KEY"
         )
     return Tenants(ring, folder.secret())
 

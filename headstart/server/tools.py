@@ -47,18 +47,18 @@ def tag_tool(tool: Any, tags: Mapping[str, str] = MappingProxyType({})) -> str:
     return "HostedTool" if _TYPES.fullmatch(kind) else tags.get(kind, "OwnTool")
 
 
-def leave_out_hosted(tools: Sequence[Any] | None, request: Request, function_type: str) -> None:
-    """Name the hosted tools in the answer's header `x-headstart-ignored`.
+def report_hosted(tools: Sequence[Any] | None, request: Request, function_type: str) -> None:
+    """List the hosted tools, which are ignored, in the answer's header `x-headstart-ignored`.
 
     function_type: the type of client tools. Raises ApiError if there are only hosted tools.
     """
     hosted = {i: tool.type for i, tool in enumerate(tools or ()) if isinstance(tool, HostedTool)}
     if hosted and len(hosted) == len(tools or ()):
-        place, kind = next(iter(hosted.items()))
-        text = f"{describe(kind)} does not run here; allowed: {function_type!r}, a tool of yours"
-        raise ApiError(400, f"tools[{place}].type: {text}", param=f"tools[{place}].type")
+        index, kind = next(iter(hosted.items()))
+        text = f"{describe(kind)} does not run here; allowed: {function_type!r}, your own tool"
+        raise ApiError(400, f"tools[{index}].type: {text}", param=f"tools[{index}].type")
     if hosted:
-        names = ", ".join(f"tools[{place}] {kind}" for place, kind in hosted.items())
+        names = ", ".join(f"tools[{index}] {kind}" for index, kind in hosted.items())
         request.state.ignored = shorten(names)
 
 
@@ -67,7 +67,8 @@ Item = TypeVar("Item")
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
-# White space as in JSON of chat templates, so that the next turn's prompt hits a generated call.
+# JSON with the white space of chat templates: the next turn's prompt then repeats the tokens of a
+# generated call, which are cached.
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _REASONING = "reasoning gap "
@@ -172,12 +173,12 @@ def force_calls(
     pieces = [lark_text(form.head, special), call, lark_text(form.tail, special)]
     is_begun = reasoning == "begun"
     rules = [f"start: {_REASONING if is_begun else ''}{' '.join(filter(None, pieces))}"]
-    rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
-    for place, tool in enumerate(tools):
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    for index, tool in enumerate(tools):
         opening = lark_text(form.opening.replace("{name}", json.dumps(tool.name)), special)
         closing = lark_text(form.closing, special)
-        rules.append(f"call_{place}: {opening} arguments_{place} {closing}")
-        rules.append(f"arguments_{place}: {_json(tool.schema, _SPELLING)}")
+        rules.append(f"call_{index}: {opening} arguments_{index} {closing}")
+        rules.append(f"arguments_{index}: {_json(tool.schema, _SPELLING)}")
     if is_begun:
         rules += _reasoning_rules(special)
     return StructuredOutputsParams(grammar="\n".join(rules))

@@ -57,7 +57,7 @@ def test_a_slow_reader_sees_that_its_stream_was_cut_off(
         stream = ask(short_time.url)
         with pytest.raises(Exception, match="incomplete chunked read"):
             for _ in stream:
-                if short_time.service.calls.num_places:
+                if short_time.service.calls.num_slots:
                     time.sleep(0.01)
 
 
@@ -72,5 +72,5 @@ def test_a_slow_reader_sees_that_its_whole_answer_was_cut_off(short_time: Runnin
     ):
         assert answer.status_code == 200
         for _ in answer.iter_raw(1 << 14):
-            if short_time.service.calls.num_places:
+            if short_time.service.calls.num_slots:
                 time.sleep(0.01)

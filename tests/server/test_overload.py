@@ -62,7 +62,7 @@ class Watch:
         if not self.until(0):
             return False
         blocks, free = self._server.pool()
-        return blocks == free and self._server.service.calls.num_places == 0
+        return blocks == free and self._server.service.calls.num_slots == 0
 
 
 def body(**change: object) -> bytes:

@@ -33,7 +33,7 @@ def test_a_slow_reader_holds_up_nobody() -> None:
         while others < 3 or server.llm.driver.call(lambda: server.llm.engine.has_unfinished):
             assert ask(server, max_tokens=8).json()["choices"] == expected
             others += 1
-        assert watch.until(1) and server.service.calls.num_places == 1, "nobody read the answer"
+        assert watch.until(1) and server.service.calls.num_slots == 1, "nobody read the answer"
         slow.close()
         assert watch.all_free()
 
@@ -127,7 +127,7 @@ def test_a_whole_answer_that_is_not_read_has_its_place_until_it_is() -> None:
         assert watch.until(2)
         for _ in range(50):
             assert httpx.get(server.url + "/health").status_code == 200
-        assert watch.until(2) and server.service.calls.num_places == 2
+        assert watch.until(2) and server.service.calls.num_slots == 2
         late, gone = clients
         gone.close()
         assert watch.until(1)

@@ -86,7 +86,7 @@ def test_names_that_are_no_fields(part: str) -> None:
         ({"tool_choice": "a"}, "tool_choice",
          "tool_choice: Input should be 'none', 'auto' or 'required'"),
         ({"tools": [{"type": "file_search", "ids": []}]}, "tools[0].type",
-         "tools[0].type: 'file_search' does not run here; allowed: 'function', a tool of yours"),
+         "tools[0].type: 'file_search' does not run here; allowed: 'function', your own tool"),
     ],
 )  # fmt: skip
 def test_a_field_that_is_not_known(given: dict[str, Any], param: str, says: str) -> None:

@@ -42,7 +42,7 @@ from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_ma
 from headstart.server.errors import ApiError, JsonResponse, body_of
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import AnswerEvents, EventStream, Usage, frame, read_whole
-from headstart.server.tools import leave_out_hosted
+from headstart.server.tools import report_hosted
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, RequestOutput
@@ -189,7 +189,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
 
 async def _read_call(service: Service, body: CountTokensRequest, request: Request) -> ChatCall:
     def read() -> list[dict[str, Any]]:
-        leave_out_hosted(body.tools, request, "custom")
+        report_hosted(body.tools, request, "custom")
         read_breakpoints(body)  # refuse wrong breakpoints before any work
         return body.read_messages()
 

@@ -40,7 +40,7 @@ from headstart.server.responses.schema import InputTokensRequest, ResponsesReque
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import AnswerEvents, EventStream, Usage, frame, read_whole
 from headstart.server.stores import ResponseStore, StoredResponse
-from headstart.server.tools import leave_out_hosted
+from headstart.server.tools import report_hosted
 from headstart.validation import describe, shorten
 
 if TYPE_CHECKING:
@@ -378,19 +378,19 @@ async def _read_call(
     service: Service, body: InputTokensRequest, request: Request
 ) -> tuple[ChatCall, list[dict[str, Any]]]:
     """Return the call for a conversation, and its messages without the instructions."""
-    leave_out_hosted(body.tools, request, "function")
+    report_hosted(body.tools, request, "function")
     earlier = body.previous_response_id
     before = _find(request, earlier, "previous_response_id").messages if earlier else ()
     items = body.input if isinstance(body.input, list) else []
     if any(isinstance(item, ItemReference) for item in items):
         items = await asyncio.to_thread(_resolve, items, *_store_of(request))
         body = body.model_copy(update={"input": items})
-    messages, places = await read_many(len(items), partial(body.read_messages, before))
+    messages, paths = await read_many(len(items), partial(body.read_messages, before))
     shown = messages
     if body.instructions:
         shown = [{"role": "system", "content": body.instructions}, *messages]
-        places = ["instructions", *places]
-    return body.as_call(shown, service.salt(request, body.salt), places), messages
+        paths = ["instructions", *paths]
+    return body.as_call(shown, service.salt(request, body.salt), paths), messages
 
 
 def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> list[Item]:

@@ -246,7 +246,7 @@ def extend(
     Also return the name of the body's field that each message comes from. Consecutive reasoning,
     text and calls of the assistant become one message.
     """
-    messages, places = list(earlier), ["previous_response_id"] * len(earlier)
+    messages, paths = list(earlier), ["previous_response_id"] * len(earlier)
     for number, item in enumerate(items):
         message = item.as_message()
         last = messages[-1] if messages else {}
@@ -254,8 +254,8 @@ def extend(
             messages[-1] = _join(last, message)
         else:
             messages.append(message)
-            places.append(f"input[{number}]")
-    return messages, places
+            paths.append(f"input[{number}]")
+    return messages, paths
 
 
 def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -281,12 +281,12 @@ class TestMedia:
         with pytest.raises(openai.BadRequestError, match=message):
             speaking.ask(content, **options)
         assert not speaking.omni.omni.pipeline.has_unfinished
-        for _ in range(1000):  # a place is given back after its answer was sent
-            if speaking.service.calls.num_places == 0:
+        for _ in range(1000):  # a slot is released after its answer was sent
+            if speaking.service.calls.num_slots == 0:
                 break
             httpx.get(f"{speaking.url}/ready")
         else:
-            pytest.fail("the place was not given back")
+            pytest.fail("the slot was not released")
 
 
 def test_many_at_a_time_are_each_answered_as_alone(speaking: Speaking) -> None:

@@ -56,7 +56,7 @@ class EvictionPolicy(Protocol):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Lru:
-    """vLLM's policy: least recently used first; of one request, the last block first.
+    """vLLM's policy: least recently used first, and the blocks of one request in reverse order.
 
     Empty and cached blocks share one queue, and no block is retained. O(1) per block.
     Source: "Automatic Prefix Caching" (vLLM v1 design), free and eviction.
@@ -115,13 +115,13 @@ class AdaptiveLru(EmptyFirstLru):
     """`EmptyFirstLru` with retained blocks, and with an adaptive limit on partial blocks.
 
     A partial block holds fewer rows than a full block. After a one-shot request it is never hit;
-    after a turn of a chat, the next turn hits it. So the limit follows the hits: a claimed partial
-    block raises it by `EARNED`, and a taken partial block lowers it by 1. Up to the limit, partial
-    blocks are taken by recency, like full blocks. If there are more, the oldest partial blocks are
-    taken before any full block. O(1) per block.
+    after a turn of a chat, the next turn hits it. So the limit follows the hits: `claim` raises it
+    by `EARNED` for each partial block, and `take` lowers it by 1. Up to the limit, partial blocks
+    are taken by recency, like full blocks. Partial blocks beyond the limit are taken before any
+    full block, oldest first. O(1) per block.
 
-    Retained blocks are taken after all others. When their mark has ended, or when there are more
-    than `most_retained`, they join the queue like blocks that were just released.
+    Retained blocks are taken after all others. When the mark of a block has ended, or when there
+    are more than `most_retained`, the block joins the queue as if it was just released.
     """
 
     EARNED: ClassVar[int] = 4
@@ -129,7 +129,7 @@ class AdaptiveLru(EmptyFirstLru):
     def __init__(
         self, blocks: Sequence[KVCacheBlock], marks: Marks, max_length: int | None = None
     ) -> None:
-        """Put `blocks` on the queue. max_length: its greatest length; default: `len(blocks)`."""
+        """Put `blocks` on the queue. max_length: the queue's limit; default: `len(blocks)`."""
         super().__init__(blocks)
         self._num_blocks = len(blocks) if max_length is None else max_length
         # Oldest first. In a dict, finding the first entry would pass over all deleted entries.

@@ -69,7 +69,7 @@ class LayerGroup:
         return -1
 
     def start(self, sequence: TokenSequence, computed: ComputedBlocks | None, end: int) -> None:
-        """Allocate the state or the window of a new sequence. `can_start` must be True."""
+        """Allocate the state or the window of a new sequence. Call it only if it can start."""
 
     def has_slots(self, sequence: TokenSequence, end: int) -> bool:
         """Return True if `extend` and `compute` would change nothing for tokens up to `end - 1`.

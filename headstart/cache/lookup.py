@@ -46,14 +46,14 @@ class ComputedBlocks(NamedTuple):
     """The result of a lookup for one sequence.
 
     blocks: the cached blocks of its prefix, in order. num_tokens: the number of tokens that need no
-    computing, `partial` included; always fewer than the sequence has. writer: the request
-    that is computing the sequence's next block, if any. If the sequence does not wait for this
-    request, the block is computed twice. node, version, source: for the manager.
+    computing, `partial` included, which is less than the length of the sequence. writer: the
+    request that is computing the sequence's next block, if any. If the sequence does not wait for
+    this request, the block is computed twice. node, version, source: for the manager.
 
     known_tokens: the number of tokens with cached K/V. For a model with recurrent layers or sliding
     windows, the sequence resumes at `num_tokens`, and `known_tokens` and `blocks` may reach
-    further. state: the checkpoint at `num_tokens`, for recurrent layers. is_fork: True if
-    the cached K/V end at a fork, so no request is computing the sequence's next block.
+    further. state: the checkpoint at `num_tokens`, for recurrent layers. is_fork: True if the
+    cached K/V end at a fork: no request is computing the sequence's next block.
     """
 
     sequence: TokenSequence
@@ -125,9 +125,10 @@ def longest_head(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> Parti
 def find_partial(
     index: PrefixIndex, sequence: TokenSequence, node: PrefixNode, depth: int, block_size: int
 ) -> PartialHit | None:
-    """Return the partial hit after `depth` blocks were hit, if any.
+    """Return the partial hit that follows a hit of `depth` full blocks, if any.
 
-    node: the node of the last hit, or the root. The hit never covers the sequence's last token.
+    node: the node of the last full block, or the root. The partial hit never covers the sequence's
+    last token.
     """
     start = depth * block_size
     limit = len(sequence.token_ids) - 1 - start

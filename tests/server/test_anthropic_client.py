@@ -362,7 +362,7 @@ BAD = [
         'before "5m"',
     ),
     ({"system": [mark("a", ttl="2h")]}, 400, "ttl"),
-    ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, 400, "and a name"),
+    ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, 400, "and no name"),
     ({"tool_choice": {"type": "any"}}, 400, "no tools"),
     (
         {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},

@@ -5,8 +5,8 @@ hits are limited to blocks with stored rows, and after each pass its rows are pa
 
 The first stage has a request's prompt when the request arrives. A later stage receives rows: its
 prompt is complete when enough rows have arrived, and each further token waits for its row. Token
-ids do not determine these rows (a talker's prompt is one repeated mask token). So a block's
-identity includes its rows: by the name of the earlier stage's block, or by a digest of their bytes.
+ids do not determine these rows (a talker's prompt is one repeated mask token). So the identity of a
+block includes either the identity of the thinker's block, or a digest of the block's rows.
 """
 
 import hashlib
@@ -90,7 +90,7 @@ Feeder = Callable[[OmniRequest], Feed]
 
 
 class PromptFeed(Feed):
-    """The feed of a first stage, which is only a prompt."""
+    """The feed of a first stage. Its only input is the prompt."""
 
     def __init__(self, prompt: StagePrompt) -> None:
         self._prompt = prompt
@@ -104,12 +104,12 @@ class TalkerFeed(Feed):
     """A talker's feed: makes the prompt and one row per position from the thinker's rows.
 
     An `EmbeddingSource`: `_combine` makes the embeddings of tokens from their rows. A block that
-    aligns with a block of the thinker is identified by that block's name, any other block by a
-    digest of its rows.
+    aligns with a block of the thinker gets that block's identity. Any other block is identified by
+    a digest of its rows.
 
     rows: the thinker's output to read. bos, eos, pad: rows `[width]` that do not come from the
     thinker. voice: requests with different voices share no block. positions: None if they are
-    consecutive from 0 on. anonymous: the request shares no block; for a stage without caching.
+    consecutive from 0 on. anonymous: the request shares no block, as in a stage without caching.
     """
 
     request: OmniRequest
@@ -130,7 +130,7 @@ class TalkerFeed(Feed):
         self._buffer: Tensor | None = None  # its size doubles when it is full
         self._num_buffered = 0  # rows in the buffer; later rows are `pad`
         self._items: list[MultiModalItem] = []  # the identities of all whole blocks so far
-        self._names: Sequence[bytes] = ()  # of the thinker's blocks that align with the talker's
+        self._names: Sequence[bytes] = ()  # identities of the aligned blocks of the thinker
         self._sequence: TokenSequence | None = None
         self._tokens: Sequence[int] = ()  # token ids of the prompt, then of the sequence
         self._count = 0  # positions whose rows have arrived
@@ -196,11 +196,11 @@ class TalkerFeed(Feed):
         """Add the row `eos`, and `pad` for every later position below `limit`."""
         self._add(self.eos[None])
         size = self.block_size
-        border = -(-self._count // size) * size
+        block_end = -(-self._count // size) * size
         self._count = max(limit, self._count)
-        self._identify(min(border, self._count))
-        pads = self._private or b"rows" + _rows_digest(self.pad.expand(size, -1))
-        self._identify(self._count, pads)
+        self._identify(min(block_end, self._count))
+        pad_identity = self._private or b"rows" + _rows_digest(self.pad.expand(size, -1))
+        self._identify(self._count, pad_identity)
 
     def _rows_of(self, start: int, stop: int) -> Tensor:
         assert self._buffer is not None and stop <= self._count
@@ -209,7 +209,10 @@ class TalkerFeed(Feed):
         return rows if missing <= 0 else torch.cat([rows, self.pad.expand(missing, -1)])
 
     def _identify(self, stop: int, digest: bytes | None = None) -> None:
-        """Identify the whole blocks before `stop`. digest: the identity of blocks of padding."""
+        """Give an identity to each whole block before `stop` that has none yet.
+
+        digest: the identity of these blocks if they contain only padding.
+        """
         size = self.block_size
         while (block := len(self._items)) * size + size <= stop:
             identity = self._private or digest
@@ -222,10 +225,10 @@ class TalkerFeed(Feed):
             if self._sequence is not None:
                 self._sequence.add_item(item, size)
 
-    # Overridden for each family
+    # Overridden by each family
 
     def _aligned(self, names: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the names of the thinker's blocks that align with the talker's blocks."""
+        """Return the identities of the thinker's blocks that align with the talker's blocks."""
         return names
 
     def _take_rows(self, rows: Tensor) -> None:
@@ -300,14 +303,14 @@ class EngineStage(Stage):
             store_name, config.block_size, spec.gives, used, find_outputs=spec.find_outputs
         )
         self.stored_rows: TierRows | None = None
-        self._is_named = caching
+        self._passes_block_hashes = caching
         if caching and (config.disk_folder or config.remote_cache):
             if used is None or spec.find_outputs:
                 _LOG.warning(
                     "stage %r stores nothing on disk, as its outputs are not declared", spec.name
                 )
                 config = replace(config, cache_dir=None, remote_cache=None)
-                self._is_named = False
+                self._passes_block_hashes = False
             else:
                 like = decoder.outputs_of_one()
                 self.stored_rows = TierRows(spec, config.block_size, like, used, store_name)
@@ -315,7 +318,8 @@ class EngineStage(Stage):
         self._events: list[Event] = []
         self.engine = EngineCore(decoder, tokenizer, config, self)
         self.frontend = make_frontend(self.engine, tokenizer)
-        # Without tiers, block hashes do not cover the model's fingerprint.
+        # Without tiers, block hashes do not cover the model's fingerprint. A random prefix makes
+        # them unique to this stage.
         self._name_prefix = b"" if self.engine.tiers is not None else os.urandom(8)
 
     # Stage
@@ -413,13 +417,16 @@ class EngineStage(Stage):
         """Receive a step's outputs `[tokens of the step, ...]`, including undeclared outputs."""
 
     def complete(self, tokens: Mapping[str, tuple[Feed, int]]) -> None:
-        """Receive feed and new token of each continuing request; an exception ends them all."""
+        """Receive the feed and the new token of each request that continues.
+
+        An exception ends these requests.
+        """
 
     def give(self, request_id: str, chunk: Chunk) -> None:
         """Pass rows of an output to later stages."""
         self._events.append(OutputEvent(request_id, chunk))
 
-    # Inside
+    # Internal
 
     def _complete_tokens(self, results: Sequence[StepResult]) -> None:
         tokens = {}
@@ -462,7 +469,7 @@ class EngineStage(Stage):
         state.feed.begin(sequence)
         self.rows.open(sequence)
         manager = self.engine.manager
-        hashes = manager.block_hashes(sequence) if self._is_named else []
+        hashes = manager.block_hashes(sequence) if self._passes_block_hashes else []
         names = [self._name_prefix + name for name in hashes]
         length = len(sequence.token_ids)
         self._events.append(StageStarted(request_id, length, manager.block_size, names))

@@ -36,8 +36,8 @@ class OmniModel:
     """A checkpoint of an omni model in transformers' modules. Makes stages, and prompts for them.
 
     kind: the model's class in transformers. audio, codes: the outputs with the waveform and the
-    codes. spelling: the text of the placeholder of a sound ("audio") and of an image ("image"). A
-    request has the option `voice` for `talker`. Embeddings of audio and images are cached in
+    codes. spelling: placeholder texts, by the kind of item ("audio" or "image"). The stage `talker`
+    takes the option `voice` of a request. Embeddings of audio and images are cached in
     `cache`, and in the thinker's tiers if it has any. Raises ConfigError or ModelError.
     """
 
@@ -66,7 +66,8 @@ class OmniModel:
             self.voices = self._load_voices(folder)
             if not self.voices:
                 raise DamagedModelError(f"{folder} has no voices")
-            # `from_pretrained` of the class may read voices, and returns no loading report.
+            # Call the base class's method: a class's own method may read voices, and then returns
+            # no loading report.
             load = super(self.kind, self.kind).from_pretrained  # type: ignore[misc]
             loaded: Any = load_weights(load, folder, config=self.config, **options)
         self._whole = loaded.to(target_device).eval()
@@ -190,7 +191,7 @@ class OmniModel:
         raise NotImplementedError
 
     def _sound_lengths(self, counts: Tensor) -> Tensor:
-        """Return the numbers of embeddings of sounds, from their numbers of frames."""
+        """Return the number of embeddings of each sound. counts: its number of frames."""
         raise NotImplementedError
 
     def _rope_model(self, *, of_talker: bool) -> Any:

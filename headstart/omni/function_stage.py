@@ -5,7 +5,8 @@
     FramesStage   causal: runs block by block as codes arrive. The cache key of a block's frames is
                   the content of all codes up to the block's end.
 
-Both return the same bits with and without the cache: a `FramesStage` computes the same blocks.
+Both return the same bits with and without the cache. In both cases, a `FramesStage` divides the
+codes into the same blocks.
 """
 
 import time
@@ -68,7 +69,7 @@ class _FunctionStage(Stage):
             )
         self.spec = spec
         self._cache = cache if spec.enable_prefix_caching else None
-        self._place = self._cache.place(spec.name) if self._cache is not None else spec.name
+        self._store_name = self._cache.place(spec.name) if self._cache is not None else spec.name
         self._states: dict[str, _State] = {}
 
     def open(self, request: OmniRequest) -> None:
@@ -164,7 +165,7 @@ class WholeStage(_FunctionStage):
         outputs, path = None, None
         digest = self._identity(job) if self._identity and cache is not None else None
         if digest is not None and cache is not None:
-            path = BlockPath(self._place, Namespace(None, request.salt), [BlockKey(digest)])
+            path = BlockPath(self._store_name, Namespace(None, request.salt), [BlockKey(digest)])
             outputs = next(iter(cache.find(path)), None)
         if outputs is not None:
             state.metrics.cached_tokens = num_tokens
@@ -190,8 +191,8 @@ class FramesPlan:
 
     function: maps `(request, codes [n, ...], context)` to the frames of all codes after the first
     `context`. block: codes per call. segment: codes per segment, a multiple of `block`; None makes
-    each block a segment. identity: returns a digest of everything besides the codes on which a
-    request's frames depend. Raises ConfigError if the segment is not a multiple of the block.
+    each block a segment. identity: returns a digest of everything that a request's frames
+    depend on, except the codes. Raises ConfigError if the segment is not a multiple of the block.
     """
 
     function: Callable[[OmniRequest, Tensor, int], Tensor]
@@ -265,4 +266,4 @@ class FramesStage(_FunctionStage):
     def _path(self, state: _State) -> BlockPath:
         request = state.request
         namespace = Namespace(self._plan.identity(request).hex(), request.salt)
-        return BlockPath(self._place, namespace, state.keys)
+        return BlockPath(self._store_name, namespace, state.keys)

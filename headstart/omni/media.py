@@ -36,7 +36,7 @@ _FLOATS = ("input_features", "pixel_values")
 
 @dataclass(frozen=True, slots=True)
 class PlacedItem:
-    """One audio or image in a prompt.
+    """A sound or an image in a prompt.
 
     offset, length: position and number of its placeholders, in tokens. content: its features.
     """
@@ -49,12 +49,12 @@ class PlacedItem:
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """Reads audio and images of one model's prompts.
+    """Reads sounds and images of one model's prompts.
 
-    placeholders: the token ids of the placeholders for "audio" and "image". sound_lengths: maps
-    numbers of audio frames int64 `[sounds]` to numbers of embeddings. merge_size: the side, in
-    patches, of the square that becomes one embedding. padding: the feature extractor's padding
-    mode; padding beyond the longest sound is removed afterwards.
+    placeholders: the token ids of the placeholders for "audio" and "image". sound_lengths:
+    maps the sounds' numbers of frames, int64 `[sounds]`, to their numbers of embeddings.
+    merge_size: the side, in patches, of the square that becomes one embedding. padding: the feature
+    extractor's padding mode; padding beyond the longest sound is removed afterwards.
     """
 
     folder: Path

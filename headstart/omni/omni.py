@@ -84,7 +84,7 @@ class Omni:
         self.speech_params = self._model.speech_params
         """Default sampling parameters of speech."""
         self.spelling = self._model.spelling
-        """The text of the placeholder of a sound ("audio") and of an image ("image")."""
+        """Placeholder texts of a prompt, by the kind of item: "audio" or "image"."""
         self.tokenizer = self._model.tokenizer
         """The model's tokenizer; None if the model has none."""
         self.max_model_len = thinker.engine.max_model_len
@@ -96,13 +96,13 @@ class Omni:
             self._model.vocab_size,
             TextLimit(self.tokenizer, self.max_model_len),
         )
-        self._names = itertools.count()
+        self._request_numbers = itertools.count()
         self._driver = LocalDriver(self.pipeline)
         weakref.finalize(self, self._driver.close)
 
     @property
     def sound_rate(self) -> int:
-        """Samples per second of sounds in prompts. Raises ModelError if the model takes none."""
+        """Samples per second of sounds in prompts. Raises ModelError for a model without audio."""
         return self._model.media.sound_rate
 
     def generate(
@@ -156,7 +156,7 @@ class Omni:
     def prepare(self, prompt: OmniPrompt, params: OmniParams | None, salt: str | None) -> Progress:
         """Return a request for the pipeline, with sounds and images encoded. Raises RequestError.
 
-        For the driver's thread.
+        Call only in the driver's thread.
         """
         params = OmniParams() if params is None else params
         if not isinstance(params, OmniParams):
@@ -171,14 +171,14 @@ class Omni:
                 )
             media = {key: prompt[key] for key in _MEDIA if prompt.get(key) is not None}
             prompt = {key: prompt[key] for key in _TEXT if key in prompt}
-        spoken = self._model.prepare(self._inputs.process(prompt), media, salt)
+        spoken_prompt = self._model.prepare(self._inputs.process(prompt), media, salt)
         sampling = {"thinker": params.text or self.text_params, "talker": params.speech}
         if any(each is not None and each.n != 1 for each in sampling.values()):
             raise RequestError("n is above 1; allowed: 1 for a spoken answer")
         voice = {} if params.voice is None else {"voice": params.voice}
         request = OmniRequest(
-            request_id=f"omni-{next(self._names)}",
-            prompt=spoken,
+            request_id=f"omni-{next(self._request_numbers)}",
+            prompt=spoken_prompt,
             params={name: each for name, each in sampling.items() if each is not None},
             options={"talker": voice, self._model.audio.stage: {"seed": params.seed}},
             stages=None if params.audio else frozenset(["thinker"]),

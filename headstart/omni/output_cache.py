@@ -7,9 +7,9 @@ that is being stored are not evicted; if only these are left, the rest of the pr
 
     only K/V evicted           the rows stay until they are evicted; they are used again once a
                                request computes the block's K/V again
-    only rows evicted          the block is no hit for a stage that must pass its rows on
-    a reader                   holds the tensors themselves, so neither eviction from the store nor
-                               reuse of the KV block affects the reader
+    only rows evicted          the block is not a hit in a stage that must pass rows on
+    rows in use                the caller of `find` holds the tensors, so neither eviction from the
+                               store nor reuse of the KV block affects it
 
 A block is identified by its stage, its namespace, and every key from the root on, compared by
 content as in the KV cache. The store does not use block ids, so a stage may have any number of KV
@@ -51,7 +51,11 @@ class BlockPath(NamedTuple):
 
 
 class OutputCacheStats(NamedTuple):
-    """The numbers of stored entries and bytes; counts of entries since the store was made."""
+    """Statistics of an `OutputCache`.
+
+    entries, bytes: its current contents. written, evicted, refused: numbers of entries since the
+    store was made. An entry is refused if it is not finite or does not fit.
+    """
 
     entries: int
     bytes: int
@@ -90,7 +94,7 @@ class OutputCache:
             raise ConfigError(f"cache_bytes is {describe(max_bytes)}; allowed: {_BYTES}")
         self.max_bytes = max_bytes
         self._tree = PrefixTree()  # per namespace: stages, then blocks
-        self._order: OrderedDict[tuple[_Node, str], int] = OrderedDict()  # bytes; oldest first
+        self._order: OrderedDict[tuple[_Node, str], int] = OrderedDict()  # sizes; oldest first
         self._bytes = 0
         self._written = self._evicted = self._refused = 0
         self._places: Counter[str] = Counter()
@@ -140,9 +144,9 @@ class OutputCache:
 
         rows: by output name, `[rows, ...]`, complete in host memory. required: the outputs that
         must be stored to make the block a hit; by default the outputs in `rows`. An existing entry
-        is not replaced. Rows with NaN or inf are not stored. Rows are not stored either if their
-        space could only be freed by evicting earlier blocks of the path. Call `touch` after the
-        last block of a prefix.
+        is not replaced. Rows with NaN or inf are not stored. Storing rows never evicts earlier
+        blocks of the path: if no other space is left, the rows are not stored. Call `touch` after
+        the last block of a prefix.
         """
         node = self._make(path, index)
         node.needed = frozenset(rows if required is None else required)
@@ -192,7 +196,7 @@ class OutputCache:
             for name, rows in node.rows.items():
                 sizes_of_rows[node, name] = rows.nbytes + ENTRY_BYTES
                 assert rows.untyped_storage().nbytes() == rows.nbytes, "rows hold other memory"
-        assert sizes_of_rows == dict(self._order), "the order is not that of the rows"
+        assert sizes_of_rows == dict(self._order), "the eviction order does not match the rows"
         total = sum(node.nbytes for node in self._nodes())
         assert self._bytes == total, "the bytes are counted wrong"
 
@@ -275,14 +279,14 @@ class ContentCache:
 
     def __init__(self, cache: OutputCache, name: str) -> None:
         self._cache, self._name = cache, name
-        self._place = cache.place(name)
+        self._store_name = cache.place(name)
         self._store: ImageLoads | None = None
         self._model = ""
 
     def keep(self, store: ImageLoads, model: str) -> None:
         """From now on, also save tensors in a store that outlives the process.
 
-        model: the fingerprint of everything besides the digest on which a tensor depends.
+        model: the fingerprint of everything that a tensor depends on, except the digest.
         """
         self._store, self._model = store, model
 
@@ -291,7 +295,7 @@ class ContentCache:
 
         The tensor is in host memory. Raises the exceptions of `make`.
         """
-        path = BlockPath(self._place, Namespace(None, salt), [BlockKey(digest)])
+        path = BlockPath(self._store_name, Namespace(None, salt), [BlockKey(digest)])
         blocks = self._cache.find(path)
         if blocks:
             self._cache.touch(path)

@@ -117,15 +117,15 @@ def read_graph(text: str) -> Graph:
 
 
 def _node(name: str, table: Mapping[str, Any]) -> StageNode:
-    _check_keys(table, {"kind", "takes", "gives", "options", *_SWITCHES}, f"stage {name!r}")
+    _check_keys(table, {"kind", "takes", "gives", "options", *_FLAGS}, f"stage {name!r}")
     spec = StageSpec(
         name=name,
         takes=_inputs(table.get("takes", []), f"stage {name!r}"),
         gives=tuple(_output(key, value) for key, value in table.get("gives", {}).items()),
-        **{key: table[key] for key in table.keys() & _SWITCHES},
+        **{key: table[key] for key in table.keys() & _FLAGS},
     )
     options = table.get("options", {})
-    _refuse(options, _OF_STORES)
+    _refuse(options, _ONLY_FOR_ALL_STAGES)
     return StageNode(spec, str(table.get("kind", name)), options)
 
 
@@ -153,7 +153,7 @@ def _check_keys(table: Mapping[str, Any], allowed: set[str], owner: str) -> None
         )
 
 
-_SWITCHES = {"find_outputs", "autoregressive", "enable_prefix_caching"}
+_FLAGS = {"find_outputs", "autoregressive", "enable_prefix_caching"}
 _REFUSED = {
     "dtype": "it applies to the whole model: Omni(model, dtype=...)",
     "device": "it applies to the whole model: Omni(model, device=...)",
@@ -165,11 +165,11 @@ _REFUSED = {
     "max_loras": "an omni model takes no adapters",
     "max_lora_rank": "an omni model takes no adapters",
 }
-_OF_ALL = {
+_NOT_IN_STAGES = {
     "enable_prefix_caching": "set it as a key of the stage, or for all stages",
     "num_threads": "it applies to the process: set it in the options for all stages",
 }
-_OF_STORES = dict.fromkeys(
+_ONLY_FOR_ALL_STAGES = dict.fromkeys(
     ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"),
     "all stages must store their blocks or none: set it in the options for all stages",
 )
@@ -184,7 +184,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def stage_config(node: StageNode) -> EngineConfig:
     """Return the options of a stage's engine. Raises ConfigError."""
-    _refuse(node.options, _OF_ALL)
+    _refuse(node.options, _NOT_IN_STAGES)
     check_options(node.options)
     caching = node.spec.enable_prefix_caching
     options = {"partial_hits": False, **node.options, "enable_prefix_caching": caching}
@@ -192,7 +192,7 @@ def stage_config(node: StageNode) -> EngineConfig:
 
 
 def no_options(node: StageNode) -> None:
-    """Raise ConfigError if the node of a stage without options has options."""
+    """Raise ConfigError if a node has options; for factories that take none."""
     if node.options:
         raise ConfigError(
             f"stage {node.spec.name!r} has the option {sorted(node.options)[0]!r}; allowed: none"

@@ -6,10 +6,11 @@ constant codec tokens; the content is in the thinker's rows:
 
     position   0 ......... T-1   T         T+1       T+2       T+3  ...
     token      mask ..... mask   lead[0]   lead[1]   code 0    code 1
-    row        thinker's prompt  bos       reply 0   reply 1   reply 2 ... eos  pad  pad ...
+    row        thinker's prompt  bos       answer 0  answer 1  answer 2 ... eos  pad  pad ...
 
 From position T on, the token's embedding is added to the row. The talker's prompt is complete when
-the thinker's first reply row arrives. After that, the talker runs one row behind the thinker.
+the first row of the thinker's answer arrives. After that, the talker runs one row behind the
+thinker.
 
 Source: `Qwen2_5OmniForConditionalGeneration.generate` in transformers.
 """
@@ -74,7 +75,7 @@ class CodecTalkerFeed(TalkerFeed):
     limit: int
 
     def _take_rows(self, rows: Tensor) -> None:
-        """Add rows, and `bos` between the rows of the thinker's prompt and of its reply."""
+        """Add rows, and `bos` between the rows of the thinker's prompt and of its answer."""
         assert self._prompt_tokens is not None
         left = self._prompt_tokens - self._num_rows
         self._num_rows += len(rows)
@@ -146,8 +147,8 @@ class Qwen25Omni(OmniModel):
             "token2wav": self._make_token2wav,
         }
         self._token2wav = self._whole.token2wav.float()
-        ids = self.talker_config
-        self.end_codes = (ids.tts_codec_end_token_id, ids.tts_codec_pad_token_id)
+        talker = self.talker_config
+        self.end_codes = (talker.tts_codec_end_token_id, talker.tts_codec_pad_token_id)
 
     def _load_voices(self, folder: Path) -> dict[str, Voice]:
         file = folder / "spk_dict.pt"
@@ -166,8 +167,8 @@ class Qwen25Omni(OmniModel):
     def thinker(self) -> StageDecoder:
         """Return a decoder that generates text, with the output `spoken` `[tokens, hidden]`.
 
-        A text token's row is its last hidden row plus its embedding; a placeholder's row is the
-        hidden row alone.
+        A text token's row is the sum of its final hidden state and its embedding. A placeholder's
+        row is the final hidden state alone.
         """
 
         def give(tensors: PassTensors) -> dict[str, Tensor]:
@@ -203,8 +204,8 @@ class Qwen25Omni(OmniModel):
         content = self._on_device(placed.content)
         with torch.inference_mode():
             if placed.kind == "audio":
-                heard: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
-                return heard
+                audio: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
+                return audio
             return torch.cat(self._thinker.get_image_features(**content).pooler_output)
 
     def _sound_lengths(self, counts: Tensor) -> Tensor:
@@ -234,9 +235,10 @@ class Qwen25Omni(OmniModel):
         return wave.reshape(-1).float().cpu()
 
     def _make_talker(self, node: StageNode) -> Stage:
-        ids = self.talker_config
+        talker = self.talker_config
         decoder, config = self.talker(), stage_config(node)
-        pad, eos = map(self.embed_text, (ids.tts_text_pad_token_id, ids.tts_text_end_token_id))
+        text_ids = (talker.tts_text_pad_token_id, talker.tts_text_end_token_id)
+        pad, eos = map(self.embed_text, text_ids)
 
         def feed(request: OmniRequest) -> Feed:
             voice = self.voice(request)
@@ -245,8 +247,8 @@ class Qwen25Omni(OmniModel):
                 request=request,
                 rows=node.spec.takes[0],
                 block_size=config.block_size,
-                mask_id=ids.tts_codec_mask_token_id,
-                lead_ids=(ids.tts_codec_pad_token_id, ids.tts_codec_start_token_id),
+                mask_id=talker.tts_codec_mask_token_id,
+                lead_ids=(talker.tts_codec_pad_token_id, talker.tts_codec_start_token_id),
                 bos=self.embed_text(bos),
                 eos=eos,
                 pad=pad,

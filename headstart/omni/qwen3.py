@@ -63,8 +63,9 @@ from headstart.omni.stage_decoder import (
     StageParts,
 )
 
-_UNSPOKEN = 1024
-"""The last token ids of the talker, this many, are no codes; only the end token may be sampled."""
+_NUM_SPECIAL_IDS = 1024
+"""Number of token ids at the end of the talker's vocabulary that are not codes. Of these ids, only
+the end token may be sampled."""
 
 
 def thinker_decoder(
@@ -100,9 +101,9 @@ def thinker_decoder(
 class CausalVocoder:
     """A causal vocoder that runs block by block; the function of a `FramesStage`.
 
-    A frame of codes becomes `ratio` samples. The last `delay` samples of a frame need the next
-    frame, so the convolutions omit them at the end of their input. The wave therefore begins with
-    `delay` samples of silence, and blocks join without a gap.
+    A frame of codes becomes `ratio` samples. The last `delay` samples of a frame depend on the next
+    frame. So the convolutions return `n * ratio - delay` samples for `n` frames. To join blocks
+    without a gap, the wave begins with `delay` samples of silence.
 
     The transformer before the convolutions has a longer context and is cheaper. So it runs over all
     codes of a call, and the convolutions run only over the block and the `reach` frames before it.
@@ -118,7 +119,7 @@ class CausalVocoder:
     def __call__(self, request: object, codes: Tensor, context: int) -> Tensor:
         """Return samples float32 `[(n - context) * ratio]` of codes int64 `[n, quantizers]`.
 
-        context: number of first frames without samples in the result.
+        context: number of frames at the start of `codes` whose samples are not returned.
         """
         skipped = max(0, context - self.reach)
         wave = self._wave(codes, skipped)
@@ -142,7 +143,7 @@ class CausalVocoder:
 def _reach(code2wav: Qwen3OmniMoeCode2Wav, delay: int) -> int:
     """Return the number of earlier frames on which the samples of a frame depend.
 
-    A frame's samples begin `delay` samples before its position in the wave.
+    Sample 0 of frame i is sample `i * ratio - delay` of the convolutions' output.
     """
     position = -delay
     for part in (code2wav.decoder, code2wav.upsample):
@@ -201,9 +202,9 @@ class FrameTalkerFeed(TalkerFeed):
     def _take_rows(self, rows: Tensor) -> None:
         first, mask = self._num_rows, self.is_user
         self._num_rows += len(rows)
-        spoken_rows = rows[: max(0, len(mask) - first)][mask[first : self._num_rows]]
-        if len(spoken_rows):
-            self._add(self._with_others(spoken_rows))
+        user_rows = rows[: max(0, len(mask) - first)][mask[first : self._num_rows]]
+        if len(user_rows):
+            self._add(self._with_others(user_rows))
         self._answer += rows[max(0, self.answer_start - first) :]
         self._advance()
 
@@ -244,7 +245,7 @@ class FrameTalkerFeed(TalkerFeed):
         return self.eos if index == len(self._answer) else self.pad
 
     def _with_others(self, rows: Tensor, codes: Tensor | None = None) -> Tensor:
-        """Append the other codes of frames to their rows, in float32, which is exact for both."""
+        """Append the other codes of frames to their rows; float32 represents both exactly."""
         if codes is None:
             codes = torch.zeros(len(rows), self.model.num_others)
         return torch.cat([rows.float().cpu(), codes.float()], dim=1)
@@ -398,17 +399,17 @@ class Qwen3Omni(OmniModel):
         )
 
     def talker(self) -> StageDecoder:
-        """Return a decoder that generates first codes, with the predictor's input `hidden`."""
+        """Return a decoder that generates first codes. Its output `hidden` feeds the predictor."""
         config = self.talker_config
         count, end = int(config.text_config.vocab_size), int(config.codec_eos_token_id)
-        unspoken = set(range(count - _UNSPOKEN, count)) - {end}
+        suppressed = set(range(count - _NUM_SPECIAL_IDS, count)) - {end}
         return StageDecoder(
             StageParts(
                 text_model=self._talker.model,
                 head=self._talker.codec_head,
                 give=lambda tensors: {"hidden": tensors.hidden},
                 eos_token_ids=frozenset([end]),
-                hidden_ids=tuple(sorted(unspoken)),
+                hidden_ids=tuple(sorted(suppressed)),
                 checkpoint=self.checkpoint,
             )
         )

@@ -67,8 +67,8 @@ class StageRows:
     """The rows of all requests of one stage.
 
     stage: the stage's name in `cache`. outputs: the declared outputs. cache: None caches no rows.
-    find_outputs: use undeclared outputs too, and detect their alignment. A stage without outputs by
-    token can use all hits of its KV cache.
+    find_outputs: use undeclared outputs too, and detect their alignment. A stage whose outputs
+    have no rows per token can use all hits of its KV cache.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class StageRows:
         """Pass on and cache only these outputs; None for all. Call only while no request runs."""
         self._taken = outputs
         by_token = (name for name, output in self._outputs.items() if output.alignment.is_by_token)
-        self._has_given = any(map(self._is_taken, by_token))
-        self._gives_rows = self._has_given or self._find_outputs  # assumed before the first step
+        self._has_outputs = any(map(self._is_taken, by_token))
+        self._gives_rows = self._has_outputs or self._find_outputs  # until the first step
 
     def _is_taken(self, name: str) -> bool:
         return self._taken is None or name in self._taken
@@ -121,10 +121,10 @@ class StageRows:
 
         Changes nothing. Blocks below the watermark need no rows. Other blocks need rows in the
         store, or must be computed by this step. With undeclared outputs, blocks of this step are
-        not usable, because an output may first appear in a later step of a block. While an
-        alignment is undecided, stored rows are usable only if the request runs alone and computes
-        fewer tokens than every earlier pass. Then this pass decides the alignment before the rows
-        are passed on.
+        not usable: an output that first appears in this step has no rows for the blocks' earlier
+        tokens. While an alignment is undecided, stored rows are usable only if this request's pass
+        decides the alignment, before the rows are passed on. This requires that the request runs
+        alone and computes fewer tokens than every earlier pass.
         """
         count = len(found.blocks)
         if not self._gives_rows:
@@ -216,7 +216,7 @@ class StageRows:
             for name, rows in outputs.items()
             if self._detector.is_by_token(name) or self._detector.is_undecided(name)
         }
-        self._has_given = self._gives_rows = self._has_given or bool(named)
+        self._has_outputs = self._gives_rows = self._has_outputs or bool(named)
         return named
 
     def _find_nonfinite(self, parts: Sequence[ScheduledRows], named: Mapping[str, Tensor]) -> None:
@@ -246,8 +246,8 @@ class StageRows:
     ) -> None:
         """Store the blocks that the part completes, and add them to `filled`.
 
-        From the first row with NaN or inf on, no rows of the request are stored. The engine ends
-        the request, and stored rows are never overwritten.
+        Blocks with or after the first NaN or inf of the request are not stored, because stored rows
+        are never overwritten. The engine ends such a request.
         """
         request = self._requests[part.sequence]
         blocks: dict[int, dict[str, Tensor]] = {}
@@ -381,7 +381,7 @@ class TierRows:
             self._layouts.append(_BlockLayout(output.name, rows.dtype, shape))
         self._needed = frozenset(output.name for output in outputs if output.required)
         self._cache = cache
-        self._place = store_name
+        self._store_name = store_name
         self.title = spec.name
         self.layout = f"stage {spec.name!r}, rows behind K/V: {[*map(tuple, self._layouts)]}"
         self.nbytes = sum(layout.nbytes for layout in self._layouts)
@@ -395,7 +395,7 @@ class TierRows:
         for stop in range(1, len(blocks) + 1):
             # One lookup for consecutive blocks of one prefix.
             if stop == len(blocks) or blocks[stop].parent != blocks[stop - 1].name:
-                path = BlockPath(self._place, *blocks[stop - 1].path())
+                path = BlockPath(self._store_name, *blocks[stop - 1].path())
                 data += map(self._join, self._cache.find(path, blocks[first].depth))
                 data += [None] * (stop - len(data))
                 first = stop
@@ -414,7 +414,7 @@ class TierRows:
         if not self._layouts:
             return
         keys = sequence.keys[: first + len(blocks)]
-        path = BlockPath(self._place, sequence.namespace, keys)
+        path = BlockPath(self._store_name, sequence.namespace, keys)
         for index, data in enumerate(blocks, start=first):
             rows, start = {}, 0
             for layout in self._layouts:

@@ -2,9 +2,10 @@
 
     token          one row per token of the stage's sequence: cached block by block
     frames(ratio)  `ratio` rows per token (a vocoder's samples): cached block by block
-    request        belongs to the request as a whole: not cached
-    global         the same for all requests: not cached
+    request        belongs to the request as a whole: not cached by an `EngineStage`
+    global         the same for all requests: not cached by an `EngineStage`
 
+A `WholeStage` caches its result as a whole, with any alignment.
 `AlignmentDetector` detects undeclared alignments from shapes.
 """
 
@@ -91,17 +92,18 @@ class Output:
         rows = num_tokens * self.alignment.ratio
         if self.alignment.is_by_token and (tensor.ndim < 1 or tensor.shape[0] != rows):
             raise EngineError(
-                f"output {self.name!r} is {list(tensor.shape)}; declared {self.alignment}, it has "
-                f"{rows} rows for {num_tokens} tokens"
+                f"output {self.name!r} has the shape {list(tensor.shape)}; declared as "
+                f"{self.alignment}, it needs {rows} rows for {num_tokens} tokens"
             )
 
 
 class AlignmentDetector:
     """Detects from shapes which undeclared outputs of a stage have one row per token.
 
-    An output is a candidate if its first axis is as long as the pass has tokens. One match may be
-    chance, so a candidate is accepted only after passes with two different numbers of tokens, one
-    of them greater than the number of requests. A pass without a match excludes the candidate.
+    An output is a candidate if the length of its first axis equals the number of tokens in the
+    pass. One match may be chance, so a candidate is accepted only after passes with two different
+    numbers of tokens, one of them greater than the number of requests. A pass without a match
+    excludes the candidate.
     """
 
     def __init__(self, declared: Mapping[str, Alignment]) -> None:
@@ -221,11 +223,12 @@ class OmniRequest:
 class StageMetrics:
     """The metrics of one request in one stage.
 
-    seconds: duration of the steps that computed the request. first_output, total: seconds from its
-    arrival in the pipeline to its first output, and to its end, in this stage. tokens: number of
-    tokens of prompt and answer. cached_tokens: number of tokens that were not computed.
-    loaded_tokens: number of cached tokens that were loaded from disk or another machine. hit_rows:
-    by output, the number of tokens whose rows were read from the stage-output store.
+    seconds: duration of the steps that computed the request. first_output: seconds from the
+    request's arrival in the pipeline until the stage's first output for it. total: seconds from its
+    arrival until the stage finished it. tokens: number of tokens of prompt and answer.
+    cached_tokens: number of tokens that were not computed. loaded_tokens: number of cached tokens
+    that were loaded from disk or another machine. hit_rows: by output, the number of tokens whose
+    rows were read from the stage-output store.
     """
 
     seconds: float = 0.0
@@ -273,7 +276,7 @@ class StageStarted(NamedTuple):
 
 
 class StageFinished(NamedTuple):
-    """A request is finished in the stage. result: the result for the user besides rows."""
+    """A request is finished in the stage. result: the user's result, without rows."""
 
     request_id: str
     metrics: StageMetrics
@@ -281,7 +284,7 @@ class StageFinished(NamedTuple):
 
 
 class StageFailed(NamedTuple):
-    """A request failed in the stage, which has freed its memory."""
+    """A request failed in the stage. The stage has freed the request's memory."""
 
     request_id: str
     error: HeadstartError

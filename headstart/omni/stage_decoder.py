@@ -48,8 +48,8 @@ class HostCopy:
 class StreamCopies:
     """Starts copies to pinned host memory on a separate stream.
 
-    cuda: has the functions of `torch.cuda` for streams. empty: allocates pinned host memory with
-    the shape and dtype of a tensor.
+    cuda: `torch.cuda`, or an object with the same functions for streams. empty: allocates pinned
+    host memory with the shape and dtype of a tensor.
     """
 
     def __init__(
@@ -111,10 +111,11 @@ class StageParts:
 
     text_model: the layers and token embeddings. head: maps hidden rows to logits. give: returns the
     outputs of a pass, `[tokens, ...]` by name. project: maps embeddings to the text model's width.
-    needs_layers: `give` reads `layers`. hidden_ids: tokens that are never sampled. num_deep: number
-    of first layers after which rows of images are added (DeepStack, https://arxiv.org/abs/2406.04334).
-    An image's input row is its embedding and these rows, so it is `1 + num_deep` times as wide.
-    checkpoint: the checkpoint of the whole model; None for a model in memory.
+    needs_layers: `give` reads `layers`. hidden_ids: tokens that are never sampled. num_deep: after
+    each of the first `num_deep` layers, a further row of the image is added to the hidden state
+    (DeepStack, https://arxiv.org/abs/2406.04334). So an image token's input row is its embedding
+    followed by `num_deep` rows of the same width. checkpoint: the checkpoint of the whole model;
+    None for a model in memory.
     """
 
     text_model: PreTrainedModel
@@ -139,7 +140,7 @@ class StageDecoder(TransformersDecoder):
         if has_recurrent_layers(parts.text_model.config.get_text_config()):
             name = type(parts.text_model).__name__
             raise UnsupportedModelError(
-                f"{name} has recurrent layers; allowed in a stage: only layers of attention"
+                f"{name} has recurrent layers; allowed in a stage: only attention layers"
             )
         source = parts.checkpoint
         folder = source.folder if source is not None else None
@@ -172,7 +173,10 @@ class StageDecoder(TransformersDecoder):
             return self._parts.give(PassTensors(embedded, is_own, layers, hidden))
 
     def _compute_fingerprint(self) -> str:
-        """Return the digest of the checkpoint; without one, of all weights that affect K/V."""
+        """Return the digest of the checkpoint.
+
+        For a model in memory, return a digest of all weights that affect K/V.
+        """
         weights_fingerprint = super()._compute_fingerprint()
         if self._parts.checkpoint is not None or self._parts.project is None:
             return weights_fingerprint

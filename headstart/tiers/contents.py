@@ -237,7 +237,7 @@ class _Check:
                     self.counts["damaged"] += 1
 
 
-_BLOCKS_OF_WORDS = 16
+_TEXT_BLOCKS = 16  # blocks whose text `StoredPrefix.words` joins
 _KIND = b"headstart blocks "
 _MAGIC = _KIND + b"%d\n" % VERSION
 _END = b"end"  # followed by the number of blocks, in 8 bytes
@@ -272,7 +272,7 @@ class StoredPrefix:
     @property
     def words(self) -> str:
         """The beginning of the prefix's text, on one line; empty if no text is stored."""
-        text_bytes = b"".join(block.words for block in self.segment[:_BLOCKS_OF_WORDS])
+        text_bytes = b"".join(block.words for block in self.segment[:_TEXT_BLOCKS])
         # A block may end within a character.
         text = text_bytes.decode("utf-8", "replace").replace("\ufffd", "")
         return " ".join("".join(c if c.isprintable() else " " for c in text).split())
@@ -347,9 +347,9 @@ def export_blocks(store: DiskStore, blocks: Iterable[IndexedBlock], path: Path) 
                 count = 0
                 file.write(_MAGIC + json.dumps(store.model._asdict()).encode() + b"\n")
                 for block in sorted(blocks, key=lambda block: block.depth):
-                    about = (block.name, block.parent, block.depth, block.seconds, block.used)
+                    fields = (block.name, block.parent, block.depth, block.seconds, block.used)
                     for _, payload in store.load([block.name]):
-                        file.write(make_header(StoredBlock(*about, payload)))
+                        file.write(make_header(StoredBlock(*fields, payload)))
                         file.write(payload)
                         count += 1
                 file.write(_END + count.to_bytes(8, "little"))
@@ -381,7 +381,7 @@ def import_blocks(store: DiskStore, path: Path, now: float) -> int:
     are missing or the folder has too little space.
     """
     size = store.model.block_size
-    num_new = num_read = num_held = 0
+    num_new = num_read = num_stored = 0
     try:
         with path.open("rb") as file:
             model = _read_model(file, path)
@@ -397,7 +397,7 @@ def import_blocks(store: DiskStore, path: Path, now: float) -> int:
                 is_last = len(blocks) < _BATCH
                 num_new += store.save(blocks)
                 num_read += len(blocks)
-                num_held += sum(store.find([block.name]) for block in blocks)
+                num_stored += sum(store.find([block.name]) for block in blocks)
             file.seek(-len(_END) - 8, 2)
             is_whole = file.read() == _END + num_read.to_bytes(8, "little")
     except OSError as error:
@@ -407,18 +407,18 @@ def import_blocks(store: DiskStore, path: Path, now: float) -> int:
             f"{path} is damaged or cut off after {num_read * size:,} tokens; these were imported, "
             f"{num_new * size:,} of them new"
         )
-    if num_held < num_read:
+    if num_stored < num_read:
         raise CacheError(
             f"{path} has {num_read * size:,} tokens, and {store.folder} has space for "
-            f"{num_held * size:,} of them; allowed: a larger --cache-dir-bytes"
+            f"{num_stored * size:,} of them; allowed: a larger --cache-dir-bytes"
         )
     return num_new
 
 
 def _read_model(file: BinaryIO, path: Path) -> ModelRecord:
-    begins = file.read(len(_MAGIC))
-    if begins != _MAGIC:
-        if begins.startswith(_KIND):
+    magic = file.read(len(_MAGIC))
+    if magic != _MAGIC:
+        if magic.startswith(_KIND):
             raise CacheError(
                 f"{path} was exported by another version of headstart; export its blocks again"
             )

@@ -164,7 +164,7 @@ class DiskStore:
         """Return a slot for a block that was last used at `used`; evict other blocks if necessary.
 
         Return None if all other blocks were used later. Also return None if the disk lacks space
-        for a change of the index, since then a block would be evicted and none saved.
+        for a change of the index. Then a block would be evicted, but the new block not be saved.
         """
         size = slot_bytes(self.model.block_bytes)
         if self._free_space() < _INDEX_RESERVE:

@@ -140,14 +140,14 @@ class SlotFile:
     """
 
     def __init__(self, path: Path, block_bytes: int, *, read_only: bool = False) -> None:
-        self._fd = -1  # first: `__del__` needs it if a damaged index makes the next line raise
+        self._fd = -1  # for `__del__`, as the next line raises if the index is damaged
         self.slot_bytes = slot_bytes(block_bytes)
         self._path = path
         self._fd = open_file(path, os.O_RDONLY if read_only else os.O_RDWR, create=not read_only)
         self._inode = os.fstat(self._fd).st_ino
 
     def __del__(self) -> None:
-        self.close()  # not earlier: another thread may be reading the file
+        self.close()  # a store only drops its reference: another thread may be reading
 
     @property
     def is_in_place(self) -> bool:
@@ -184,27 +184,27 @@ class SlotFile:
         """Yield the payload of each (name, slot); None if the slot does not contain this block."""
         most = max(1, _READ_BYTES // self.slot_bytes)
         for offset in range(0, len(blocks), most):
-            some = blocks[offset : offset + most]
-            buffer = _buffers.take(len(some) * self.slot_bytes)
-            for first, last in _runs([slot for _, slot in some]):
-                if not 0 <= some[first][1] < self.num_slots:
-                    yield from [None] * (last - first)
+            batch = blocks[offset : offset + most]
+            buffer = _buffers.take(len(batch) * self.slot_bytes)
+            for first, stop in _runs([slot for _, slot in batch]):
+                if not 0 <= batch[first][1] < self.num_slots:
+                    yield from [None] * (stop - first)
                     continue
-                place = buffer[first * self.slot_bytes : last * self.slot_bytes]
-                data = self._pread(some[first][1], place)
-                for number, (name, _) in enumerate(some[first:last]):
-                    start = number * self.slot_bytes
+                target = buffer[first * self.slot_bytes : stop * self.slot_bytes]
+                data = self._pread(batch[first][1], target)
+                for index, (name, _) in enumerate(batch[first:stop]):
+                    start = index * self.slot_bytes
                     yield payload_of(data[start : start + self.slot_bytes], name)
 
-    def _pread(self, slot: int, place: memoryview) -> memoryview:
-        """Read consecutive slots into `place`; return the part of `place` that was filled."""
+    def _pread(self, slot: int, target: memoryview) -> memoryview:
+        """Read consecutive slots into `target`; return the part of `target` that was filled."""
         filled = 0
-        while filled < len(place):
-            read = os.preadv(self._fd, [place[filled:]], slot * self.slot_bytes + filled)
+        while filled < len(target):
+            read = os.preadv(self._fd, [target[filled:]], slot * self.slot_bytes + filled)
             if not read:
                 break  # the end of the file, which another process may have truncated
             filled += read
-        return place[:filled]
+        return target[:filled]
 
     def move(self, source: int, target: int) -> None:
         """Copy the record of one slot to another."""
@@ -232,7 +232,7 @@ def slot_bytes(block_bytes: int) -> int:
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the index ranges of the list whose slots are consecutive in the file."""
+    """Yield (start, stop) of each run of consecutive slots in the list."""
     first = 0
     for index, (left, right) in enumerate(pairwise(slots), start=1):
         if right != left + 1:

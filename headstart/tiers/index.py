@@ -109,8 +109,8 @@ class DiskIndex:
     """
 
     def __init__(self, path: Path, *, create: bool = False, read_only: bool = False) -> None:
-        # SQLite would follow a link. Only `lstat`: opening and closing a file here would release
-        # this process's locks on it.
+        # SQLite would follow a link. Do not open the file to check it: closing it again would
+        # release this process's locks on it.
         for name in (path, path.with_name(f"{path.name}-journal")):
             with suppress(FileNotFoundError):
                 if not is_accepted(os.lstat(name)):
@@ -138,10 +138,10 @@ class DiskIndex:
             [mark] = self._execute("PRAGMA user_version").fetchone()
             if _MARK < mark <= 0xFFFFFF and mark % 0x010101 == 0:  # not damaged: do not rebuild it
                 raise ConfigError(
-                    "its index is of a later version of headstart; allowed: another folder"
+                    "a later version of headstart wrote its index; allowed: another folder"
                 )
             if mark != _MARK:
-                raise ValueError("its tables are not those of an index")
+                raise ValueError("it has no valid version number")
         except BaseException:
             self._connection.close()
             raise
@@ -160,7 +160,7 @@ class DiskIndex:
             self._execute(self._begin)
             yield
             self._execute("COMMIT")
-        except BaseException:  # also from COMMIT, which would leave the index locked
+        except BaseException:  # a failed COMMIT too would leave the index locked
             if self._connection.in_transaction:
                 self._execute("ROLLBACK")
             raise
@@ -207,17 +207,17 @@ class DiskIndex:
     def find(self, names: Sequence[BlockHash]) -> list[tuple[BlockHash, int]]:
         """Return the blocks before the first missing block, with their slots."""
         blocks: list[tuple[BlockHash, int]] = []
-        for some in (names[:_FIRST], *_cut(names[_FIRST:])):
-            slots = self._slots(some)
-            for name in some:
+        for batch in (names[:_FIRST], *_cut(names[_FIRST:])):
+            slots = self._slots(batch)
+            for name in batch:
                 if name not in slots:
                     return blocks
                 blocks.append((name, slots[name]))
         return blocks
 
     def find_any(self, names: Sequence[BlockHash]) -> set[BlockHash]:
-        """Return the names of all blocks among these that the index has."""
-        return {name for some in _cut(names) for name in self._slots(some)}
+        """Return the subset of `names` that the index contains."""
+        return {name for batch in _cut(names) for name in self._slots(batch)}
 
     def _slots(self, names: Sequence[BlockHash]) -> dict[BlockHash, int]:
         marks = ", ".join("?" * len(names))
@@ -244,7 +244,7 @@ class DiskIndex:
         *columns, is_in_slot = row
         block = IndexedBlock(*columns)
         if block.name != name or not is_in_slot or block.slot < 0:
-            raise ValueError(f"it has different blocks by name and by slot {block.slot}")
+            raise ValueError(f"it finds different blocks by name and by slot {block.slot}")
         return block
 
     def list_blocks(self, model: int) -> list[IndexedBlock]:
@@ -365,7 +365,7 @@ def make_folder(folder: Path) -> bool:
     """Make a folder that only its owner may enter; return True if it can be written.
 
     If other users could write an existing folder, its files are removed. Raises ConfigError if the
-    folder cannot be used. A folder with other files is refused, since its mode must not change.
+    folder cannot be used, or if it has files but no file of headstart: its mode must not change.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,9 +1,10 @@
 """The remote tier: blocks in a Valkey or Redis server, shared by engines on many machines.
 
-A block is stored as a record with checksums, as on disk. The key has the names of the model and of
-the block. The server's settings limit its size and choose the blocks to evict (`maxmemory`,
-`allkeys-lru`). A server that is down or slow is not called during a pause, and all lookups miss
-meanwhile. If a server refuses blocks, because it is full or a replica, only saves pause.
+A block is stored as a record with checksums, as on disk. The key contains the model's fingerprint
+and the block's name. The server's settings limit its size and choose the blocks to evict
+(`maxmemory`, `allkeys-lru`). A server that is down or slow is not called during a pause, and all
+lookups miss meanwhile. If a server refuses blocks, because it is full or a replica, only saves
+pause.
 """
 
 import time
@@ -31,7 +32,7 @@ _FIRST = 8  # names in the first query of a lookup; most new prompts miss these 
 _BATCH_BYTES = 8 << 20  # maximum bytes in a query
 _FIRST_BYTES = 256 << 10  # bytes in a query before the rate is known
 _QUERY_SECONDS = 1.0  # intended maximum duration of a query
-_UNLINKED = 1000  # keys that are listed and deleted per call
+_UNLINK_BATCH = 1000  # keys that are listed and deleted per call
 
 Answer = TypeVar("Answer")
 
@@ -39,8 +40,8 @@ Answer = TypeVar("Answer")
 class RemoteStore:
     """The blocks of one model in a server; a `BlockStore`.
 
-    url: redis://host:port/db, rediss:// with TLS, or unix:///path. Raises ConfigError for another
-    url, or if the client's library is not installed. A server that does not answer is no error.
+    url: redis://host:port/db, rediss:// with TLS, or unix:///path. Raises ConfigError for any
+    other url, or if the client's library is not installed. An unreachable server does not raise.
     """
 
     tier = "remote"
@@ -73,16 +74,16 @@ class RemoteStore:
 
     def find(self, names: Sequence[BlockHash]) -> int:
         count = 0
-        for some in (names[:_FIRST], names[_FIRST:]):
-            held = self._call([], self._exist, some)
-            count += next((i for i, is_held in enumerate(held) if not is_held), len(held))
+        for batch in (names[:_FIRST], names[_FIRST:]):
+            stored = self._call([], self._exist, batch)
+            count += next((i for i, is_stored in enumerate(stored) if not is_stored), len(stored))
             if count < _FIRST:
                 break
         return count
 
     def first(self, names: Sequence[BlockHash]) -> int:
-        held = self._call([], self._exist, names)
-        return next((i for i, is_held in enumerate(held) if is_held), len(names))
+        stored = self._call([], self._exist, names)
+        return next((i for i, is_stored in enumerate(stored) if is_stored), len(names))
 
     def _exist(self, names: Sequence[BlockHash]) -> list[int]:
         queries = self._client.pipeline(transaction=False)
@@ -92,13 +93,13 @@ class RemoteStore:
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
         start = 0
-        while some := names[start : start + self._batch_size()]:
-            start += len(some)
-            values = self._call([], self._get, some)
+        while batch := names[start : start + self._batch_size()]:
+            start += len(batch)
+            values = self._call([], self._get, batch)
             header = read_header(values[0]) if values and values[0] is not None else None
             if header is not None and header.seconds:
                 self.block_seconds = header.seconds
-            for name, value in zip(some, values, strict=False):
+            for name, value in zip(batch, values, strict=False):
                 if value is None:
                     return
                 payload = payload_of(memoryview(value), name)
@@ -107,7 +108,7 @@ class RemoteStore:
                     self._call(0, self._client.unlink, self._prefix + name)
                     return
                 yield LoadedBlock(self.tier, payload)
-            if len(values) < len(some):
+            if len(values) < len(batch):
                 return
 
     def _batch_size(self) -> int:
@@ -128,22 +129,22 @@ class RemoteStore:
     def save(self, blocks: Sequence[StoredBlock]) -> int:
         saved = 0
         for start in range(0, len(blocks), self._most):
-            some = blocks[start : start + self._most]
-            answers = None if self._refusal.is_on else self._call(None, self._set, some)
+            batch = blocks[start : start + self._most]
+            answers = None if self._refusal.is_on else self._call(None, self._set, batch)
             if answers is None:
-                self.faults.num_unsaved += len(some)
+                self.faults.num_unsaved += len(batch)
             else:
                 saved += sum(map(bool, answers))
         return saved
 
     def _set(self, blocks: Sequence[StoredBlock]) -> list[Any]:
-        held = self._exist([block.name for block in blocks])
-        orders = self._client.pipeline(transaction=False)
-        for block, is_held in zip(blocks, held, strict=True):
-            if not is_held:
+        stored = self._exist([block.name for block in blocks])
+        commands = self._client.pipeline(transaction=False)
+        for block, is_stored in zip(blocks, stored, strict=True):
+            if not is_stored:
                 value = b"".join((make_header(block), block.payload))
-                orders.set(self._prefix + block.name, value, nx=True)
-        answers = orders.execute(raise_on_error=False)
+                commands.set(self._prefix + block.name, value, nx=True)
+        answers = commands.execute(raise_on_error=False)
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         self.faults.num_unsaved += len(refused)
         if refused:  # the server is full, a replica, or read-only for this user
@@ -159,20 +160,20 @@ class RemoteStore:
         return bool(self._call(False, self._unlink_all))
 
     def _unlink_all(self) -> bool:
-        keys = self._client.scan_iter(match=self._prefix + b"*", count=_UNLINKED)
-        while some := list(islice(keys, _UNLINKED)):
-            self._client.unlink(*some)
+        keys = self._client.scan_iter(match=self._prefix + b"*", count=_UNLINK_BATCH)
+        while batch := list(islice(keys, _UNLINK_BATCH)):
+            self._client.unlink(*batch)
         return True
 
     def close(self) -> None:
         self._client.close()
 
-    def _call(self, default: Any, query: Callable[..., Answer], *about: Any) -> Answer | Any:
+    def _call(self, default: Any, query: Callable[..., Answer], *args: Any) -> Answer | Any:
         """Return the result of `query`; `default` during a pause, or if the call fails."""
         if self._pause.is_on:
             return default
         try:
-            answer = query(*about)
+            answer = query(*args)
         except Exception as error:  # the client raises exceptions of many types
             self._pause.failed("the server does not answer", error)
             return default

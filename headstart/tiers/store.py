@@ -97,8 +97,8 @@ class RecordHeader(NamedTuple):
 def make_header(block: StoredBlock) -> bytes:
     """Return the header of a block, `HEADER_BYTES` bytes long."""
     length, checksum = memoryview(block.payload).nbytes, checksum_of(block.payload)
-    about = (block.depth, block.seconds, length, block.name, block.parent)
-    head = _HEAD.pack(_MAGIC, *about, checksum)
+    fields = (block.depth, block.seconds, length, block.name, block.parent)
+    head = _HEAD.pack(_MAGIC, *fields, checksum)
     return (head + _CHECKSUM.pack(checksum_of(head))).ljust(HEADER_BYTES, b"\0")
 
 
@@ -156,8 +156,8 @@ class Faults:
 class Pause:
     """The time for which a store is not called after a failure.
 
-    The first pause takes five seconds, and each further pause twice as long, up to five minutes.
-    After an answer, the next pause takes five seconds again; the current pause continues.
+    The first pause lasts five seconds, and each further pause twice as long, up to five minutes.
+    After an answer, the next pause lasts five seconds again; the current pause continues.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -178,7 +178,7 @@ class Pause:
         self.faults.note(kind, f"{detail}; the store is paused for {self._seconds:.0f} s")
 
     def answered(self) -> None:
-        """Let the next pause take five seconds again."""
+        """Let the next pause last five seconds again."""
         self._seconds = 0.0
 
 
@@ -208,7 +208,10 @@ class BlockStore(Protocol):
         ...
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Save blocks; return the number of new blocks. Evict no block that was used later."""
+        """Save blocks; return the number of new blocks.
+
+        A block may only replace blocks that were last used before it.
+        """
         ...
 
     def touch(self, names: Sequence[BlockHash]) -> None:

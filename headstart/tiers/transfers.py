@@ -190,7 +190,7 @@ class Loader:
         self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
-        """Wait until blocks have arrived, or a job has ended or must wait, since the last call."""
+        """Wait until, since the last call, blocks arrived, or a job ended or lacked space."""
         with self._changed:
             wait_for(self._workers, lambda: self._has_news or self._loads.is_closed, timeout)
             self._has_news = False
@@ -223,7 +223,7 @@ class Loader:
         self._has_news |= job.done or not self._may_load(job)
 
     def _look_up(self, job: LoadJob) -> bool:
-        """Choose how many blocks of a job to load; if it has any, pass it to the other worker."""
+        """Look up a job's blocks and choose how many to load; queue the load if there are any."""
         state = job.state
         blocks = len(job.names) if state is None else state.count_blocks(state.span.stop)
         job.limit = self._limit(blocks)
@@ -328,7 +328,7 @@ class Loader:
             return True
 
     def _note_rate(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Average a measurement into the rate; replace the rate if computing had been faster."""
+        """Average a measurement into the rate; if loading was slower than computing, replace it."""
         rate = max(nbytes / max(seconds, 1e-9), _LEAST_RATE)
         if self.rate is None or (rate < self.rate and seconds > self._compute(blocks)):
             self.rate = rate
@@ -422,7 +422,7 @@ class Saver:
         return names
 
     def rest(self, on: bool) -> None:
-        """Turn rests of the worker on or off; a rest takes `_REST` times as long as its save."""
+        """Turn rests between saves on or off; they leave the cores to a running step."""
         if on is not self._rests:
             with self._changed:
                 self._rests = on

@@ -44,7 +44,11 @@ class _GivenUpError(BaseException):
 
 @dataclass(eq=False)
 class _Call:
-    """A call of a store. seconds: its deadline. is_load: a late call is no failure of the store."""
+    """A call of a store.
+
+    seconds: its deadline. is_load: if the deadline is shorter than `DEADLINE`, a late call does not
+    pause the store.
+    """
 
     store: "GuardedStore"
     began: float
@@ -139,7 +143,7 @@ class Worker:
 
     def give_up_late(self) -> None:
         """Replace the thread if its call of a store is late. Call with `changed` held."""
-        job = self._job if self._job in self.jobs else None  # it may be with another worker now
+        job = self._job if self._job in self.jobs else None  # it may have moved to another worker
         call = job.call if job is not None else None
         if job is not None and call is not None and call.store.give_up(call):
             job.spent += time.monotonic() - call.began

@@ -86,7 +86,9 @@ def test_other_alignments_are_refused(text: str) -> None:
 def test_a_declared_output_is_checked() -> None:
     output = Output("audio", parse_alignment("frames(4)"), dtype="float32")
     output.check(torch.zeros(12), 3)
-    with pytest.raises(EngineError, match=r"'audio' is \[3\]; declared frames\(4\), it has 12"):
+    with pytest.raises(
+        EngineError, match=r"'audio' has the shape \[3\]; declared as frames\(4\), it needs 12"
+    ):
         output.check(torch.zeros(3), 3)
     with pytest.raises(EngineError, match="float64, declared float32"):
         output.check(torch.zeros(12, dtype=torch.float64), 3)

@@ -120,7 +120,10 @@ class AdapterNames(ABC):
         return named[name]
 
     def require(self, choice: str | LoRARequest | None, in_engine: InEngine) -> str | None:
-        """Return an adapter's name, after loading the adapter if necessary. Raises as `load`."""
+        """Return an adapter's name; load the adapter if necessary.
+
+        Raises the same exceptions as `load`.
+        """
         if not isinstance(choice, LoRARequest):
             return choice
         folder = adapter_folder(choice.lora_path)

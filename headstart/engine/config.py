@@ -49,7 +49,7 @@ class EngineConfig(CacheOptions):
     max_num_batched_tokens: int = option(2048, "maximum tokens computed in a step", _COUNTS)
     max_num_seqs: int = option(256, "maximum number of running requests", _COUNTS)
     max_bypassed: int = option(
-        8, "maximum times that better hits may bypass a request", Number(int, 0)
+        8, "maximum times that requests with better hits bypass a request", Number(int, 0)
     )
     speculation: int | str = option(
         "auto",
@@ -73,7 +73,7 @@ class EngineConfig(CacheOptions):
     remote_cache: str | None = option(
         None, "Valkey or Redis server for K/V that machines share, redis://host:port/db"
     )
-    seed: int = option(0, "seed of requests without a seed", SEEDS)
+    seed: int = option(0, "requests that set no seed get this seed, seed + 1, ...", SEEDS)
     debug: bool = option(False, "check every invariant of the cache after every step")
 
     def __post_init__(self) -> None:
@@ -135,11 +135,12 @@ def _quotas(root: Path) -> Iterator[float]:
     """Yield the CPU quotas of this process's control group and its parents, in CPUs."""
     mount = root / "sys/fs/cgroup"
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, place = line.split(":", 2)
+        _, controllers, group_path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # In a container this may be the host's path, and only the mount itself exists.
-        group = Path(place.lstrip("/"))
+        # In a container, this may be a path of the host, which the mount does not have. The last
+        # parent is the mount itself, which is then the container's group.
+        group = Path(group_path.lstrip("/"))
         for part in (group, *group.parents):
             if controllers:
                 folder = mount / "cpu" / part

@@ -89,9 +89,9 @@ class Driver(Protocol):
     def awaited(self) -> AbstractContextManager[None]:
         """Return a context in which the caller waits for an answer.
 
-        Raises EngineError, when it is called or when the context is entered, if the wait would
-        never end. Such callers are the engine's thread, a coroutine that the engine's work started,
-        and the work of another engine for which this engine waits.
+        Raises EngineError if the wait would never end, either at the call or when the context is
+        entered. The wait would never end in the engine's thread, in a coroutine that the engine's
+        work started, and in the work of another engine for which this engine waits.
         """
 
     def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None:
@@ -180,13 +180,14 @@ class WaitGraph:
         """Mark that the caller waits for this engine.
 
         Raises EngineError if the wait would never end: within this engine's work, or within work
-        that this engine waits for. For example, logits processors of two engines may call the other
-        engine.
+        that this engine waits for. For example, the logits processors of two engines may each call
+        the other engine.
         """
         if (caller := _current.get()) is None:
             yield
             return
-        caller.awaited.append(self)  # before the search: one of two simultaneous waits must fail
+        # Before the search, so that at least one of two simultaneous waits finds the other.
+        caller.awaited.append(self)
         try:
             visited: set[_Work | None] = {None}
             pending = [self]
@@ -227,7 +228,8 @@ class LocalDriver:
         # Not `Thread.is_alive`: in Python 3.11, Ctrl-C in that method marks a running thread as
         # ended.
         self._has_exited = False
-        self._exited: queue.SimpleQueue[None] = queue.SimpleQueue()  # an item: the thread exits
+        # Gets an item when the thread exits.
+        self._exited: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._waits = WaitGraph()
         self._ended: EngineError | None = None  # set when no more orders are accepted
 
@@ -296,9 +298,10 @@ class LocalDriver:
     ) -> Answer:
         """Return the next item from the engine's thread.
 
-        Raises EngineError if no item will come: the thread has ended, or all of `groups` have. The
-        garbage collector may call this when it closes a stream. So `items` must be a `SimpleQueue`,
-        which holds no lock while the collector runs.
+        Raises EngineError if no item will come: the thread has ended, or all of `groups` have.
+
+        `items` must be a `SimpleQueue`. The garbage collector may run within a method of a queue,
+        close a stream, and so call this. A `queue.Queue` would then wait for its own lock.
         """
         with self.awaited():
             while True:

@@ -352,9 +352,9 @@ class EngineCore:
     ) -> None:
         """Append the drafted tokens that the sampler also chooses, and its next token.
 
-        token: the last token of the request. number: the part's index in the step. A draft with K
-        or V that are not finite is rejected. If the sampler chooses its tokens in later steps, the
-        request ends with an error.
+        token: the last token of the request. number: the part's index in the step. A draft whose K
+        or V are not finite is rejected without an error. If the sampler later chooses a token with
+        such K or V, the step that computes the token ends the request with an error.
         """
         request, num_accepted = part.request, 0
         row = sum(logits.counts[:number])  # its logits gave the token

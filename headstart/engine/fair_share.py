@@ -4,7 +4,7 @@ Start-time fair queueing (Goyal, Vin, Cheng, 1996). Every request gets a turn wh
 turn is a point in virtual time; turns determine the order of requests of one priority:
 
     turn  = max(now - credit, service of its owner / weight of its owner)
-    now   = the latest point that any owner's first unfinished prompt has reached
+    now   = the latest point that the first unfinished prompt of any owner has reached so far
 
 A prompt advances from its turn by its computed tokens, divided by the weight of its owner.
 
@@ -138,7 +138,8 @@ class FairShare:
         lag = self._now + self._step - min(turns, default=self._now + self._step)
         if lag < self._step:
             return False
-        # No turn moves beyond this bound, or `now` would follow the turn and the lag would double.
+        # Without this bound, `now` would jump to a turn that moved far ahead, and the lag of the
+        # other owners would double.
         bound = self._now + self._step + self._credit
         for owner, first in delayed.items():
             shift = min(lag, max(0.0, bound - self._rank(first)[1]))
@@ -178,7 +179,10 @@ class FairShare:
         return request in self._guesses
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """Return `stop`, or None or `start` while another owner goes first."""
+        """Return `stop` unless another owner goes first or a waiting request lacks space.
+
+        In these cases, return `start` for a running request and None for a waiting request.
+        """
         owner = self._owners[self._name(request)]
         runs = request in owner.running
         if len(self._owners) == 1 or (runs and request not in owner.unread):
@@ -282,7 +286,7 @@ class FairShare:
         if request not in owner.running:
             owner.lacks_space = False
             owner.running.add(request)
-            # Charge the admission. If a failed step rolled back the last one, replace its charge.
+            # If a failed step rolled back the last admission, replace the charge for it.
             times = request.num_preemptions
             cost = (len(request.sequence.token_ids) if times else 0) - start
             last_times, charged, _ = self._admissions.get(request, (-1, 0, 0))

@@ -1,6 +1,6 @@
 """The engine's metrics, under vLLM's names where vLLM has them.
 
-`LLM.get_metrics` returns them, the server's `/metrics` formats them for Prometheus.
+`LLM.get_metrics` returns them, and the server's `/metrics` formats them for Prometheus.
 """
 
 from __future__ import annotations
@@ -152,12 +152,12 @@ def read_metrics(engine: EngineCore) -> list[Metric]:
 
 
 def _read_drafts(drafting: Drafting) -> list[Metric]:
-    by_position = enumerate(drafting.accepted_by_position)
+    accepted = enumerate(drafting.accepted_by_position)
     return [
         Counter("vllm:spec_decode_num_drafts", {}, drafting.num_drafts),
         Counter("vllm:spec_decode_num_draft_tokens", {}, drafting.num_drafted),
         Counter("vllm:spec_decode_num_accepted_tokens", {}, drafting.num_accepted),
-        *(Counter(_BY_POSITION, {"position": str(place)}, count) for place, count in by_position),
+        *(Counter(_BY_POSITION, {"position": str(position)}, n) for position, n in accepted),
     ]
 
 

@@ -23,7 +23,7 @@ MAX_BAD_WORDS = 1024
 MAX_LOGPROBS = 1000
 MAX_ANSWERS = 64
 MAX_STOPS = 1024
-MAX_STOP_CHARACTERS = 2**14  # in all stop strings together; each token costs a search
+MAX_STOP_CHARACTERS = 2**14  # of all stop strings; the text is searched for them at each token
 _LEAST_TEMPERATURE = 1e-5
 
 SEEDS = Number(int, -(2**63), 2**63 - 1)

@@ -57,7 +57,7 @@ def identify(
 ) -> ModelRecord:
     """Return the model's record for a store. Reads all weights unless `folder` has their digest.
 
-    rows: the rows that are stored with K/V.
+    rows: outputs of a pipeline's stage that are stored with K/V.
     """
     parts = [_LAYOUT, _weights(decoder, folder), str(decoder.dtype), repr(decoder.layouts)]
     if decoder.state_layouts:
@@ -91,7 +91,7 @@ def identify(
 
 
 def _quantized_layers(decoder: DecoderModel) -> list[str]:
-    """Return a text for each quantized layer: its format, and whether its product rounds rows."""
+    """Return a text for each quantized layer: its format, and whether its inputs are rounded."""
     layers = []
     for name, module in sorted(decoder.module.named_modules()):
         matrix = module.matrix if isinstance(module, Linear | Embedding) else None
@@ -104,7 +104,7 @@ def _quantized_layers(decoder: DecoderModel) -> list[str]:
 
 
 def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -> list[str]:
-    """Return, for display, the properties that distinguish K/V of models from the same files."""
+    """Return display texts of the options on which the K/V of a model depend, such as its dtype."""
     kinds = [str(decoder.dtype).removeprefix("torch.")]
     layers = [layer.matrix for layer in decoder.module.modules() if isinstance(layer, Linear)]
     quantized = [matrix for matrix in layers if matrix.kind is not None]
@@ -396,7 +396,8 @@ def make_engine_parts(
 ) -> EngineParts:
     """Return memory, cache and stores for a model. Raises ConfigError or OutOfMemoryError.
 
-    rows: the rows that are stored with K/V. is_observed: make the manager an `ObservedManager`.
+    rows: outputs of a pipeline's stage that are stored with K/V. is_observed: make the manager an
+    `ObservedManager`.
     """
     vision: VisionModel | None = None
     # Image processors take seconds to import.

@@ -166,7 +166,7 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """True if cached blocks may replace tokens of its prompt."""
+        """True if the prompt may hit cached blocks."""
         return not (self.needs_prompt_logits or self.group.params.skip_reading_prefix_cache)
 
     @property

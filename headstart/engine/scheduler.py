@@ -19,7 +19,8 @@ requests of the same priority are in the order of their turns (`fair_share.py`).
 A limit (`step.py`) may allow fewer tokens of a request in a step, or none. A running request then
 waits in its place. If limits stop all running requests, the request admitted last is preempted. A
 waiting request that a limit stops is bypassed, as above. A waiting request that lacks blocks is
-bypassed only if limits stop all running requests. They may then be waiting for a later request.
+bypassed only if limits stop all running requests. Those running requests may be waiting for a
+request further back in the queue.
 
 While several owners are active, a step has fewer prompt tokens, so that a new request waits only
 for a short step. Decoding requests always have their token.
@@ -63,7 +64,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.waits_for_inputs = False
-        self._admitted: list[tuple[Request, int]] = []  # in the last step, with the first token
+        self._admitted: list[tuple[Request, int]] = []  # in the last step, with their cached tokens
         self._manager = manager
         self._max_tokens = config.max_num_batched_tokens
         self._max_running = config.max_num_seqs
@@ -114,7 +115,7 @@ class Scheduler:
         self._admitted.clear()
 
     def reset(self) -> None:
-        """Forget all requests, in any state that an exception left."""
+        """Forget all requests, after an exception at any point of a step."""
         for request in self._limited:
             self._leave_limits(request)
         self._limited.clear()

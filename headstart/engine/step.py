@@ -1,8 +1,8 @@
 """One step: its batch, its results, and the protocols of its limits and hooks.
 
-A limit may reduce the tokens of a request that a step computes. There are limits for adapters
-(`adapter_store.py`), image embeddings (`image_cache.py`), fair shares (`fair_share.py`), prefixes
-that are being loaded (`tiering/loads.py`), and, in a pipeline, inputs from another stage.
+A limit may reduce the number of tokens that a step computes for a request. There are limits for
+adapters (`adapter_store.py`), image embeddings (`image_cache.py`), fair shares (`fair_share.py`),
+prefixes that are being loaded (`tiering/loads.py`), and, in a pipeline, inputs from another stage.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class StepResult(NamedTuple):
 
 
 class Limit(Protocol):
-    """A limit of the tokens of a request that a step may compute. No method blocks."""
+    """A limit on the number of tokens that a step computes for a request. No method blocks."""
 
     def applies(self, request: Request) -> bool:
         """Return True if the limit may affect the request; called when it is queued or preempted.
@@ -88,7 +88,7 @@ class EngineHooks(Limit, Protocol):
     def stored_rows(self) -> BlockRows | None: ...
 
     def usable_blocks(self, request: Request, found: ComputedBlocks) -> int:
-        """Return how many of the cached blocks the request may skip. Changes nothing."""
+        """Return the number of leading cached blocks that the request may hit. Changes nothing."""
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         """Note that the request was admitted, perhaps again, with this many cached tokens."""

@@ -11,7 +11,8 @@ from headstart.errors import RequestError
 from headstart.validation import OneOf, check_fields, check_utf8, describe, option, shorten
 
 MAX_BYTES = 65_536
-MAX_CHOICE_BYTES = 2**20  # all choices are one terminal, so more text does not slow the masks
+# All choices are one terminal of the grammar, and its length does not slow masks.
+MAX_CHOICE_BYTES = 2**20
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _ANY_OBJECT = '{"type": "object"}'
 WHITESPACE = r"[ \t]|\r?\n[ \t]{0,20}"

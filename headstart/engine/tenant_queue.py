@@ -108,9 +108,10 @@ class TenantQueue(ThreadPoolExecutor):
                 self._changed.notify_all()
 
     def _take(self) -> tuple[str, _Job] | None:
-        """Wait for a job that may run; return its tenant, the one served longest ago, and the job.
+        """Wait for a job that may run; return its tenant and the job.
 
-        Return None once the queue is closed and no job waits.
+        The tenant that was served longest ago goes first. Return None once the queue is closed and
+        no job waits.
         """
         with self._changed:
             while self._waiting or self._closed is None:

@@ -461,7 +461,7 @@ class Loads:
             written[state.tier] += load.position - load.start
 
     def _take_state(self, load: Load, num_blocks: int) -> LoadedBlock | None:
-        """Take slots for the last tokens before a state; return the state, None after a failure."""
+        """Take slots for the last tokens before a state; return the state, or None on failure."""
         depth, rows = divmod(load.position, self.manager.block_size)
         if not load.has_state or load.sequence is None or load.next + num_blocks != depth:
             return None  # the load was cancelled
@@ -482,8 +482,8 @@ class Loads:
     def _can_take_in(self, load: Load) -> bool:
         """Return True if blocks of a load can be written to the pool.
 
-        The pool must have space for its whole request. Only one load holds blocks at a time, since
-        two loads could each hold blocks that the other needs.
+        The pool must have space for the load's whole request. Only one load holds blocks at a time,
+        since two loads could each hold blocks that the other needs.
         """
         if load.sequence is not None:
             return True
@@ -514,7 +514,7 @@ class Loads:
                 items=[item for item in wanted.items if item.offset + item.length <= length],
                 public=wanted.public,
             )
-            sequence.is_counted = False  # the waiting request is counted instead
+            sequence.is_counted = False  # statistics count the waiting request
             sequence.is_loaded = True
             computed = self.manager.get_computed_blocks(sequence)
             load.next = len(computed.blocks)

@@ -1,13 +1,14 @@
 """Checkpoints of recurrent states in tiers.
 
-A checkpoint is stored as a separate record in a store of states. Its name hashes two things: the
-hash of its last full block, which covers all earlier tokens, and the tokens after that block. Its
-bytes are the states, followed by the K/V of the tokens after the block, since other records have
-the K/V of full blocks only.
+A checkpoint is stored as a separate record in a store of states. Its name is a hash of two inputs:
+the hash of its last full block, which covers all earlier tokens, and the tokens after that block.
+Its bytes are the states, followed by the K/V of the tokens after the block, since other records
+have the K/V of full blocks only.
 
-The stores get the last checkpoints of a prompt and of a reply, the checkpoints at marks and forks,
-and one checkpoint near the end of a prompt. A checkpoint that is less than `min_gain` tokens after
-the previous stored checkpoint of its path is not stored. A checkpoint is offered to the stores when
+The stores get the checkpoints before the last token of a prompt, at the end of a reply, at marks,
+and at forks. Of a prompt's checkpoints at regular intervals they get only one, near the end; see
+`headstart/cache/states.py`. A checkpoint that is less than `min_gain` tokens after the previous
+stored checkpoint of its path is not stored. A checkpoint is offered to the stores when
 the K/V of its last tokens can be read: when these tokens fill a block, or when their request ends.
 """
 

@@ -105,7 +105,7 @@ class Tiers:
         self._state_offers: StateOffers | None = None
         if states is not None:
             self._state_offers = StateOffers(manager, states, self._savers[2], self._token_seconds)
-        self.loads = Loads(manager, payload, self._loader, self._choose, self._take_slots, states)
+        self.loads = Loads(manager, payload, self._loader, self._choose, self._note_load, states)
         self._step_start = 0.0
         self._requested_at = 0.0  # arrival of the step's oldest request, in seconds since 1970
         self._times_declined = 0
@@ -222,8 +222,8 @@ class Tiers:
                 if not request.num_preemptions:  # the first admission counts
                     request.group.loaded = segments
 
-    def _take_slots(self, request: Request, blocks: list[LoadedBlock]) -> None:
-        """Note the blocks that a load took; save them in the nearest tier if some are not in it."""
+    def _note_load(self, request: Request, blocks: list[LoadedBlock]) -> None:
+        """Note the blocks of a load; save them in the nearest tier if some are not in it."""
         is_saved = all(block.tier == self._tiers[0].tier for block in blocks)
         self._note(_wall_time(request.group.arrival_time), is_saved=is_saved)
 
@@ -293,7 +293,7 @@ class Tiers:
         self.roll_back()
 
     def clear(self) -> None:
-        """Clear all stores. Raises TierError, after calling all, if blocks may be left."""
+        """Clear all stores. Raises TierError at the end if blocks may remain in a store."""
         self.loads.end_all()
         self._offers.roll_back()
         done = [self.image_loads.forget_all(_LAST_SAVES)]

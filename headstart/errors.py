@@ -15,7 +15,7 @@
      ├ OutOfMemoryError        not enough memory for the model, or for one request alone
      ├ CacheError              misuse of the cache manager: double free, unknown sequence
      └ EngineError             a step failed and its requests ended, or the engine is closed
-        ├ NoTokenError            a request's bans leave no next token; only it ends
+        ├ NoTokenError            a request's bans leave no next token; only this request ends
         ├ ReplicaLostError        the replica that answered died; only its own requests end
         └ TierError               after a reset, a tier may still hold blocks
 

@@ -25,7 +25,7 @@ def load_module(name: str) -> ModuleType:
 
     The objects of 3,000 modules are never freed. Scanning them took a quarter of the import time,
     and later 0.1 s of an engine step. So they are frozen after the import. Garbage is collected
-    before it.
+    before the import.
     """
     if name in sys.modules:
         return import_module(name)  # waits if another thread is importing it

@@ -1,4 +1,4 @@
-"""The names of `vllm.logger`."""
+"""Names of `vllm.logger`, for programs written for vLLM."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The names of `vllm.logprobs`."""
+"""Names of `vllm.logprobs`, for programs written for vLLM."""
 
 from headstart.engine.outputs import Logprob
 

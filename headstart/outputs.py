@@ -1,4 +1,4 @@
-"""The names of `vllm.outputs`."""
+"""Names of `vllm.outputs`, for programs written for vLLM."""
 
 from headstart.engine.outputs import CompletionOutput, Logprob, RequestOutput
 

@@ -1,4 +1,4 @@
-"""The names of `vllm.sequence`."""
+"""Names of `vllm.sequence`, for programs written for vLLM."""
 
 from headstart.engine.outputs import Logprob
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol, Union, get_args, get_origin, get_t
 
 from headstart.errors import HeadstartError, RequestError
 
-NOT_AN_OPTION = "not an option of headstart; docs/vllm.md lists them"
+NOT_AN_OPTION = "not an option of headstart; see docs/vllm.md"
 
 _MAX_TEXT = 300
 _MAX_INTEGER_BITS = 256  # Python refuses to write integers of more than 4,300 digits

@@ -47,7 +47,7 @@ _FUNCTIONS = {
     torch.float32: "headstart_attend_float32",
     torch.int8: "headstart_attend_int8",
 }
-# With at least so many keys in a part, another thread saves more time than it costs.
+# If a part has at least this many keys, another thread for it saves more time than it costs.
 SPLIT_KEYS = 512
 _GRAIN = 16  # the length of a part of keys is a multiple of this
 # Spans of at most this many rows, such as drafts, are computed row by row.
@@ -203,7 +203,8 @@ class PoolSteps:
         self._longest = max((span.context for span in plan.spans), default=0)
         self._tables.fill([span.block_ids for span in plan.spans])
         self._plan = plan
-        # If a context is longer than the widest window, every layer of the pool hides tokens of it.
+        # If a context is longer than the widest window, every layer of the pool masks a part of
+        # this context, and no layer shares.
         may_share = self.window is None or self._longest <= self.window
         if self._planner is not None and may_share:
             shared = self._planner.plan(plan.decoding)

@@ -75,8 +75,10 @@ def attend_with(
 ) -> AttentionFunction:
     """Return a function that passes a layer's call to a backend, whose step must have begun.
 
-    number: returns the index of a layer in the backend's memory. transformers holds the function
-    forever. So that the backend's memory can be freed, the function refers to it weakly.
+    number: returns the index of a layer in the backend's memory.
+
+    transformers holds the function forever. The function has only a weak reference to the backend,
+    so that the backend's memory can be freed.
     """
     reference = weakref.ref(backend)
 

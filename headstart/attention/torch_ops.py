@@ -63,8 +63,8 @@ class TorchAttention:
         self._longest = max((span.context for span in plan.spans), default=0)
         self._finite = []
         for pool, part in enumerate(memory.plans(plan)):
-            # If a context is longer than the widest window, every layer of the second pool hides
-            # tokens of it.
+            # If a context is longer than the widest window, every layer of the second pool masks a
+            # part of this context, and no layer shares.
             may_share = pool == 0 or self._longest <= memory.window
             shared = None
             if self._planners and may_share:

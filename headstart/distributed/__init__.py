@@ -1,4 +1,4 @@
-"""The names of `vllm.distributed`."""
+"""Names of `vllm.distributed`, for programs written for vLLM."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""The names of `vllm.distributed.parallel_state`."""
+"""Names of `vllm.distributed.parallel_state`, for programs written for vLLM."""
 
 from headstart.distributed import cleanup_dist_env_and_memory
 

@@ -1,4 +1,4 @@
-"""The names of `vllm.engine.arg_utils`."""
+"""Names of `vllm.engine.arg_utils`, for programs written for vLLM."""
 
 from headstart.frontend.vllm_compat import AsyncEngineArgs, EngineArgs
 

@@ -1,4 +1,4 @@
-"""The names of `vllm.engine.llm_engine`."""
+"""Names of `vllm.engine.llm_engine`, for programs written for vLLM."""
 
 from headstart.frontend.llm import LLMEngine
 

@@ -1,4 +1,4 @@
-"""The names of `vllm.entrypoints`."""
+"""Names of `vllm.entrypoints`, for programs written for vLLM."""
 
 from headstart.frontend.llm import LLM
 

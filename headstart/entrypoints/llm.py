@@ -1,4 +1,4 @@
-"""The names of `vllm.entrypoints.llm`."""
+"""Names of `vllm.entrypoints.llm`, for programs written for vLLM."""
 
 from headstart.frontend.llm import LLM
 

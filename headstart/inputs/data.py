@@ -1,4 +1,4 @@
-"""The names of `vllm.inputs.data`."""
+"""Names of `vllm.inputs.data`, for programs written for vLLM."""
 
 from headstart.frontend.vllm_compat import PromptType, TextPrompt, TokensPrompt
 

@@ -1,4 +1,4 @@
-"""The names of `vllm.lora.request`."""
+"""Names of `vllm.lora.request`, for programs written for vLLM."""
 
 from headstart.engine.adapter_names import LoRARequest
 

@@ -15,7 +15,7 @@ from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
 from headstart.validation import describe
 from headstart.weights.products import choose_product
-from headstart.weights.scheme import is_read
+from headstart.weights.scheme import is_supported
 
 # If memory runs out on a CPU, torch raises a RuntimeError with one of these texts.
 _TEXTS = ("DefaultCPUAllocator: can't allocate", os.strerror(errno.ENOMEM))
@@ -91,7 +91,7 @@ def _slow_dtypes(folder: Path, device: torch.device) -> set[str]:
         return set()
     content = read_json(folder / "config.json")
     dtypes = {str(value) for _, value in find_values(content, {"dtype", "torch_dtype"})}
-    if not dtypes <= {"bfloat16", "float16"} or not is_read(content):
+    if not dtypes <= {"bfloat16", "float16"} or not is_supported(content):
         return set()
     return dtypes
 

@@ -211,7 +211,7 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
     """
     both_ways = getattr(config, "use_bidirectional_attention", None)
     if both_ways or getattr(config, "is_causal", True) is False:
-        raise UnsupportedLayerError("its tokens see later tokens")
+        raise UnsupportedLayerError("its attention is not causal")
     key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
     name = getattr(config, key)
     if name not in _ACTIVATIONS:

@@ -1,4 +1,4 @@
-"""The names of `vllm.multimodal.utils`."""
+"""Names of `vllm.multimodal.utils`, for programs written for vLLM."""
 
 import base64
 import io

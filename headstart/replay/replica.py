@@ -57,7 +57,7 @@ class SpeedModel:
 
 @dataclass(slots=True, eq=False)
 class ReplayRequest:
-    """A request: its sequence of units, and the times of its events.
+    """A request: its sequence of units (see `headstart.replay.trace`), and the times of its events.
 
     num_blocks: number of blocks of prompt and reply. reply: unit ids of the reply after the
     prompt's last unit. is_moved: another replica computed its prompt and sent the K/V. computed:

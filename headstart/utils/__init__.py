@@ -1,4 +1,4 @@
-"""The names of `vllm.utils` that programs import."""
+"""Names of `vllm.utils`, for programs written for vLLM."""
 
 from uuid import uuid4
 

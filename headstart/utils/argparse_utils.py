@@ -1,4 +1,4 @@
-"""The names of `vllm.utils.argparse_utils`."""
+"""Names of `vllm.utils.argparse_utils`, for programs written for vLLM."""
 
 import argparse
 import json

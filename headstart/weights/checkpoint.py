@@ -25,11 +25,11 @@ _DTYPES = {
 FLOATS = frozenset(_DTYPES.values())
 """The supported dtypes of float weights."""
 
-SAVED_SO = (
+DAMAGED_FILE_HINT = (
     "in the file itself: the file is damaged, or was saved with such weights; download the model "
     "again"
 )
-"""The end of errors about wrong weights in a file."""
+"""The last part of an error about NaN or infinities in a weight file."""
 
 
 class Checkpoint(ABC):
@@ -101,7 +101,7 @@ class SafetensorsCheckpoint(Checkpoint):
                     self.entries[name] = Entry(file, name, shape, part.get_dtype())
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Rename tensors. names: the new names by the names in the files."""
+        """Rename tensors. names: maps names in the files to new names."""
         self.entries = {names.get(name, name): entry for name, entry in self.entries.items()}
 
     @property

@@ -3,6 +3,9 @@
 A `WeightFormat` is a matrix in one layout, with the bias of its layer. `Linear` and `Embedding`
 work with any format, and may share a matrix. A new format is a subclass, with an entry in
 `headstart.weights.quantize.FORMATS` if weights are rounded to it.
+
+Input rows are the rows that a matrix multiplies, such as hidden states. The rows of the matrix
+itself are read by number, for an embedding.
 """
 
 import math
@@ -22,7 +25,7 @@ WeightKind = Literal["int8", "int5", "int4"]
 """The bits of quantized weights."""
 
 REVISIONS: dict[WeightKind, int] = {"int8": 6, "int5": 3, "int4": 4}
-"""Versions of the rounding of weights and rows. Increase a version when its results change."""
+"""Versions of the rounding of weights and input rows. Increase one when its results change."""
 
 PREQUANTIZED_REVISION = 4
 """Version of the reader for already quantized weights. Increase it when its results change."""
@@ -50,7 +53,7 @@ class WeightFormat(ABC):
     name: str
     table_name = "QuantizedEmbedding"
     rounding = 0.0
-    """The step to which a product rounds a row, relative to the row's largest element."""
+    """The step to which a product rounds an input row, relative to the row's largest element."""
 
     is_prequantized = False
     """True if the quantized values come from the checkpoint, so no weight was rounded here."""
@@ -79,25 +82,25 @@ class WeightFormat(ABC):
         return self.rows(torch.arange(self.outputs))
 
     def struct(self, dtype: torch.dtype) -> Weight | None:
-        """Return the kernels' struct for rows in `dtype`; None if no kernel multiplies them."""
+        """Return the kernels' struct for input rows in `dtype`; None without a kernel."""
         if self.product is None or self.product.dtype != dtype:
             return None
         return self.product.struct
 
     @property
     def rounds_rows(self) -> bool:
-        """True if a compiled product rounds rows to 8 bits."""
+        """True if a compiled product rounds input rows to 8 bits."""
         return self.kind is not None and self.struct(torch.float32) is not None
 
     @property
     def computes_float32(self) -> bool:
-        """True if rows of any dtype are multiplied in float32."""
+        """True if input rows of any dtype are multiplied in float32."""
         return self.kind is not None and self.struct(torch.bfloat16) is None
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return `x` `[..., inputs]` times the matrix plus the bias, `[..., outputs]` in x's dtype.
 
-        The result of a row that is not finite is not finite.
+        An input row with NaN or infinities has a result that is not finite.
         """
         if not x.numel():
             return x.new_empty((*x.shape[:-1], self.outputs))

@@ -169,7 +169,7 @@ class Metadata:
         return values
 
     def kv_heads(self, heads: int) -> int:
-        """Return the heads of K and V in layers with attention."""
+        """Return the number of KV heads in layers with attention."""
         value = self.get("attention.head_count_kv")
         if self._prefix not in _KV_HEADS_BY_LAYER or not isinstance(value, list):
             return self.count("attention.head_count_kv", heads) or heads
@@ -180,7 +180,11 @@ class Metadata:
 
 
 class TiledHeads(NamedTuple):
-    """Value heads in llama.cpp's order: the first one of each key head, then the second ones."""
+    """Value heads in llama.cpp's order.
+
+    The first value head of each key head comes first, then the second value head of each key head,
+    and so on.
+    """
 
     key_heads: int
     heads: int
@@ -230,9 +234,9 @@ class GGUFCheckpoint(Checkpoint):
             width = metadata.count("ssm.inner_size") // values
             self._tiled = TiledHeads(metadata.count("ssm.group_count"), values, width)
         self._tensors: dict[str, Any] = {}
-        # headstart does not use the last layers, which predict further tokens.
-        further = metadata.count("nextn_predict_layers", 0)
-        last = metadata.count("block_count") - further if further else None
+        # The last layers are for multi-token prediction. headstart does not use them.
+        num_mtp_layers = metadata.count("nextn_predict_layers", 0)
+        last = metadata.count("block_count") - num_mtp_layers if num_mtp_layers else None
         for tensor in reader.tensors:
             match = _TENSOR_NAME.fullmatch(tensor.name)
             if last is not None and match and match[1] and int(match[1]) >= last:
@@ -244,7 +248,8 @@ class GGUFCheckpoint(Checkpoint):
                 self._tensors[name] = tensor
         rotated, query = metadata.get("rope.dimension_count"), self.shapes.get(_QUERY)
         if self._architecture in ("qwen35", "gemma4"):
-            # Qwen3.5 rotates only a part of each head. Gemma 4's number is that of other layers.
+            # Qwen3.5 rotates only a part of each head. In Gemma 4, the number is for layers with
+            # full attention, and layer 0 has a sliding window.
             rotated = None
         if rotated is not None and query is not None and rotated * heads != query[0]:
             raise UnsupportedLayerError(f"only {rotated} elements of each head are rotated")
@@ -252,14 +257,14 @@ class GGUFCheckpoint(Checkpoint):
     def _check_keys(self, metadata: Metadata) -> None:
         """Raise `UnsupportedLayerError` for unsupported settings that would change answers."""
         scaling = metadata.get("rope.scaling.type")
-        is_read = self._architecture == "gemma3" and scaling == "linear"
-        if scaling not in (None, "none") and not is_read:
+        is_supported = self._architecture == "gemma3" and scaling == "linear"
+        if scaling not in (None, "none") and not is_supported:
             raise UnsupportedLayerError(f"its rotary positions are scaled ({scaling})")
         for name in _FACTORS if scaling is None else ():  # llama.cpp then uses linear scaling
             if (factor := metadata.get(name)) not in (None, 0, 1):
                 raise UnsupportedLayerError(f"its rotary positions are scaled ({name} {factor})")
         if not metadata.get("attention.causal", True):
-            raise UnsupportedLayerError("its tokens see later tokens")
+            raise UnsupportedLayerError("its attention is not causal")
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -320,7 +325,10 @@ class GGUFCheckpoint(Checkpoint):
         return read_weight(self._rows(name), type_name, self._gguf, groups)
 
     def log(self, tied: bool) -> None:
-        """Log the tensors' formats in the file and here; as a warning if weights are rounded."""
+        """Log how tensors of each format are stored in memory.
+
+        If weights are rounded again, the message is a warning.
+        """
         counts = Counter((self._type(n), self._describe_storage(n, tied)) for n in self._tensors)
         texts = [
             f"{count} {type_name} {storage}"

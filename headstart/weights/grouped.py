@@ -4,9 +4,9 @@
 
 With 8 bits, `value - 128` takes the place of `value`.
 
-Weights that are rounded here have 4.5 or 5.5 bits each: steps and starts are 8-bit integers. Their
-unit, one for each output, is a factor of `scales`. Steps and starts from files are float16, so
-these weights have 5, 6 or 9 bits each.
+Weights that are rounded here have 4.5 or 5.5 bits each: steps and starts are 8-bit integers, in a
+unit for each output. `scales` is multiplied by this unit. Steps and starts from files are float16,
+so these weights have 5, 6 or 9 bits each.
 
 `scales` has a factor for each output, `columns` for each input. They make outputs and inputs
 equally large before rounding, so that a small input does not get the step of its large neighbors.
@@ -114,8 +114,8 @@ class GroupedValues(NamedTuple):
     def store(
         self, bias: Tensor | None, rows: torch.dtype = torch.float32, table: bool = False
     ) -> "GroupedWeight":
-        """Return the matrix for rows in a dtype. table: its rows are also read by number."""
-        # Reading a row of AMX's panels would copy the whole weight.
+        """Return the matrix. rows: the dtype of input rows. table: it is also an embedding."""
+        # Reading one row of the matrix from AMX's panels would copy the whole matrix.
         return GroupedWeight(self, bias, torch.float32 if table else rows)
 
 
@@ -224,7 +224,7 @@ _KINDS: dict[int, tuple[WeightKind, str]] = {
 
 
 class GroupedWeight(WeightFormat):
-    """A weight in groups, laid out for its product with rows in a dtype.
+    """A weight in groups, laid out for its product with input rows in a dtype.
 
     With 8 bits, the product of integers is used for bfloat16 rows too, even with AMX.
     """

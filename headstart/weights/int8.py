@@ -67,7 +67,7 @@ class Int8Values(NamedTuple):
     def store(
         self, bias: Tensor | None, rows: torch.dtype = torch.float32, table: bool = False
     ) -> "Int8Weight":
-        """Return the matrix for rows in a dtype. table: its rows are also read by number."""
+        """Return the matrix. rows: the dtype of input rows. table: it is also an embedding."""
         return Int8Weight(self, bias, rows, table)
 
 
@@ -88,9 +88,10 @@ def quantize_int8(weight: Tensor) -> Int8Values:
 
 
 class Int8Weight(WeightFormat):
-    """An int8 weight, laid out for its product with rows in a dtype.
+    """An int8 weight, laid out for its product with input rows in a dtype.
 
-    table: its rows are also read by number, which FBGEMM's layout does not allow.
+    table: the weight is also an embedding, so its rows are read by number. FBGEMM's layout does not
+    allow this.
     """
 
     kind: WeightKind | None = "int8"

@@ -47,8 +47,8 @@ from headstart.weights.scheme import Scheme
 _log = logging.getLogger(__name__)
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # fields of a word, in the order of the outputs
 _TINY = 1e-30
-# The exponents for 4 and 8 bits: in units of its output, every step is below 2**exponent. Starts
-# are at most 16 or 128 times as large, so they are in the range of float16.
+# By bits: steps, divided by the unit of their output (see `in_groups`), are below 2**exponent.
+# Starts are at most 16 (4 bits) or 128 (8 bits) times as large, so float16 can store them.
 _STEP_EXPONENTS = {4: 11, 8: 8}
 _MIDDLE = 128
 _MOST = 512.0  # twice the largest distance of a value from its zero point
@@ -92,9 +92,9 @@ class Grouped(NamedTuple):
         """Return the weight with the same values; None if its bits or groups are not supported.
 
         Each output has a unit, a power of two. Steps and starts are divided by it and rounded to
-        float16. The unit makes the largest step nearly 2048, or 256 with 8 bits, so that starts are
-        in the range of float16. Steps that were float16 stay exact unless the largest step of the
-        output is more than 2**21 times as large.
+        float16. Divided by the unit, the largest step is at least 1024 and below 2048 (with 8 bits,
+        128 and 256), so that float16 can store the starts. Steps that were float16 stay exact
+        unless the output's largest step is more than 2**24 (with 8 bits, 2**21) times as large.
         """
         inputs = len(self.groups)
         padded = nn.functional.pad(self.groups, (0, -inputs % GROUP), value=-1).view(-1, GROUP)
@@ -251,7 +251,7 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
     def kind(self, name: str) -> WeightKind | None:
         """Return int8 for a quantized weight, None for a float.
 
-        A quantized weight has this kind only if `packed` returns None.
+        The weight is rounded to this kind only if `packed` returns None.
         """
         return "int8" if name in self._weights else None
 

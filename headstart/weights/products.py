@@ -39,9 +39,9 @@ class CompiledProduct:
     """The product of rows and a weight, plus the weight's bias if it has one.
 
     dtype: the dtype of rows, float32 or bfloat16. values: on the CPU, in the layout that
-    `native/weight.h` describes for `kind`. scales: a factor for each output, float32 `[outputs]`,
-    for at most 8 bits. columns: a factor for each input, float32 `[inputs]`, or None; padded to
-    whole groups if rows are bfloat16.
+    `native/weight.h` describes for `kind`. scales: a factor for each output, float32 `[outputs]`;
+    None for weights of 16 bits. columns: a factor for each input, float32 `[inputs]`, or None. They
+    are padded to whole groups if rows are bfloat16.
 
     The result of a row has the same bits in any batch and on any number of threads. A copy, or an
     unpickled product, has separate memory. Raises `ModelError` without the kernels.

@@ -20,7 +20,8 @@ FORMATS: dict[WeightKind, Callable[[Tensor], StoredValues]] = {
 """The function that rounds floats `[outputs, inputs]` to a kind."""
 
 # Layers that weights="int4" stores in more bits. They are a third of the weights, and would cause
-# more than half of the error. With grouped-query attention, keys and values are a few percent.
+# more than half of the error. With grouped-query attention, `k_proj` and `v_proj`
+# are a few percent of the weights.
 _KEYS = frozenset({"k_proj", "v_proj"})
 _FUSED = frozenset({"qkv_proj", "gate_up_proj"})  # contain one of the layers above
 _MORE_BITS = _KEYS | {"o_proj", "up_proj"} | _FUSED
@@ -51,7 +52,7 @@ def quantize(
 ) -> WeightFormat:
     """Round a float weight `[outputs, inputs]` with a bias `[outputs]` or None.
 
-    rows: the dtype of the rows to multiply. table: rows of the weight are also read by number.
+    rows: the dtype of input rows. table: the weight is also an embedding.
     """
     return FORMATS[kind](weight).store(bias, rows, table)
 

@@ -12,7 +12,7 @@ from headstart.machine import return_freed_memory
 from headstart.native import advise
 from headstart.native.pages import ReadyMemory
 from headstart.weights.bf16 import Bf16Weight, PackedWeight, packed_bytes
-from headstart.weights.checkpoint import SAVED_SO, Checkpoint
+from headstart.weights.checkpoint import DAMAGED_FILE_HINT, Checkpoint
 from headstart.weights.format import Embedding, Linear, WeightFormat, WeightKind
 from headstart.weights.memory import Arena
 from headstart.weights.products import choose_product
@@ -64,7 +64,7 @@ class _Linear(nn.Linear):
 
 
 class TorchReader:
-    """A maker of torch modules from a checkpoint's tensors, in one dtype, on any device."""
+    """A reader that returns torch modules with weights in one dtype, on any device."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
@@ -119,14 +119,14 @@ class TorchReader:
         if _is_finite(weight):
             return
         if not _is_finite(self._checkpoint.tensor(name)):
-            raise DamagedModelError(f"{name} has weights that are not finite {SAVED_SO}")
+            raise DamagedModelError(f"{name} has weights that are not finite {DAMAGED_FILE_HINT}")
         raise UnsupportedModelError(
             f"{name} has weights that are not finite in {weight.dtype}; another dtype may help"
         )
 
 
 Reader = Outline | TorchReader
-"""A maker of modules and tensors from a checkpoint's tensors, by dotted name."""
+"""A reader that returns modules and tensors by their dotted names in a checkpoint."""
 
 
 class WeightReader(TorchReader):

@@ -79,7 +79,7 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme | None:
     return Scheme("gptq", frozenset({bits}), groups, None, is_ordered, zero_offset)
 
 
-def is_read(content: Mapping[str, Any]) -> bool:
+def is_supported(content: Mapping[str, Any]) -> bool:
     """Return True if weights are floats according to config.json, or have a supported scheme."""
     try:
         read_scheme(content)

@@ -163,16 +163,16 @@ def test_the_environment_goes_behind_the_command_line(served: Served) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("-tp 2", "--tensor-parallel-size is 2; not an option of headstart; docs/vllm.md lists "
-         "them"),
+        ("-tp 2", "--tensor-parallel-size is 2; not an option of headstart; see "
+         "docs/vllm.md"),
         ("--offload-params x", "--offload-params is ['x']; not an option of headstart; "
-         "docs/vllm.md lists them"),
+         "see docs/vllm.md"),
         ("--enable-sleep-mode", "--enable-sleep-mode is True; not an option of headstart; "
-         "docs/vllm.md lists them"),
+         "see docs/vllm.md"),
         ("--spec-method ngram", "--spec-method is 'ngram'; not an option of headstart; "
-         "docs/vllm.md lists them"),
+         "see docs/vllm.md"),
         ("--tool-call-parser pythonic", "--tool-call-parser is 'pythonic'; not an option of "
-         "headstart; docs/vllm.md lists them"),
+         "headstart; see docs/vllm.md"),
         ("--max-modl-len 2", "no such option '--max-modl-len'. Did you mean '--max-model-len'? "
          "See headstart serve --help"),
         ("--flurb", "no such option '--flurb'. See headstart serve --help"),

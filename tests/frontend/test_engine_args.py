@@ -98,7 +98,7 @@ def test_an_option_without_effect_takes_any_value(name: str) -> None:
 def test_an_option_that_is_not_here_takes_what_asks_for_nothing(name: str) -> None:
     for nothing in (None, *ENGINE[name].values):
         assert read_options("headstart-tiny", {name: nothing}).config == {}
-    with pytest.raises(ConfigError, match=f"^{name} is 'x'; not an option of headstart; docs/"):
+    with pytest.raises(ConfigError, match=f"^{name} is 'x'; not an option of headstart; see docs/"):
         LLM("headstart-tiny", **{name: "x"})
 
 
@@ -129,7 +129,7 @@ def test_an_option_that_works_is_checked(name: str) -> None:
 
 
 def test_an_unknown_option() -> None:
-    with pytest.raises(ConfigError, match=r"^max_modl_len is 3; not an option of headstart; docs/"):
+    with pytest.raises(ConfigError, match=r"^max_modl_len is 3; not an option of headstart; see"):
         LLM("headstart-tiny", max_modl_len=3)
     with pytest.raises(TypeError, match="'model'"):
         LLM()  # type: ignore[call-arg]

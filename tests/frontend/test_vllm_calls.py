@@ -85,7 +85,7 @@ def test_parameters_of_calls(llm: LLM, options: dict[str, Any]) -> None:
 def test_a_parameter_that_is_not_here_takes_no_value(
     llm: LLM, name: str, prompt: Any, option: dict[str, Any]
 ) -> None:
-    with pytest.raises(RequestError, match="not an option of headstart; docs/vllm"):
+    with pytest.raises(RequestError, match="not an option of headstart; see docs/vllm"):
         getattr(llm, name)(prompt, GREEDY, **option)
 
 

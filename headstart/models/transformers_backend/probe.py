@@ -60,7 +60,7 @@ from headstart.models.transformers_backend.recurrent import (
     find_mixers,
     has_recurrent_layers,
 )
-from headstart.weights.checkpoint import SAVED_SO
+from headstart.weights.checkpoint import DAMAGED_FILE_HINT
 from headstart.weights.format import Linear
 
 _Calls = Counter[int | None]
@@ -350,7 +350,7 @@ def _check_steps(
     if not torch.isfinite(expected).all():
         for name, weight in model.named_parameters():
             if torch.isnan(weight.float()).any():
-                raise DamagedModelError(f"{name} has weights that are NaN {SAVED_SO}")
+                raise DamagedModelError(f"{name} has weights that are NaN {DAMAGED_FILE_HINT}")
         raise UnsupportedModelError(
             f"{type(model).__name__} computes logits that are not finite in {model.dtype}, with "
             "transformers' own attention; another dtype may help"

@@ -1,4 +1,4 @@
-"""The names of `vllm.v1.engine.llm_engine`."""
+"""Names of `vllm.v1.engine.llm_engine`, for programs written for vLLM."""
 
 from headstart.frontend.llm import LLMEngine
 

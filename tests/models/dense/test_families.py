@@ -91,7 +91,7 @@ def shape_of(name: str, **changes: Any) -> DecoderShape:
     ("name", "changes", "reason"),
     [
         ("llama", {"hidden_act": "relu6"}, "activation is relu6"),
-        ("gemma2", {"use_bidirectional_attention": True}, "see later tokens"),
+        ("gemma2", {"use_bidirectional_attention": True}, "attention is not causal"),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
         ("qwen2", {"layer_types": ["full_attention"]}, "describes 1 of its 3 layers"),
         ("llama", {"num_key_value_heads": 4}, "6 heads for queries and 4 for K and V"),
@@ -100,7 +100,7 @@ def shape_of(name: str, **changes: Any) -> DecoderShape:
         ("llama", {"attention_bias": 1}, "attention_bias 1"),
         ("llama", {"rms_norm_eps": None}, "rms_norm_eps None"),
         ("llama", {"rms_norm_eps": float("inf")}, "its epsilon inf"),
-        ("qwen2", {"is_causal": False}, "see later tokens"),
+        ("qwen2", {"is_causal": False}, "attention is not causal"),
         ("mistral", {"sliding_window": 0}, "its window is 0"),
         ("phi3", {"sliding_window": "5"}, "its window is '5'"),
         ("phi3", {"sliding_window": True}, "its window is True"),
@@ -226,7 +226,7 @@ GEMMA4 = tiny_config("gemma4_text").to_dict()
     ("changes", "reason"),
     [
         ({"enable_moe_block": True, "num_experts": 4}, "it has 4 experts"),
-        ({"use_bidirectional_attention": "all"}, "see later tokens"),
+        ({"use_bidirectional_attention": "all"}, "attention is not causal"),
         ({"num_kv_shared_layers": 5}, "its layer 1 has no earlier layer to share K and V"),
         ({"vocab_size_per_layer_input": 130}, "per_layer_input is smaller than vocab_size"),
         ({"per_layer_config": {"1": {"head_dim": 24}}}, "its per_layer_config is"),

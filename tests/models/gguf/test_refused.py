@@ -112,7 +112,7 @@ def write_with(file: Path, add: Any) -> Path:
         ("add_uint32", "rope.dimension_count", 8, "8 elements of each head are rotated"),
         ("add_float32", "rope.scaling.factor", 4.0, r"positions are scaled \(rope.scaling.factor"),
         ("add_float32", "rope.scale_linear", 4.0, r"positions are scaled \(rope.scale_linear 4"),
-        ("add_bool", "attention.causal", False, "tokens see later tokens"),
+        ("add_bool", "attention.causal", False, "attention is not causal"),
     ],
 )
 def test_keys_that_change_answers_are_not_left_out(

@@ -3,7 +3,7 @@
     state    ref_cnt   node  on the free queue   found by lookup
     empty    0         None  yes                 no
     cached   0         set   yes                 yes
-    held     1 or more either no                 once it is full
+    held     1 or more any    no                 once it is full
 
 Source: "Automatic Prefix Caching" (vLLM v1 design), data structure.
 """
@@ -108,7 +108,7 @@ class Branches(PrefixNode):
 
 
 class RowCopy(NamedTuple):
-    """A copy of the first `num_rows` rows from one block to another. Made before the step.
+    """A copy of the first `num_rows` rows from one block to another, made before the step.
 
     source_window, target_window: the window blocks to copy between; -1 if no rows are copied.
     """

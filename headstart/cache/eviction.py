@@ -115,8 +115,8 @@ class AdaptiveLru(EmptyFirstLru):
     """`EmptyFirstLru` with retained blocks, and with an adaptive limit on partial blocks.
 
     A partial block holds fewer rows than a full block. After a one-shot request it is never hit;
-    after a turn of a chat, the next turn hits it. So the limit follows the hits: `claim` raises it
-    by `EARNED` for each partial block, and `take` lowers it by 1. Up to the limit, partial blocks
+    after a turn of a chat, the next turn hits it. So the limit follows the hits: `claim` adds
+    `EARNED` to it for each partial block, and `take` subtracts 1. Up to the limit, partial blocks
     are taken by recency, like full blocks. Partial blocks beyond the limit are taken before any
     full block, oldest first. O(1) per block.
 
@@ -129,7 +129,7 @@ class AdaptiveLru(EmptyFirstLru):
     def __init__(
         self, blocks: Sequence[KVCacheBlock], marks: Marks, max_length: int | None = None
     ) -> None:
-        """Put `blocks` on the queue. max_length: the queue's limit; default: `len(blocks)`."""
+        """Put `blocks` on the queue, which holds up to `max_length`; default: `len(blocks)`."""
         super().__init__(blocks)
         self._num_blocks = len(blocks) if max_length is None else max_length
         # Oldest first. In a dict, finding the first entry would pass over all deleted entries.

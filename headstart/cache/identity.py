@@ -13,8 +13,8 @@ Adapter and salt apply to every block of a prompt. They are not part of the keys
 root of the tree (`Namespace`).
 
 Blocks that are entirely within a public prefix are below the root of the salt `PUBLIC`, which no
-request has. The key of the first block after them begins with a frame with the request's salt. Its
-offset and length are 0; the length of an item is never 0.
+request has. The key of the first block after them begins with a frame of the request's salt. The
+frame's offset and length are 0; the length of an item is never 0.
 
     the salt "tenant 7", then the tokens 1 3:
     ffffffff 0 0 len(salt) salt | 01000000 03000000

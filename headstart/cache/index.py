@@ -145,7 +145,7 @@ class PrefixTree:
         return child
 
     def branch(self, parent: PrefixNode, only_child: PrefixNode) -> Branches:
-        """Replace an only child by `Branches` with this child."""
+        """Replace an only child with `Branches` that contain it."""
         branches = Branches(parent)
         branches.nodes[only_child.key] = only_child
         parent.child = branches
@@ -245,7 +245,7 @@ class PrefixIndex(PrefixTree):
         return node, blocks
 
     def branch(self, parent: PrefixNode, only_child: PrefixNode) -> Branches:
-        """Replace an only child by `Branches` with this child; order the child if it is written."""
+        """Replace an only child with `Branches` that contain it; if it is written, order it."""
         branches = super().branch(parent, only_child)
         if only_child.block is not None:
             if only_child.block in self.unwritten:
@@ -278,7 +278,7 @@ class PrefixIndex(PrefixTree):
                 _add_key(node, parent.child.order)
 
     def replace(self, node: PrefixNode, block: KVCacheBlock) -> None:
-        """Replace the node's block by another block with the same content."""
+        """Replace the node's block with another block of the same content."""
         node.block = block
         assert node.parent is not None
         branches = node.parent.child

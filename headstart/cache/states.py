@@ -10,8 +10,8 @@ and at forks. A fork is a position where a lookup found K/V but no state.
 
 When no slot is free, the checkpoint with the least value is dropped (GreedyDual: Young, "On-line
 file caching", 1998). The value is the clock at its last use plus the number of tokens that it
-saves. These are the tokens since the previous checkpoint on its path; for the last checkpoint of a
-path, `LAST` times this number. The clock is the value of the checkpoint that was dropped last. So
+saves: the tokens since the previous checkpoint on its path. For the last checkpoint of a path, this
+number is multiplied by `LAST`. The clock is the value of the checkpoint that was dropped last. So
 unused checkpoints lose value relative to new ones.
 
 Tiers store the checkpoints in `unsaved`. Of a prompt's regular checkpoints, one is stored: the last

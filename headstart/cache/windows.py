@@ -38,7 +38,7 @@ class WindowPool(LayerGroup):
         self.width = width
         self.block_size = block_size
         self._attached: dict[KVCacheBlock, int] = {}
-        self._owners: list[KVCacheBlock | None] = []  # the block of each window block
+        self._blocks: list[KVCacheBlock | None] = []  # the block of each, if attached
         self._users: list[int] = []  # number of sequences that use each window block
         self._empty: list[int] = []
         self._evict_first: OrderedDict[int, None] = OrderedDict()  # unused, evicted first
@@ -49,7 +49,7 @@ class WindowPool(LayerGroup):
 
     def clear(self) -> None:
         self._attached.clear()
-        self._owners = [None] * self.num_blocks
+        self._blocks = [None] * self.num_blocks
         self._users = [0] * self.num_blocks
         self._empty = list(range(self.num_blocks))[::-1]
         self._evict_first.clear()
@@ -103,7 +103,7 @@ class WindowPool(LayerGroup):
     def can_admit(self, computed: ComputedBlocks, num_new_tokens: int) -> bool:
         """Return True if window blocks suffice for a window and for `num_new_tokens` more tokens.
 
-        No more window blocks are required than the whole pool has.
+        It never requires more window blocks than the pool has.
         """
         start = computed.num_tokens
         limit = (self.first(start) + self.num_blocks) * self.block_size
@@ -194,7 +194,7 @@ class WindowPool(LayerGroup):
             attached = self._attached.get(block)
             if attached is None:
                 self._attached[block] = own_id
-                self._owners[own_id] = block
+                self._blocks[own_id] = block
                 if not is_written:
                     self._fresh.add(own_id)
             elif attached != own_id:
@@ -246,7 +246,7 @@ class WindowPool(LayerGroup):
         self._users[block_id] -= 1
         if self._users[block_id]:
             return
-        if self._owners[block_id] is None:
+        if self._blocks[block_id] is None:
             self._empty.append(block_id)
         elif evict_last:
             self._evict_last[block_id] = None
@@ -265,14 +265,14 @@ class WindowPool(LayerGroup):
         return block_id
 
     def _unlink(self, block_id: int) -> None:
-        block = self._owners[block_id]
+        block = self._blocks[block_id]
         if block is not None:
             del self._attached[block]
-            self._owners[block_id] = None
+            self._blocks[block_id] = None
 
     def _detach(self, block_id: int) -> None:
         """Remove a window block from its block. It becomes empty when no sequence uses it."""
-        if self._owners[block_id] is None:
+        if self._blocks[block_id] is None:
             return
         self._unlink(block_id)
         if not self._users[block_id]:
@@ -292,9 +292,9 @@ class WindowPool(LayerGroup):
         expected = [i for i, count in enumerate(users) if not count]
         assert sorted(unused) == expected, "a window block is lost"
         for block, block_id in self._attached.items():
-            assert self._owners[block_id] is block, "a window block has another owner"
+            assert self._blocks[block_id] is block, "a window block is attached to another block"
             assert block.node is not None, "a block that is not cached has a window block"
-        assert len(self._attached) == self.num_blocks - self._owners.count(None)
-        assert all(self._owners[i] is None for i in self._empty), "an empty block is attached"
+        assert len(self._attached) == self.num_blocks - self._blocks.count(None)
+        assert all(self._blocks[i] is None for i in self._empty), "an empty block is attached"
         unused = [*self._evict_first, *self._evict_last]
-        assert all(self._owners[i] for i in unused), "a cached window block is not attached"
+        assert all(self._blocks[i] for i in unused), "a cached window block is not attached"

@@ -98,7 +98,7 @@ class Chat:
         self.resume(self.conversation)
 
     def resume(self, conversation: Conversation) -> None:
-        """Continue a conversation. The next prompt has the token ids that its replies had."""
+        """Continue a conversation. The next prompt contains the token ids of its saved replies."""
         self.conversation, self.last = conversation, None
         if replies := conversation.reply_token_ids():
             with suppress(RequestError):  # the next turn reports the error

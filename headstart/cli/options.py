@@ -497,7 +497,7 @@ def _is_given(name: str, values: Mapping[str, Any]) -> bool:
 
 
 def _as_ours(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options; replace vLLM's names by headstart's names where they differ."""
+    """Return the options; replace vLLM's names with headstart's where they differ."""
     options = {name: value for name, value in values.items() if name not in ("config", *_OUR_NAMES)}
     vllm_options = {name: values[name] for name in _OUR_NAMES if _is_given(name, values)}
     if vllm_options.pop("disable_uvicorn_access_log", False):

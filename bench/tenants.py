@@ -146,7 +146,7 @@ def measure(options: argparse.Namespace, prefix: str) -> None:
         ),
         (
             *("answers", "demo", ask_answer, options.answers),
-            ["--public-prefix", prefix, "--speculation", "15"],
+            ["--public-prefix", prefix],
         ),
     ]
     table = Table("", "tenants", "by", "AUC", "limit", "standard error of guessing")

@@ -287,6 +287,8 @@ def count_hits(
         segment = segments[place]
         if not segment.keys or segment.parent not in paths:
             continue  # blocks of the path were evicted
+        if len(segment.keys[0]) < block_size * TOKEN_BYTES:
+            continue  # a partial block
         begin, prefixes = paths[segment.parent], cached[segment.namespace]
         first = begin + segment.keys[0]
         after = first + b"\xff" * TOKEN_BYTES  # greater than all that begin with `first`

@@ -113,7 +113,10 @@ def add_bit(holders: Holders, keys: Iterable[PrefixKey], bit: int) -> None:
 
 
 def take_bits(holders: Holders, bits: int, singles: Sequence[int]) -> Generator[None, None, None]:
-    """Remove bits from a table, in steps of about `SWEPT` blocks or one larger part."""
+    """Remove bits from a table, in steps of about `SWEPT` blocks or one larger part.
+
+    singles: see `take_bit`.
+    """
     num_examined = 0
     for part in holders:
         if num_examined >= SWEPT:
@@ -125,7 +128,10 @@ def take_bits(holders: Holders, bits: int, singles: Sequence[int]) -> Generator[
 
 
 def take_bit(part: dict[PrefixKey, int], key: PrefixKey, bits: int, singles: Sequence[int]) -> None:
-    """Record that the replicas of `bits` do not hold a block."""
+    """Record that the replicas of `bits` do not hold a block.
+
+    singles: for each bit, the int object that entries with only this bit share.
+    """
     mask = part.get(key, 0)
     if mask & bits:
         left = mask & ~bits
@@ -168,7 +174,7 @@ class ReplicaIndex:
         self.num_replicas = num_replicas
         self._shares_store = shares_store
         self._bit_of = [1 << replica for replica in range(num_replicas)]
-        self._singles = list(self._bit_of)  # table entries share one int object per bit
+        self._singles = list(self._bit_of)  # see `take_bit`
         self._owners = list(range(num_replicas))  # replicas by the position of their bits
         self._live = (1 << num_replicas) - 1
         self._retired = self._used = 0
@@ -374,7 +380,7 @@ def _slices(keys: Sequence[PrefixKey]) -> Iterator[Sequence[PrefixKey]]:
 
 
 def _reach(keys: Sequence[PrefixKey], tables: Sequence[Holders]) -> int:
-    """Return an upper bound of the blocks that any replica holds, without reading all keys."""
+    """Return an upper bound of the number of blocks on any replica, without reading all keys."""
     for index in range(_STRIDE - 1, len(keys), _STRIDE):
         if not _is_held(keys[index], tables):
             return index

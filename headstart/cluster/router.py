@@ -7,7 +7,7 @@
     index.apply   apply events of the replicas' caches
 
 `route` does not record the request's own blocks, so that the request is sent sooner. The next call
-of the router records them; `catch_up` does nothing else. Not thread-safe. The caller passes the
+of any method records them; `catch_up` has no other effect. Not thread-safe. The caller passes the
 time, so a simulator can use its own clock.
 """
 
@@ -24,14 +24,14 @@ FIRST_RATE = 15_000.0
 _HALF_LIFE = 20.0
 """Seconds of computing prompts after which a measurement has half its weight."""
 _TRUST = 2.0
-"""The mean rate of all replicas counts in a replica's rate like a measurement of this duration."""
+"""Seconds for which a replica is assumed to have computed at the mean rate of all replicas."""
 
 COMPUTE_WEIGHT = 4.0
 """Weight of a token to compute, compared with a queued token."""
 DECODE_TOKENS = 512
 """Cost of a decoding request, as a number of tokens to compute."""
 SLACK, SLACK_SECONDS = 0.05, 0.01
-"""A cost counts as equal to the least cost if it is higher by at most this share plus this time."""
+"""Costs within this share plus this time (s) of the lowest cost count as equal to it."""
 LOAD_RATE = 100_000.0
 """Tokens per second loaded from a slower tier: 13 GB/s for 128 KB a token."""
 
@@ -98,15 +98,15 @@ class ReplicaLoad:
 
     @property
     def rate(self) -> float:
-        """Prompt tokens per second while prompts waited, including the time of decoding."""
+        """Prompt tokens per second, measured while prompts waited; decoding meanwhile lowers it."""
         rate = self._own_rate
         return (rate.tokens + _TRUST * self.all_rate.mean) / (rate.seconds + _TRUST)
 
     def backlog(self, now: float) -> float:
-        """Return the queued tokens, less the estimated progress since the last prompt ended.
+        """Return the queued tokens, less the estimated progress on the current prompt.
 
-        Replicas report only the end of a prompt. The estimated progress is at most the largest
-        prompt, so that a replica that hangs does not seem idle.
+        A replica reports a prompt only when all of it is computed. The estimate is at most the
+        largest prompt, so that a replica that hangs does not seem idle.
         """
         if not self.waiting:
             return 0.0
@@ -197,7 +197,7 @@ class Expected(RoutingPolicy):
         self.load_rate = load_rate
 
     def choose(self, choice: Choice) -> ReplicaLoad:
-        """Return the least used of the replicas whose expected time is close to the least."""
+        """Return the replica with the fewest routed tokens among those near the lowest cost."""
         assert choice.match is not None
         request, now = choice.request, choice.now
         _, expected, stored = choice.match

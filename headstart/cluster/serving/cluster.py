@@ -1,6 +1,6 @@
 """Start of replicas: find or start Ray, deploy the engines, and build an `llm` over them.
 
-    ReplicaCluster ──ray.init──▶ the Ray of RAY_ADDRESS, or a separate Ray on this machine
+    ReplicaCluster ──ray.init──▶ the Ray of RAY_ADDRESS, or a private Ray on this machine
                    ──serve.run──▶ engines, each with its CPUs and GPUs
                    ──facts──────▶ ReplicaFrontend, ReplicaDriver, ReplicatedLLM
 
@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-# Ray reads this when it is imported. Otherwise a thread of Ray Serve that still runs after the end
-# of Ray starts Ray again, or connects to a Ray that another program has started here.
+# Ray reads this variable when it is imported. Without it, a thread of Ray Serve that outlives Ray
+# would start Ray again, or connect to the Ray of another program on this machine.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 import ray
@@ -50,12 +50,12 @@ from headstart.version import __version__
 _DEPLOYMENT = "engine"
 _ROUTER = "headstart.cluster.serving.request_router.PrefixRouter"
 _HEALTH_PERIOD, _HEALTH_TIMEOUT = 5.0, 120.0  # a step of a large model may take long
-_DRAIN_LOOK = 0.5  # seconds between checks whether a stopping replica is idle
+_DRAIN_POLL = 0.5  # seconds between checks whether a stopping replica is idle
 _STARTING = ("NOT_STARTED", "DEPLOYING", "UNHEALTHY")  # states that may become RUNNING
-_START_PATIENCE = 600.0  # seconds to wait for replicas that another server starts
-_START_LOOK = 0.5  # seconds between checks of their state
-_WAIT_LOOK = 5.0  # seconds between checks of the reason why replicas do not start
-_STOP_PATIENCE = 75.0  # seconds that deleting the replicas may take; Ray Serve itself takes 60
+_START_TIMEOUT = 600.0  # seconds to wait for replicas that another server starts
+_START_POLL = 0.5  # seconds between checks of their state
+_WAIT_POLL = 5.0  # seconds between checks of the reason why replicas do not start
+_STOP_TIMEOUT = 75.0  # seconds that deleting the replicas may take; Ray Serve itself takes 60
 _FEEDS = 1  # streams of events per replica, which Ray counts as requests
 _LOG = logging.getLogger("headstart.server")
 
@@ -65,9 +65,9 @@ Answer = TypeVar("Answer")
 class ReplicaCluster:
     """Replicas of one model, and an `llm` that uses them. Raises ConfigError or EngineError.
 
-    options: the engine's. drain_seconds: time for the requests of a stopping replica. silence:
-    seconds without a heartbeat after which replicas consider a server dead. The values of the
-    server that deploys the replicas apply.
+    options: the engine's. drain_seconds: time for the requests of a stopping replica to end.
+    silence: seconds without a heartbeat after which replicas consider a server dead. All values are
+    those of the server that deploys the replicas.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class ReplicaCluster:
         identity = json.dumps([model, dict(options)], sort_keys=True, default=str)
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         self._name = f"headstart-{__version__}-{digest}"
-        self._is_own_app = False
+        self._has_deployed = False
         self._is_over = threading.Event()
         self._is_lost = False  # True if Ray died; the replicas died with it
         self._dispatcher: Dispatcher | None = None
-        self._is_own_ray = not os.environ.get("RAY_ADDRESS")
-        cpus = max(1, count_cores() // config.most) if self._is_own_ray else 1
+        self._is_private_ray = not os.environ.get("RAY_ADDRESS")
+        cpus = max(1, count_cores() // config.most) if self._is_private_ray else 1
         gpus = float(engine.device.startswith("cuda"))
         self._cpus = config.replica_cpus or cpus
         self._gpus = gpus if config.replica_gpus is None else config.replica_gpus
@@ -100,12 +100,12 @@ class ReplicaCluster:
             is_new = self._name not in _call(serve.status).applications
             most = config.most if is_new else max(config.most, self._join())
             # On a cluster, a folder may be different on each machine.
-            shares = bool(engine.remote_cache or (engine.disk_folder and self._is_own_ray))
+            shares = bool(engine.remote_cache or (engine.disk_folder and self._is_private_ray))
             dispatcher = Dispatcher(config.routing, most, shares_store=shares)
             self._dispatcher = DISPATCHERS[self._name] = dispatcher
             if is_new:
                 self._check_resources()
-                self._is_own_app = True
+                self._has_deployed = True
                 self._deploy(model, options, engine, drain_seconds)
             handle = serve.get_deployment_handle(_DEPLOYMENT, self._name)
             facts = _call(handle.facts.remote().result)
@@ -117,7 +117,7 @@ class ReplicaCluster:
             self.llm = ReplicatedLLM(
                 frontend, driver, dispatcher, read.sampling, read.chat_template
             )
-            if self._is_own_ray:  # processes of a private Ray are not restarted
+            if self._is_private_ray:  # processes of a private Ray are not restarted
                 self._watch_ray(driver)
         except BaseException:
             self._leave()
@@ -134,7 +134,7 @@ class ReplicaCluster:
         cpus = math.ceil(self._cpus * self._config.most)
         local_options = {"num_cpus": max(count_cores(), cpus), "include_dashboard": False}
         try:
-            # Without an address, start a separate Ray, even if another program has started one
+            # Without an address, start a private Ray, even if another program has started a Ray
             # here. Ray creates a token, which all its callers must have.
             ray.init(
                 address or "local",
@@ -145,7 +145,7 @@ class ReplicaCluster:
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             reason: object = error
             if "AuthenticationError" in str(error.__cause__):  # Ray reports it only here
-                reason = "it requires a token; allowed: RAY_AUTH_MODE=token, and its token"
+                reason = "it requires a token; allowed: RAY_AUTH_MODE=token and the cluster's token"
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, and Ray cannot be used there: {reason}"
                 if address
@@ -156,24 +156,25 @@ class ReplicaCluster:
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
     def _check_resources(self) -> None:
-        """Raise ConfigError if CPUs or GPUs are missing, for which Ray would wait forever.
+        """Check that there are enough CPUs and GPUs, for which Ray would wait forever.
 
-        A cluster may get more machines later, so a shortage is only logged.
+        Raises ConfigError for a shortage on a private Ray. A cluster may get more machines later,
+        so its shortage is only logged.
         """
         resources = ray.cluster_resources()
         for kind, each in (("CPU", self._cpus), ("GPU", self._gpus)):
-            if not each or (kind == "CPU" and self._is_own_ray):
+            if not each or (kind == "CPU" and self._is_private_ray):
                 continue
             count = resources.get(kind, 0.0)
             # Several replicas may share a GPU, but a replica cannot use parts of two GPUs.
             most = count * (1 // each) if kind == "GPU" and each <= 1 else count // each
             if most >= self._config.least:
                 continue
-            owner = "this machine" if self._is_own_ray else "the cluster"
+            owner = "this machine" if self._is_private_ray else "the cluster"
             shortage = (
                 f"{self._config.least} replicas need {each:g} {kind}s each; {owner} has {count:g}"
             )
-            if self._is_own_ray:
+            if self._is_private_ray:
                 raise ConfigError(
                     f"{shortage}; allowed: fewer replicas, or a smaller --replica-gpus"
                 )
@@ -182,7 +183,7 @@ class ReplicaCluster:
     def _log_waiting(self, is_over: threading.Event) -> None:
         """Log the reason why replicas do not start, which Ray Serve reports after 30 s."""
         logged = ""
-        while not is_over.wait(_WAIT_LOOK):
+        while not is_over.wait(_WAIT_POLL):
             with suppress(Exception):  # the next check may succeed; the caller gets the error
                 message = serve.status().applications[self._name].deployments[_DEPLOYMENT].message
                 if message and message != logged:
@@ -194,7 +195,7 @@ class ReplicaCluster:
     ) -> None:
         config = self._config
         engine_options = dict(options)
-        if self._is_own_ray and engine.device == "cpu":  # replicas share one machine's memory
+        if self._is_private_ray and engine.device == "cpu":  # replicas share one machine's memory
             engine_options["kv_cache_fraction"] = engine.kv_cache_fraction / config.most
         number: dict[str, Any] = {"num_replicas": config.least}
         if config.max_replicas is not None:
@@ -213,13 +214,13 @@ class ReplicaCluster:
             health_check_period_s=_HEALTH_PERIOD,
             health_check_timeout_s=_HEALTH_TIMEOUT,
             graceful_shutdown_timeout_s=drain_seconds,
-            graceful_shutdown_wait_loop_s=_DRAIN_LOOK,
+            graceful_shutdown_wait_loop_s=_DRAIN_POLL,
             request_router_config=RequestRouterConfig(
                 request_router_class=_ROUTER, request_router_kwargs={"application": self._name}
             ),
             **number,
         )
-        # Ray Serve logs each of its steps on stderr.
+        # Ray Serve logs each of its steps to stderr.
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         is_over = threading.Event()
         threading.Thread(target=self._log_waiting, args=(is_over,), daemon=True).start()
@@ -242,7 +243,7 @@ class ReplicaCluster:
 
         Raises EngineError.
         """
-        deadline = time.monotonic() + _START_PATIENCE
+        deadline = time.monotonic() + _START_TIMEOUT
         while True:
             app = _call(serve.status).applications.get(self._name)
             state = "gone" if app is None else app.status.value
@@ -251,9 +252,9 @@ class ReplicaCluster:
             if state not in _STARTING or time.monotonic() >= deadline:
                 raise EngineError(
                     f"the replicas that another server deployed ({self._name}) are {state}; "
-                    "allowed: RUNNING, so start this server again when they run or are removed"
+                    "allowed: RUNNING; start this server again when they run or are deleted"
                 )
-            time.sleep(_START_LOOK)
+            time.sleep(_START_POLL)
         states = app.deployments[_DEPLOYMENT].replica_states
         count, least, most = int(states.get("RUNNING", 0)), self._config.least, self._config.most
         if not least <= count <= most:
@@ -283,7 +284,7 @@ class ReplicaCluster:
     def _leave(self) -> None:
         self._is_over.set()
         try:
-            if self._is_own_app and not self._is_lost:  # replicas save their cached blocks
+            if self._has_deployed and not self._is_lost:  # replicas save their cached blocks
                 self._delete()
         except HeadstartError as error:
             _LOG.warning("the replicas may not have saved their cached blocks: %s", error)
@@ -291,11 +292,11 @@ class ReplicaCluster:
             if DISPATCHERS.get(self._name) is self._dispatcher:  # it may be another server's
                 DISPATCHERS.pop(self._name, None)
             ray.shutdown()
-            # Ray Serve stores its controller's handle in this process, also after the end of Ray.
+            # Ray Serve stores its controller's handle in this process, even after Ray has ended.
             _set_global_client(None)
 
     def _delete(self) -> None:
-        """Delete the replicas. Raises EngineError, also if Ray has died and does not answer."""
+        """Delete the replicas. Raises EngineError, even if Ray has died and does not answer."""
         errors: list[HeadstartError] = []
 
         def delete() -> None:
@@ -309,9 +310,9 @@ class ReplicaCluster:
 
         thread = threading.Thread(target=delete, name="headstart-replicas-end", daemon=True)
         thread.start()
-        thread.join(_STOP_PATIENCE)
+        thread.join(_STOP_TIMEOUT)
         if thread.is_alive():
-            errors.append(EngineError(f"Ray did not answer for {_STOP_PATIENCE:g} s"))
+            errors.append(EngineError(f"Ray did not answer for {_STOP_TIMEOUT:g} s"))
         for error in errors:
             raise error
 
@@ -329,7 +330,7 @@ def _check_address(address: str | None) -> None:
     if "://" in host:
         raise ConfigError(
             f"RAY_ADDRESS is {address!r}; allowed: auto, or host:port of a cluster to which this "
-            "machine belongs, as Ray's client does not support streams"
+            "machine belongs; Ray's client, for URLs such as ray://, does not support streams"
         )
     if port.isdecimal():
         try:

@@ -3,9 +3,9 @@
     Ray Serve's thread    set_replicas, choose
     the driver's thread   expect, first_token, finish, apply
 
-Ray Serve identifies a replica by a name, and the router by a number, which a later replica may get
-again. Ray Serve creates the request router inside the server's process and passes it only JSON, so
-the request router finds its dispatcher by the application's name.
+Ray Serve identifies a replica by a name. The router identifies it by a number, which a new replica
+may get after its removal. Ray Serve creates the request router inside the server's process and
+passes it only JSON, so the request router finds its dispatcher by the application's name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Dispatcher:
     def __init__(self, policy: str, most: int, *, shares_store: bool = False) -> None:
         """Allow `most` replicas, and twice as many while replicas are replaced.
 
-        shares_store: each replica can load the blocks that another has saved.
+        shares_store: each replica can load the blocks that another replica has saved.
         """
         self._lock = threading.Lock()
         self._router = Router(2 * most, make_policy(policy), shares_store=shares_store)
@@ -177,7 +177,7 @@ class Dispatcher:
                     return True
                 if next(steps, self) is self:
                     return self._router.index.is_current(number, batch.tier)
-            time.sleep(0)  # let a thread run that waits for the lock
+            time.sleep(0)  # yield to threads that wait for the lock
 
     def note_metrics(self, replica: str, metrics: list[Metric]) -> None:
         with self._lock:

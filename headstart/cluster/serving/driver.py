@@ -151,7 +151,7 @@ class ReplicaFrontend(Frontend):
 
 MAX_LOST = 3
 _LOST = "the replica that computed this answer died or stopped answering"
-_PATIENCE = 1.0  # seconds between two checks whether the thread is alive
+_THREAD_POLL = 1.0  # seconds between two checks whether the thread is alive
 _LOG = logging.getLogger("headstart.server")
 
 Answer = TypeVar("Answer")
@@ -181,7 +181,7 @@ class _Running:
         self.task.cancel()
 
     def send(self, update: Update) -> None:
-        with suppress(Exception):  # the receiver may not exist any more
+        with suppress(Exception):  # the receiver may be closed
             self.receive(update)
 
     def last_update(self) -> Update:
@@ -203,7 +203,7 @@ class _Running:
 
 @dataclass(eq=False, slots=True)
 class _Attempt:
-    """An attempt to compute a request. parts: received deltas that are not yet added to it."""
+    """An attempt to compute a request. parts: received deltas to add to the request."""
 
     running: _Running
     sent: float
@@ -261,9 +261,9 @@ class ReplicaDriver:
         self._thread = threading.Thread(target=self._loop.run_forever, name="headstart-replicas")
         self._thread.daemon = True
         self._thread.start()
-        dispatcher.on_change = lambda: self._soon(self._feeds.match)
+        dispatcher.on_change = lambda: self._soon(self._feeds.follow_running)
         dispatcher.on_route = lambda: self._soon(dispatcher.catch_up)
-        self._soon(self._feeds.match)
+        self._soon(self._feeds.follow_running)
         for task in (send_heartbeats(handle, self._name, frontend.silence), self._feeds.watch()):
             asyncio.run_coroutine_threadsafe(task, self._loop)
 
@@ -349,7 +349,7 @@ class ReplicaDriver:
         calling = asyncio.run_coroutine_threadsafe(call_all(), self._loop)
         while True:
             try:
-                return calling.result(_PATIENCE)
+                return calling.result(_THREAD_POLL)
             except TimeoutError:
                 if self._thread.is_alive():
                     continue
@@ -461,7 +461,7 @@ class ReplicaDriver:
                 if running.every_step:
                     attempt.add_parts(send=True)
         except asyncio.CancelledError:
-            # No local variable refers to the task: with this frame it would be a cycle, see `_end`.
+            # A local variable for the task would form a cycle with this frame, see `_end`.
             if attempt.is_lost and running.task is not None and running.task.uncancel() == 0:
                 raise ReplicaLostError("the replica stopped answering") from None
             raise

@@ -1,6 +1,6 @@
 """Heartbeats between servers and replicas, and the feeds of replicas that carry them.
 
-    server    send_heartbeats ──▶ every replica, four times per allowed silence
+    server    send_heartbeats ──▶ every replica, every quarter of `SILENCE`
     replica   Heartbeats: a server that was silent for too long is dead
     replica   with_heartbeats ──▶ every server that follows it, in its feed of reports
     server    Feeds: a replica that missed two heartbeats gets no requests until its next report
@@ -35,17 +35,20 @@ SILENCE = 120.0
 """Seconds without a heartbeat until a server counts as dead."""
 HEARTBEAT = 9.0
 """Seconds until a replica without news sends an empty report."""
-_BEATS = 4  # heartbeats per allowed silence
-_LOOK_RAY = 2.0  # seconds between checks of Ray's processes
-_PATIENCE = 5.0  # seconds that a process of Ray may take to accept a connection
+_BEATS = 4  # heartbeats in the time after which a silent server counts as dead
+_RAY_POLL = 2.0  # seconds between checks of Ray's processes
+_CONNECT_TIMEOUT = 5.0  # seconds that a process of Ray may take to accept a connection
 _LARGE = 1 << 14  # bytes of block hashes; a larger batch is applied in a thread
-_AGAIN = 0.5  # seconds between two starts of a replica's feed
-_LOOK = 1.0  # seconds between two checks for silent replicas
+_RESTART_PAUSE = 0.5  # seconds between two starts of a replica's feed
+_SILENCE_POLL = 1.0  # seconds between two checks for silent replicas
 _LOG = logging.getLogger("headstart.server")
 
 
 async def send_heartbeats(handle: DeploymentHandle, server: str, silence: float) -> None:
-    """Send every replica heartbeats of a server, which may be silent for `silence` seconds."""
+    """Send heartbeats of a server to every replica.
+
+    silence: seconds without a heartbeat after which replicas consider the server dead.
+    """
     pause = silence / _BEATS
     while True:
         await asyncio.sleep(pause)
@@ -58,7 +61,10 @@ async def send_heartbeats(handle: DeploymentHandle, server: str, silence: float)
 
 
 class Heartbeats:
-    """The time of each server's or replica's last heartbeat; `clock` returns seconds."""
+    """The time of the last heartbeat of each server, or of each replica.
+
+    clock: returns seconds.
+    """
 
     def __init__(self, silence: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.silence = silence
@@ -88,22 +94,22 @@ async def with_heartbeats(
     reports: AsyncGenerator[Report], period: float = HEARTBEAT
 ) -> AsyncGenerator[Report]:
     """Yield the reports, and an empty report whenever there was none for `period` seconds."""
-    coming: asyncio.Future[Report | None] | None = None
+    pending: asyncio.Future[Report | None] | None = None
     try:
         while True:
-            coming = coming or asyncio.ensure_future(anext(reports, None))
-            if not (await asyncio.wait([coming], timeout=period))[0]:
+            pending = pending or asyncio.ensure_future(anext(reports, None))
+            if not (await asyncio.wait([pending], timeout=period))[0]:
                 yield Report()
                 continue
-            report, coming = coming.result(), None
+            report, pending = pending.result(), None
             if report is None:
                 return
             yield report
     finally:
-        if coming is not None:
-            coming.cancel()
+        if pending is not None:
+            pending.cancel()
             with suppress(asyncio.CancelledError, Exception):
-                await coming
+                await pending
         await reports.aclose()
 
 
@@ -119,7 +125,7 @@ class Feeds:
         lose: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare the feeds; `match` starts them.
+        """Prepare the feeds; `follow_running` starts them.
 
         replicas: a streaming handle. follower: the name of this server. lose: called with the name
         of a replica that stopped answering. clock: returns seconds.
@@ -131,16 +137,16 @@ class Feeds:
         self._lose = lose
         self._clock = clock
         self._beats = Heartbeats(2 * HEARTBEAT, clock)
-        self._looked = clock()
+        self._last_check = clock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._names: set[str] = set()  # the replicas that ran at the last `match`
+        self._names: set[str] = set()  # the replicas that ran at the last call of `follow_running`
         self._is_over = False
 
     def end(self) -> None:
         """Start no more feeds; the caller cancels the loop's tasks."""
         self._is_over = True
 
-    def match(self) -> None:
+    def follow_running(self) -> None:
         """Start and stop feeds, so that exactly the running replicas are followed."""
         if self._is_over:
             return
@@ -162,24 +168,26 @@ class Feeds:
 
     async def watch(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK)
-            self.look()
+            await asyncio.sleep(_SILENCE_POLL)
+            self.check_silence()
 
-    def look(self) -> None:
+    def check_silence(self) -> None:
         """Call `lose` for each replica that has been silent for too long."""
         now = self._clock()
-        if now - self._looked > HEARTBEAT:  # this process itself was suspended
+        if now - self._last_check > HEARTBEAT:  # this process itself was suspended
             self._beats.restart()
-        self._looked = now
+        self._last_check = now
         for name in self._beats.take_silent():
-            _LOG.warning("replica %s stopped answering; its requests are moved", name)
+            _LOG.warning(
+                "replica %s stopped answering; its requests are moved to other replicas", name
+            )
             self._lose(name)
 
     def _drop(self, name: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(name) is task:
             del self._tasks[name]
         # Follow the replica again if it still runs.
-        asyncio.get_running_loop().call_later(_AGAIN, self.match)
+        asyncio.get_running_loop().call_later(_RESTART_PAUSE, self.follow_running)
 
     async def _follow(self, replica: str) -> None:
         loop = asyncio.get_running_loop()
@@ -190,7 +198,7 @@ class Feeds:
             except Exception as error:  # the feed broke, or the replica died
                 _LOG.info("the feed of replica %s ended: %s", replica, read_error(error))
             # Each start of a feed sends a snapshot, which is expensive for both sides.
-            await asyncio.sleep(start + _AGAIN - loop.time())
+            await asyncio.sleep(start + _RESTART_PAUSE - loop.time())
 
     async def _read(self, replica: str) -> None:
         """Read reports until a batch is missing; the next feed begins with a snapshot."""
@@ -220,7 +228,7 @@ class Feeds:
 
 
 def cancel(stream: DeploymentResponseGenerator[Any]) -> None:
-    """Cancel a call of a replica, which may not exist any more."""
+    """Cancel a call of a replica; do nothing if the call has ended."""
     with suppress(Exception):
         stream.cancel()
 
@@ -232,7 +240,7 @@ def watch_ray(
 
     processes: `host:port` of each, by name. A process that hangs still accepts connections.
     """
-    while not is_over.wait(_LOOK_RAY):
+    while not is_over.wait(_RAY_POLL):
         for name, address in processes.items():
             try:
                 check_port(address)
@@ -247,4 +255,4 @@ def watch_ray(
 def check_port(address: str) -> None:
     """Raise OSError if nothing listens at `host:port`; Ray itself would try for a minute."""
     host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
+    socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT).close()

@@ -47,7 +47,7 @@ class ServerImages(ImagePrompts):
         config: EngineConfig,
     ) -> None:
         """Make prompts for replicas with `facts` and `config`. Raises ModelError."""
-        vision = _UnweightedVision(model, facts, tokenizer)
+        vision = _WeightlessVision(model, facts, tokenizer)
         budget = EncoderBudget(EncoderCache(vision, config.encoder_cache_rows), None)
         super().__init__(vision, tokenizer, config, budget)
         self._fingerprint = facts.fingerprint
@@ -73,7 +73,7 @@ class ServerImages(ImagePrompts):
         self._encoded.clear()
 
 
-class _UnweightedVision(ImageProcessor):
+class _WeightlessVision(ImageProcessor):
     """A `VisionModel` without weights: it returns pixels and shapes, and no embeddings."""
 
     def __init__(

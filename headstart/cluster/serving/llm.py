@@ -122,9 +122,9 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
 
 @router.get("/advice")
 async def show_advice(request: Request) -> Response:
-    """Show the advice of one engine without its memory.
+    """Show the advice for a single engine, without the field `memory`.
 
-    The engine cannot distinguish a prefix that is on another replica from a prefix that it evicted.
+    A prefix that is on another replica looks like a prefix that was evicted.
     """
     advice = await api.read_advice(request)
     return JsonResponse({name: value for name, value in advice.items() if name != "memory"})

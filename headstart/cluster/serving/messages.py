@@ -183,7 +183,7 @@ class RequestDelta(NamedTuple):
     def add_to(self, group: RequestGroup, sent: float) -> None:
         """Add the tokens to the request, which was sent at `sent` (`time.perf_counter`).
 
-        Times are measured in this process, so they include network delays, as for a client.
+        Times are measured in this process, so they include the delays of the network.
         """
         now = time.perf_counter()
         if self.head is not None:

@@ -1,8 +1,8 @@
 """One engine as a replica of Ray Serve, and its reports to the servers that follow it.
 
-    engine's thread   take events ──▶ batch         after a first token, and every `_PAUSE` seconds
+    engine's thread   take events ──▶ batch       after first tokens, every `_BATCH_PERIOD` seconds
     event loop        batch ──▶ each follower's queue ──▶ a stream of Ray Serve
-                      tokens ──▶ their follower's queue, every `_TOGETHER` seconds
+                      tokens ──▶ their follower's queue, every `_TOKEN_PERIOD` seconds
 
 A follower that reads too slowly loses a batch. It notices the gap in the batch numbers and follows
 again, which begins with a snapshot. Tokens are not lost: they wait until the queue has space.
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from headstart.frontend.async_llm import AsyncLLM
 
 
-_PAUSE = 0.05  # seconds between batches while requests run
-_TOGETHER = 0.02  # seconds between messages of tokens
+_BATCH_PERIOD = 0.05  # seconds between batches while requests run
+_TOKEN_PERIOD = 0.02  # seconds between messages of tokens
 _MOST_QUEUED = 256  # reports that may wait for one follower
 _MOST_STORED = 1 << 18  # blocks of the store to report
 
@@ -122,9 +122,9 @@ class CachePublisher:
                     continue
                 parts = self._progress.pop(follower)
                 if queue is not None:
-                    joined = {key: RequestDelta.joined(several) for key, several in parts.items()}
+                    joined = {key: RequestDelta.joined(deltas) for key, deltas in parts.items()}
                     queue.put_nowait(Report(progress=joined))
-            await asyncio.sleep(_TOGETHER)
+            await asyncio.sleep(_TOKEN_PERIOD)
 
     async def follow(self, follower: str) -> AsyncGenerator[Report]:
         """Yield the cached blocks, then all changes, until `drop` is called."""
@@ -155,7 +155,7 @@ class CachePublisher:
                 if not self._num_running:
                     self._is_busy.clear()
                 await self.publish()
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(_BATCH_PERIOD)
                 if self._is_saving:
                     self._is_busy.set()  # so that saved blocks are reported
 
@@ -172,8 +172,8 @@ class CachePublisher:
     def _reset(self, running: bool, tiers: bool) -> Report | None:
         """Reset the cache; return None if it was not reset.
 
-        With tiers, the manager reports the reset only in the next step. This report then precedes
-        the blocks of that step, which would otherwise count as forgotten.
+        With tiers, the manager reports the reset only in the next step, so this method reports it.
+        It does so before that step, because a later report would also clear the step's blocks.
         """
         done = self._llm.engine.reset_prefix_cache(
             reset_running_requests=running, reset_tiers=tiers

@@ -1,4 +1,4 @@
-"""The request router of Ray Serve, which returns the choice of our own router.
+"""The request router of Ray Serve, which returns the choice of headstart's router.
 
 Ray Serve creates it in the server's process, passes it the running replicas, and calls it again if
 the chosen replica died before it accepted the request. This class is pickled, so its state is in
@@ -24,7 +24,7 @@ class PrefixRouter(RequestRouter):
     _dispatcher: Dispatcher | None = None
 
     def initialize_state(self, **options: Any) -> None:
-        """Find the dispatcher; a process that is not its server has none."""
+        """Find the application's dispatcher, which only the server's process has."""
         self._dispatcher = dispatcher_of(options["application"])
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

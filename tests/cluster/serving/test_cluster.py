@@ -233,7 +233,7 @@ def test_replicas_of_a_ray_that_died_are_not_waited_for(
     fake, deleted = Fake([None]), threading.Event()
     fake.delete = lambda name: deleted.wait(20.0)
     fake.is_alive = is_alive
-    monkeypatch.setattr(cluster, "_STOP_PATIENCE", 20.0 if not is_alive else 0.1)
+    monkeypatch.setattr(cluster, "_STOP_TIMEOUT", 20.0 if not is_alive else 0.1)
     try:
         with pytest.raises(EngineError, match="ConnectionError"):
             start(fake)
@@ -311,7 +311,7 @@ def test_what_ray_serve_waits_for_is_told_once(
             assert looks.acquire(timeout=20)
 
     fake.run = deploy
-    monkeypatch.setattr(cluster, "_WAIT_LOOK", 0.001)
+    monkeypatch.setattr(cluster, "_WAIT_POLL", 0.001)
     with pytest.raises(EngineError, match="ConnectionError"):
         start(fake)
     told = [record.getMessage() for record in logged]

@@ -75,7 +75,7 @@ def test_what_cannot_be_is_told(given: list[str], text: str) -> None:
     ("address", "text"),
     [
         ("127.0.0.1:1", "RAY_ADDRESS is '127.0.0.1:1', and nothing listens at that address"),
-        ("ray://127.0.0.1:10001", "Ray's client does not support streams"),
+        ("ray://127.0.0.1:10001", "Ray's client, for URLs such as ray://, does not"),
     ],
 )
 def test_a_wrong_address_of_ray_is_told_at_once(address: str, text: str) -> None:

@@ -36,7 +36,7 @@ def run_soon(server: Server, work: Callable[[], object]) -> None:
 
 
 def match_feeds(server: Server) -> None:
-    server.driver._feeds.match()
+    server.driver._feeds.follow_running()
 
 
 def fail(update: Update) -> None:
@@ -363,7 +363,7 @@ def test_a_replica_whose_snapshots_are_of_no_use_is_asked_for_few(
 
     monkeypatch.setattr(server.dispatcher, "apply", lambda replica, batch: False)
     monkeypatch.setattr(heartbeat, "asyncio", Clock())
-    monkeypatch.setattr(heartbeat, "_AGAIN", 3600.0)
+    monkeypatch.setattr(heartbeat, "_RESTART_PAUSE", 3600.0)
     for _ in range(2):
         server.handle.feed.put(Report(EventBatch(0, 0, 0)))
     server.dispatcher.set_replicas([REPLICA])

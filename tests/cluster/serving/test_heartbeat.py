@@ -86,7 +86,7 @@ class Replicas:
         is_done = queue.SimpleQueue[None]()
         while self.now < now:
             self.now = min(now, self.now + 5)
-            self.server.driver._soon(self.server.driver._feeds.look)
+            self.server.driver._soon(self.server.driver._feeds.check_silence)
             self.server.driver._soon(lambda: is_done.put(None))
             is_done.get(timeout=LIMIT)
 

@@ -54,7 +54,7 @@ def test_a_server_that_lost_its_ray_is_not_healthy(lost: object) -> None:
 
 
 def test_a_process_that_takes_no_connection_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "_LOOK_RAY", 0.001)
+    monkeypatch.setattr(heartbeat, "_RAY_POLL", 0.001)
     told: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as lives, socket.create_server(("", 0)) as dies:
         ports = {"one": lives, "other": dies}

@@ -1,4 +1,4 @@
-"""Weights in bfloat16, for rows in bfloat16 and for rows in float32.
+"""Weights in bfloat16, for input rows in bfloat16 or float32.
 
 A `PackedWeight` is for CPUs with compiled bfloat16 products. It is the only copy of its weight:
 `unpack` restores the original tensor bit for bit. `native/linear.h` describes the layout.

@@ -163,7 +163,7 @@ def has_fbgemm() -> bool:
 
 
 def choose_product(form: WeightForm, rows: torch.dtype, device: torch.device) -> Product:
-    """Return the fastest product for a stored weight and rows of a dtype."""
+    """Return the fastest product for a stored weight and input rows of a dtype."""
     if device.type != "cpu":
         return "torch"
     if form == "bfloat16":

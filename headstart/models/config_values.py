@@ -17,7 +17,8 @@ _LENGTH_NAMES = (
     *("seq_length", "n_ctx"),
 )
 _UNKNOWN_LENGTH = 2048
-_MOST_TOKENS = 1 << 31  # longer contexts are ignored, since a rotary factor may be infinite
+# Largest number of tokens. A larger scaled context is ignored: a rotary factor may be infinite.
+_MOST_TOKENS = 1 << 31
 
 
 def context_length(config: Any) -> int:
@@ -43,7 +44,7 @@ def context_length(config: Any) -> int:
 
 
 def context_bound(content: Mapping[str, Any]) -> int | None:
-    """Return an upper bound of `context_length` from a raw config.json; None if it has no length.
+    """Return an upper bound of `context_length` from a raw config.json; None without a length.
 
     Works without transformers' class for the architecture.
     """
@@ -111,7 +112,7 @@ _RANGES: dict[str, tuple[int, int]] = {
 
 
 def check_values(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise `DamagedModelError` if a number of a configuration is outside its range."""
+    """Raise `DamagedModelError` if a number in a configuration is outside its range."""
     for name, value in find_values(content, _RANGES.keys()):
         least, most = _RANGES[name.rpartition(".")[2]]
         if type(value) is not int or not least <= value <= most:

@@ -45,7 +45,7 @@ class PlacedImage(NamedTuple):
 
 
 class VisionFacts(NamedTuple):
-    """The properties of a vision model that a process without its weights needs to make prompts.
+    """The properties of a vision model that a process without its weights needs for prompts.
 
     fingerprint, bytes_per_row: as in `VisionModel`. extra_rows: an image's number of embeddings
     minus the number that follows from its shape, measured by encoding an image.
@@ -226,9 +226,10 @@ class DecoderModel(ABC):
         """Release the backend and its memory; safe to call twice."""
 
     def fix_rows(self) -> None:  # noqa: B027 (most models need nothing)
-        """Make the bits of a row independent of other rows of its block, until `detach`.
+        """Make the results of a row independent of other rows of its block, bit for bit.
 
-        Detaches the backend. Raises `UnsupportedModelError` if the model does not allow it.
+        This lasts until `detach`. The current backend is detached. Raises `UnsupportedModelError`
+        if the model does not allow it.
         """
 
     def prepare(self, num_positions: int) -> None:  # noqa: B027 (most models need nothing)

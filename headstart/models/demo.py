@@ -102,7 +102,10 @@ def favor_printable_bytes(head: Tensor) -> None:
 
 
 def write_byte_tokenizer(folder: Path, special_tokens: Sequence[str], chat_template: str) -> None:
-    """Write a tokenizer of bytes and special tokens. The first is padding, the third ends turns."""
+    """Write a tokenizer of bytes and special tokens.
+
+    The first special token is the padding token, and the third ends a turn.
+    """
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -310,7 +310,7 @@ def check_files(folder: Path) -> None:
     config = folder / "config.json"
     if not config.is_file():
         gguf = min(folder.glob("*.gguf"), default=None)
-        hint = f"; a model in GGUF is named by its file: {gguf}" if gguf is not None else ""
+        hint = f"; to load its GGUF file, name the file: {gguf}" if gguf is not None else ""
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json{hint}")
     content = read_json(config)
     check_values(config, content)

@@ -40,7 +40,7 @@ _ENDS = frozenset(
         *("<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<|file_sep|>"),
     }
 )
-_STILL = 1e20  # pairs whose angle is divided by more than this do not rotate
+_STILL = 1e20  # a pair whose angle is divided by more than this does not rotate
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROWS = "token_embd.weight"
 
@@ -188,14 +188,17 @@ def _read_architecture_keys(
             angles["rope_theta"] = 1_000_000.0
         if get("rope.scaling.type") == "linear":
             angles |= {"rope_type": "linear", "factor": float(get("rope.scaling.factor", 1.0))}
-        near = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10_000.0)}
-        keys["rope_parameters"] = {"full_attention": angles, "sliding_attention": near}
+        sliding = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10_000.0)}
+        keys["rope_parameters"] = {"full_attention": angles, "sliding_attention": sliding}
         keys["layer_types"] = _read_layer_types(metadata, content)
     return keys
 
 
 def _read_layer_types(metadata: Metadata, content: Mapping[str, Any]) -> list[str]:
-    """Return the types of layers, from a list or from the distance between full layers."""
+    """Return the type of each layer.
+
+    The metadata has a list, or a number n (6 by default): every n-th layer has full attention.
+    """
     slides = metadata.get("attention.sliding_window_pattern", 6)
     if type(slides) is int:
         slides = [bool(layer % slides) for layer in range(1, content["num_hidden_layers"] + 1)]
@@ -210,8 +213,8 @@ def _read_gemma4_keys(
     kv_heads = metadata.by_layer("attention.head_count_kv", len(kinds))
     inner = metadata.by_layer("feed_forward_length", len(kinds))
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
-    near = [layer for layer, kind in enumerate(kinds) if kind != "full_attention"]
-    if not full or not near or not len({kv_heads[layer] for layer in full}) == 1:
+    sliding = [layer for layer, kind in enumerate(kinds) if kind != "full_attention"]
+    if not full or not sliding or not len({kv_heads[layer] for layer in full}) == 1:
         raise UnsupportedLayerError(f"its layers are {kinds}, with {kv_heads} heads of K and V")
     head_dim = metadata.count("attention.key_length_swa")
     if metadata.count("rope.dimension_count_swa", head_dim) != head_dim:
@@ -225,7 +228,7 @@ def _read_gemma4_keys(
     width = metadata.count("embedding_length_per_layer_input", 0)
     keys = {
         "layer_types": kinds,
-        "num_key_value_heads": kv_heads[near[0]],
+        "num_key_value_heads": kv_heads[sliding[0]],
         "intermediate_size": inner[0],
         "use_double_wide_mlp": inner[-1] != inner[0],
         "head_dim": head_dim,
@@ -313,7 +316,7 @@ def _read_recurrent_keys(
 
 CUT_OFF = "; was it downloaded or copied only in part?"
 
-# Bytes of a number, by the number of its type.
+# The size of a number in bytes, by the id of its GGUF type.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)  # version 1 has counts of 32 bits
@@ -391,7 +394,8 @@ def gguf_folder(file: Path) -> Path:
     `ModelError` if the cache cannot be written.
     """
     gguf = import_gguf(file)
-    file = file.absolute()  # not resolved: the hub's cache has links to files with other names
+    # Links are not resolved: in the hub's cache, the target of a link is named by its digest.
+    file = file.absolute()
     stat = file.stat()
     stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     version = repr((_FORMAT, str(file.resolve()), *stamp)).encode()

@@ -112,5 +112,5 @@ _SPLITS: tuple[tuple[str, PreTokenizer], ...] = (
 )
 
 PRE_TOKENIZERS = {name: split for names, split in _SPLITS for name in names.split()}
-"""Pre-tokenizers by name. Missing are names that only unsupported architectures use, and `gemma4`,
+"""Pre-tokenizers by name. Names of unsupported architectures are missing, and so is `gemma4`,
 which does not split texts into words."""

@@ -1,17 +1,16 @@
 """Quantization of a floating-point checkpoint to 4 bits, layer by layer.
 
-Each layer is read in float32 and runs over a calibration text. Its weights are scaled by units (see
-below), and rounded by GPTQ in four stages. The inputs of a stage are outputs of the layers and
-stages before it, which are already rounded. Memory holds the float weights of one layer, and the
-hidden states of the text. Layers are headstart's own. Attention is over whole windows of the text,
-without paged memory.
+Each layer is read in float32 and runs over a calibration text. Its weights are scaled (see below),
+and rounded by GPTQ in four stages. The inputs of a stage are outputs of earlier layers and stages,
+which are already rounded. Memory holds the float weights of one layer, and the hidden states of the
+text. Layers are headstart's own. Attention is over whole windows of the text, without paged memory.
 
-Units are AWQ's scales of inputs (Lin et al. 2023, https://arxiv.org/abs/2306.00978). They reduce
-the rounding error without a cost at inference. Input i of a linear layer is divided by a unit u[i],
-and column i of its weight is multiplied by u[i]. This changes no output. The columns of a group
-share a step, so a larger column has a smaller relative error. For this reason u[i] is larger for a
-large input, and for a small column. The inputs are divided by changing the weights that produce
-them:
+The scales of inputs are AWQ's (Lin et al. 2023, https://arxiv.org/abs/2306.00978). They are called
+units here, because a checkpoint's scales are quantization steps. Units reduce the rounding error
+without a cost at inference. Input i of a linear layer is divided by a unit u[i], and column i of
+its weight is multiplied by u[i]. This changes no output. The columns of a group share a step, so a
+larger column has a smaller relative error. For this reason u[i] is larger for a large input, and
+for a small column. The inputs are divided by changing the weights that produce them:
 
     inputs of          are divided in
     q, k, v            the norm before them
@@ -86,8 +85,9 @@ SCHEME: Mapping[str, Any] = {
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 _FIELDS = 8  # values in a word
 _LAYERS = "model.layers."
-# A unit is proportional to size ** _BY_INPUT / column ** _BY_COLUMN, where size is the mean size of
-# the input, and column the size of its column in the weight.
+# The unit of an input is proportional to size ** _BY_INPUT / column ** _BY_COLUMN. `size` is the
+# mean absolute value of the input. `column` is the root mean square of its column in the weight,
+# after each row is divided by its largest element.
 _BY_INPUT = 0.4
 _BY_COLUMN = 0.75
 _LARGEST_UNIT = 16.0
@@ -101,7 +101,8 @@ def apply_units(
     """Divide inputs and multiply columns by units, in place; return the units by layer name.
 
     The layer's outputs do not change. sizes: the mean of |x| of the inputs of each linear layer.
-    stored_dtype: the dtype of norms in the file. Divided norms are exact in this dtype.
+    stored_dtype: the dtype of norms in the file. Units are adjusted so that the divided norms are
+    exact in this dtype.
     """
     order = stages(shape)
     if shape.norms == "before":
@@ -162,7 +163,10 @@ def _divide_norm(
 
 
 def _divide_outputs(linear: nn.Linear, units: Tensor) -> None:
-    """Divide the last outputs of a linear layer: v in a fused q, k, v; up in a fused gate, up."""
+    """Divide the last outputs of a linear layer, one for each unit.
+
+    These are all outputs of v or up, or the part of v or up in a fused layer.
+    """
     linear.weight[-len(units) :].div_(units.unsqueeze(1))
     if linear.bias is not None:
         linear.bias[-len(units) :].div_(units)
@@ -218,7 +222,7 @@ def cut_windows(text: str, name: str, tokenizer: PreTrainedTokenizerBase, longes
 
 
 def stages(shape: DecoderShape) -> list[list[str]]:
-    """Return the names of a layer's linear layers. Those with the same input are in one list."""
+    """Return the names of a layer's linear layers, in one list for each input."""
     qkv = [f"self_attn.{part}_proj" for part in (["qkv"] if shape.fused else ["q", "k", "v"])]
     gate_up = [f"mlp.{part}_proj" for part in (["gate_up"] if shape.fused else ["gate", "up"])]
     return [qkv, ["self_attn.o_proj"], gate_up, ["mlp.down_proj"]]
@@ -330,7 +334,7 @@ def plan_quantization(
 ) -> QuantizationPlan:
     """Check model, target and text before quantizing.
 
-    Raises `ModelError`, also for a model that is already quantized or of no family in
+    Raises `ModelError`, also for a model that is already quantized, or whose family is not in
     `headstart.models.families`. Raises `ConfigError` for a target that exists, or a text that is
     unreadable or too short.
     """
@@ -383,7 +387,7 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
                 "load allows both)"
             )
         if "model" in about.shape.names:
-            raise UnsupportedLayerError("it has other parts than a decoder; allowed: a text model")
+            raise UnsupportedLayerError("it has parts other than a decoder; allowed: a text model")
         if about.shape.value_norm:
             raise UnsupportedLayerError("it has a norm of values, which cancels any scaling of v")
         DenseModules(about.shape, outline)

@@ -26,25 +26,28 @@ from headstart.weights.prequantized import Grouped
 BITS = 4
 _MOST = (1 << BITS) - 1
 _BLOCK = 4 * GROUP  # inputs whose errors are distributed to later blocks in one product
-_DAMPING = 0.05  # share of the mean diagonal of `products` added to it, against overfitting
-_SHIFT = 0.5  # share of the correction by `shifts`; more overfits the text
+_DAMPING = 0.05  # share of the mean diagonal that is added to the diagonal, against overfitting
+_SHIFT = 0.5  # share of the correction by `shifts` that is applied; a larger share overfits
 _OUTPUTS = 256  # outputs whose steps are fitted at once
 _EPSILON = 1e-12  # added to avoid a division by zero
 _SPANS = (1.0, 1.1, 0.9)  # widths of grids to try, relative to the range of the elements
 
 
 class _Grid(NamedTuple):
-    """The steps and zero points of a group, each `[outputs]`."""
+    """The steps and zero points of a group, each `[outputs]`.
+
+    It converts between elements of a weight (floats) and their values in the file (integers).
+    """
 
     steps: Tensor
     zeros: Tensor
 
     def values(self, elements: Tensor) -> Tensor:
-        """Return the nearest values of elements `[..., outputs]`."""
+        """Return the integers nearest to elements `[..., outputs]`."""
         return (elements / self.steps).add_(self.zeros).round_().clamp_(0, _MOST)
 
     def elements(self, values: Tensor) -> Tensor:
-        """Return the elements that values `[..., outputs]` represent."""
+        """Return the floats that integers `[..., outputs]` stand for."""
         return (values - self.zeros).mul_(self.steps)
 
 
@@ -91,7 +94,7 @@ def round_weight(weight: Tensor, statistics: InputStatistics, stored_dtype: torc
 def _spread_errors(
     remaining: Tensor, factor: Tensor, sizes: Tensor, stored_dtype: torch.dtype
 ) -> tuple[Tensor, list[_Grid]]:
-    """Return values uint8 `[inputs, outputs]`, and a grid for each group.
+    """Return the rounded weight as integers uint8 `[inputs, outputs]`, and a grid for each group.
 
     remaining: the weight `[inputs, outputs]`; it is overwritten. factor: the upper Cholesky factor
     of the inverse of the products. sizes: the diagonal of the products.

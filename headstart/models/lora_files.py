@@ -244,10 +244,13 @@ def read_weights(folder: Path, model: DecoderModel, max_rank: int) -> LoraWeight
 
 
 def _read_matrices(file: Path, model: DecoderModel) -> dict[str, dict[str, Tensor]]:
-    """Return the matrices "A" and "B" of each layer. Raises an error for any other tensor."""
+    """Return the matrices "A" and "B" of each layer.
+
+    Ignores copies of the model's weights. Raises an error for any other tensor.
+    """
     if not file.is_file():
         files = sorted(path.name for path in file.parent.glob("adapter_model*"))
-        hint = f"; {', '.join(files)} is not read" if files else ""
+        hint = f"; headstart does not read {', '.join(files)}" if files else ""
         raise DamagedAdapterError(f"{file.parent} has no {WEIGHTS_NAME}{hint}")
     try:
         tensors = safetensors.torch.load(file.read_bytes())
@@ -274,9 +277,11 @@ _BODIES = ("model.language_model.", "language_model.model.", "model.")
 
 
 def _match_names(layers: Set[str], linear: Set[str]) -> dict[str, str]:
-    """Return the name in the file for each linear layer of the model. layers: the file's names.
+    """Return the name of each linear layer of the model in the adapter's file.
 
-    An adapter may be for a model with several parts, of which headstart runs only the decoder.
+    The names differ from the model's if the adapter is for a model with several parts, of which
+    headstart runs only the decoder. layers: the names of layers in the adapter's file. linear: the
+    names of linear layers in the model.
     """
     theirs, ours = (
         next((body for body in _BODIES if any(name.startswith(body) for name in names)), "")

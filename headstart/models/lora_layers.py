@@ -250,7 +250,7 @@ class LoraLayers:
         self._model.calls_each_layer = False
 
     def forget(self, adapter: ResidentAdapter) -> None:
-        """Release the stack of several adapters if it has this one. Call only between steps."""
+        """Release the stack of several adapters if it contains `adapter`. Call between steps."""
         if adapter in self._mixed:
             self._mixed, self._mixed_stack = (), None
 
@@ -268,7 +268,11 @@ class LoraLayers:
         return [*(_Piece(adapter.stack, span) for adapter, span in rows.long), *short]
 
     def _short_piece(self, runs: list[tuple[ResidentAdapter, slice]]) -> _Piece:
-        """Return one piece for all short runs: rows in a range, or by number if runs are sparse."""
+        """Return one piece for all short runs.
+
+        Its rows are the range from the first run to the last. If less than half of this range
+        belongs to the runs, its rows are the row numbers of the runs.
+        """
         adapters = {adapter for adapter, _ in runs}
         count = sum(span.stop - span.start for _, span in runs)
         first, last = runs[0][1].start, runs[-1][1].stop

@@ -182,7 +182,7 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
 def test_models_in_gguf_are_named_by_their_file(tmp_path: Path) -> None:
     """The error did not name what is allowed: a folder or a name on the hub."""
     (tmp_path / "some.Q4_0.gguf").touch()
-    with pytest.raises(ModelNotFoundError, match=r"named by its file: /.*/some\.Q4_0\.gguf$"):
+    with pytest.raises(ModelNotFoundError, match=r"name the file: /.*/some\.Q4_0\.gguf$"):
         load_model(tmp_path)
 
 

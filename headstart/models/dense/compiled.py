@@ -1,7 +1,7 @@
 """All layers of a decoder as one compiled call.
 
-The call includes attention if the backend has structs for it. Steps in which layers have hooks run
-the modules instead.
+The call includes attention if the backend has compiled attention for the layer
+(`AttentionBackend.compiled`). Steps in which layers have hooks run the modules instead.
 """
 
 import ctypes
@@ -26,7 +26,10 @@ _ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
 def compile_layers(
     layers: Sequence[DecoderLayer], shape: DecoderShape, dtype: torch.dtype
 ) -> "CompiledLayers | None":
-    """Return a call for layers with rows in `dtype`; None if the kernels do not support them."""
+    """Return the compiled form of these layers; None if the kernels do not support them.
+
+    dtype: the dtype of the rows between layers.
+    """
     plain = (
         (shape.norm != "olmo" and shape.norms != "after" and shape.head_norms != "row")
         and shape.activation in _ACTIVATIONS
@@ -49,18 +52,20 @@ def compile_layers(
     in_float32 = dtype == torch.bfloat16 and all(
         isinstance(module, Linear) and module.matrix.computes_float32 for module in linears
     )
-    product = torch.float32 if in_float32 else dtype
-    if not plain or any(_struct(module, product) is None for module in linears):
+    product_dtype = torch.float32 if in_float32 else dtype
+    if not plain or any(_struct(module, product_dtype) is None for module in linears):
         return None
-    return CompiledLayers(layers, shape, dtype, product)
+    return CompiledLayers(layers, shape, dtype, product_dtype)
 
 
 class CompiledLayers:
-    """All layers of a decoder, for rows in `dtype` and products in `product`.
+    """All layers of a decoder, as one compiled call.
 
-    Products in float32 need AVX2, products in bfloat16 AVX-512. Float32 rows are computed only if
-    they are few. With many rows, products take most of the time, so it matters little that the
-    modules run 40 torch operations per layer.
+    dtype: the dtype of the rows between layers. product_dtype: the dtype in which linear layers
+    multiply rows. Products in float32 need AVX2, products in bfloat16 need AVX-512.
+
+    If `dtype` is float32, a step of `MANY_ROWS` or more runs the modules instead. The modules run
+    40 torch operations per layer, but with so many rows the products take most of the time.
 
     With products in bfloat16, a layer whose attention is not compiled runs as two compiled calls,
     before and after attention. The last layer also runs as two calls if only some rows are needed
@@ -72,10 +77,11 @@ class CompiledLayers:
         layers: Sequence[DecoderLayer],
         shape: DecoderShape,
         dtype: torch.dtype,
-        product: torch.dtype,
+        product_dtype: torch.dtype,
     ) -> None:
-        self._layers, self._shape, self._dtype, self._product = layers, shape, dtype, product
-        self._is_float = product == torch.float32
+        self._layers, self._shape = layers, shape
+        self._dtype, self._product_dtype = dtype, product_dtype
+        self._is_float = product_dtype == torch.float32
         self._row_limit = MANY_ROWS if dtype == torch.float32 else math.inf
         kernels = avx2_library() if self._is_float else library()
         assert kernels is not None
@@ -86,7 +92,7 @@ class CompiledLayers:
             if dtype == torch.bfloat16:
                 self._run = kernels.headstart_half_layers
         self._kinds = [layer.angles or "" for layer in shape.layers]
-        self._norms: list[Tensor] = []  # the weights to which the structs point
+        self._norms: list[Tensor] = []  # the norms' weights, to which the structs point
         self._structs = [self._layer_struct(layer) for layer in layers]
         self._runs = (LayerRun * len(layers))()
         for run, struct in zip(self._runs, self._structs, strict=True):
@@ -101,8 +107,8 @@ class CompiledLayers:
     ) -> Tensor | None:
         """Return rows `[rows, hidden]` after the last layer; None if modules must compute them.
 
-        angles: of the rows, by `LayerShape.angles`. output_rows: int64 numbers of the rows to
-        return; None for all.
+        angles: the angles of the rows, by `LayerShape.angles`. output_rows: int64 numbers of the
+        rows to return; None for all.
         """
         rows = len(hidden)
         if self._is_float and not 0 < rows < self._row_limit:
@@ -111,7 +117,9 @@ class CompiledLayers:
         if self._is_float:
             angles = {kind: (cos.float(), sin.float()) for kind, (cos, sin) in angles.items()}
         if self._prepare(count, rows, angles, backend):
-            hidden = hidden.to(self._product, copy=True, memory_format=torch.contiguous_format)
+            hidden = hidden.to(
+                self._product_dtype, copy=True, memory_format=torch.contiguous_format
+            )
             self._run(
                 ctypes.addressof(self._runs),
                 count,
@@ -134,7 +142,7 @@ class CompiledLayers:
     def _prepare(
         self, count: int, tokens: int, angles: Mapping[str, Angles], backend: AttentionBackend
     ) -> bool:
-        """Set the step of the first `count` layers; return False if they cannot run as one call."""
+        """Fill the structs of `count` layers; return False if their attention is not compiled."""
         rows = (tokens, self._shape.heads)
         addresses = {kind: (cos.data_ptr(), sin.data_ptr()) for kind, (cos, sin) in angles.items()}
         for run, layer, kind in zip(self._runs, self._layers[:count], self._kinds, strict=False):
@@ -182,7 +190,7 @@ class CompiledLayers:
             name: layer.mlp.get_submodule(f"{name}_proj") for name in ("gate", "up", "down")
         }
         for name, module in linears.items():
-            setattr(struct, name, _struct(module, self._product))
+            setattr(struct, name, _struct(module, self._product_dtype))
         norms = {"before": layer.input_layernorm, "after": layer.post_attention_layernorm}
         if shape.norms == "around":
             norms["attention_update"] = layer.post_attention_layernorm
@@ -193,7 +201,7 @@ class CompiledLayers:
             if isinstance(norm, RMSNorm):
                 norms[f"{name}_heads"] = norm
         for name, norm in norms.items():
-            weight = norm.weight.to(self._product)
+            weight = norm.weight.to(self._product_dtype)
             assert norm.weight.dtype == self._dtype and weight.is_contiguous()
             self._norms.append(weight)
             address, epsilon = weight.data_ptr(), norm.variance_epsilon

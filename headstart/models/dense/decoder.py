@@ -113,7 +113,7 @@ class DenseDecoder(DecoderModel):
         recurrent = [layer.mixer for layer in layers if layer.is_recurrent]
         # A layer that reads another layer's K and V has no K/V memory.
         owners = [index for index, layer in enumerate(shape.layers) if layer.source is None]
-        self._first_reader = 1 + owners[-1]  # from here on, layers read K and V of others
+        self._first_reader = 1 + owners[-1]  # layers from this index on read K and V of others
         layouts = [_layout(shape, index) for index in owners if shape.layers[index].mixer is None]
         super().__init__(tuple(layouts), about.folder)
         self.state_layouts = tuple(mixer.state for mixer in recurrent)
@@ -213,9 +213,10 @@ class DenseDecoder(DecoderModel):
         return hidden if len(hidden) == len(logit_rows) else hidden.index_select(0, logit_rows)
 
     def _run_layers(self, x: Tensor, step: LayerStep, rows: Tensor | None) -> Tensor:
-        """Return the last layer's output for `rows`, or for all rows if that is None.
+        """Return the last layer's output for `rows`, or for all rows if `rows` is None.
 
-        The layers after the last one that writes K/V or states compute only these rows.
+        All rows are needed up to the last layer that writes K/V or states. The layers after it
+        compute only `rows`.
         """
         layers, count = self.module.body.layers, self._first_reader
         for layer in layers[: count - 1]:

@@ -16,10 +16,10 @@ from headstart.weights.reader import Reader
 
 
 class DecoderLayer(FamilyModule):
-    """Attention or a recurrent mixer, then an MLP, each added to the rows.
+    """Attention or a recurrent mixer, then an MLP, each with a residual connection.
 
-    The family decides whether norms are before these, after them, or both. With
-    `DecoderShape.layer_inputs`, a product of the rows and the layer's input is added last.
+    The family decides whether each has a norm before it, after it, or both. With
+    `DecoderShape.layer_inputs`, the layer's input is gated by the rows, projected, and added last.
     """
 
     def __init__(self, shape: DecoderShape, index: int, name: str, read: Reader) -> None:

@@ -164,11 +164,13 @@ def load_dense(
         DenseModules(about.shape, outline)
         with _open_checkpoint(folder, scheme, about.shape, outline) as checkpoint:
             check_tensors(checkpoint, outline, about.shape.tied, about.shape.ignored)
-            held = set(checkpoint.dtypes(outline.matrices))
+            matrix_dtypes = set(checkpoint.dtypes(outline.matrices))
             stored = stored or checkpoint.dtypes(outline.shapes)[0]
             if scheme is not None and stored == torch.float16 and device.type == "cpu":
                 stored = torch.bfloat16  # there are no kernels for rows in float16
-            wanted = dtype if isinstance(dtype, torch.dtype) else auto_dtype(stored, held, device)
+            wanted = dtype
+            if not isinstance(wanted, torch.dtype):
+                wanted = auto_dtype(stored, matrix_dtypes, device)
             read = WeightReader(
                 checkpoint,
                 outline.matrices,
@@ -196,7 +198,7 @@ def load_dense(
 def _open_checkpoint(
     folder: Path, scheme: Scheme | None, shape: DecoderShape, outline: Outline
 ) -> Checkpoint:
-    """Return the checkpoint, with Llama's names of tensors."""
+    """Open the checkpoint, and rename its tensors to Llama's names."""
     if is_gguf(folder):
         return GGUFCheckpoint(folder)
     files = weight_files(folder)

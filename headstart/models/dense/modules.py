@@ -54,7 +54,7 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
         powers = torch.arange(0, width, 2, dtype=torch.float32) / width
         frequencies = Frequencies(1.0 / parameters["rope_theta"] ** powers)
     elif rope == "proportional":
-        # The first pairs rotate as if all pairs did; the other pairs do not rotate.
+        # The first pairs have the frequencies of a fully rotated head. The others have frequency 0.
         count = int(part * head_dim // 2)
         powers = torch.arange(0, 2 * count, 2, dtype=torch.float32) / head_dim
         rotated = 1.0 / parameters["rope_theta"] ** powers / parameters.get("factor", 1.0)
@@ -93,7 +93,7 @@ class AngleTable:
         self._table: Angles = (like.new_empty(0), like.new_empty(0))
 
     def __call__(self, positions: Tensor) -> Angles:
-        """Return two tensors `[rows, width]` for positions int64 `[rows]`, at least one."""
+        """Return the angles of positions int64 `[rows]`, with at least one row."""
         needed = int(positions.max()) + 1
         if needed > _MOST_POSITIONS:
             return self._angles(positions.to(torch.float32).cpu())
@@ -139,8 +139,9 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 """Functions that may write to their argument, since no other code reads the tensor."""
 
-# Elements of an MLP's widest product that are computed at a time: 16 MiB of float32. The allocator
-# returns larger tensors to the system, and new pages cost 5% of a long prefill in 8 bits.
+# An MLP computes its rows in pieces, whose widest product has at most this many elements (16 MiB of
+# float32). The allocator returns larger tensors to the system, and getting new pages for the next
+# tensor took 5% of the time of a long prefill with int8 weights.
 _PIECE = 1 << 22
 _BLOCK = 128  # rows of the largest KV block, which deterministic mode computes at once
 
@@ -324,13 +325,13 @@ class MLP(FamilyModule):
         """Return the update of `x`. hooked: see `LayerStep`."""
         if hooked or x.device.type != "cpu":
             return self._update(x)
-        most = max(_BLOCK, _PIECE // self._widest)
+        max_rows = max(_BLOCK, _PIECE // self._widest)
         dtype = torch.float32 if self._computes_float32 else x.dtype
-        done = [
+        updates = [
             self._update(rows.to(dtype)).to(x.dtype)
-            for rows in x.tensor_split(max(1, -(-len(x) // most)))
+            for rows in x.tensor_split(max(1, -(-len(x) // max_rows)))
         ]
-        return torch.cat(done) if len(done) > 1 else done[0]
+        return torch.cat(updates) if len(updates) > 1 else updates[0]
 
     def _update(self, x: Tensor) -> Tensor:
         if self._fused:

@@ -2,9 +2,9 @@
 
 To pack weights for the compiled kernels, every plain `nn.Linear` is replaced by a `Linear` over a
 `PackedWeight`, and an `nn.Embedding` that shares the LM head's weight by an `Embedding`. Each
-replacement is compared with the original on a few rows. All replacements are undone if the model no
-longer runs, or its logits change, since other code may read the weights. Weights are replaced one
-at a time, so at most one is in memory twice.
+replacement is compared with the original on a few rows. The model's own code may also read a weight
+that was replaced. So all replacements are undone if the model no longer runs, or its logits change.
+Weights are replaced one at a time, so at most one is in memory twice.
 """
 
 from collections import defaultdict

@@ -3,11 +3,11 @@
 1. The configuration. Some types of layers have more state than K and V per token.
 2. One pass with attention replaced by zeros. It records the widths of each layer's K and V. It also
    records each layer's mask, which must equal the mask computed from positions.
-3. A prompt with transformers' own attention, and the same prompt over paged K/V in three steps. In
-   these steps, its batch also has shorter prompts with the same beginning. The logits differ if a
+3. A prompt with transformers' own attention, and the same prompt over paged K/V in three steps. The
+   batches of these steps also have shorter prompts with the same beginning. The logits differ if a
    model has any other state between tokens (convolutions, recurrences, relative biases, shared
    layers).
-4. The same prompt without explicit positions. The logits must be those with positions from 0 on.
+4. The same prompt without explicit positions. The logits must equal those with positions 0, 1, ...
 5. A few rows at the last positions of the context. A result must not depend on a row's index in the
    batch, which holds rows of many sequences. In Llama 4, layers without rotary positions scale
    queries by this index plus the length of transformers' cache, visibly from position 8,192 on. The
@@ -99,7 +99,7 @@ _Recorded = list[tuple[str, Tensor]]
 """Titles and tensors `[rows, ...]`: `_PARTS` inputs per call of attention, then the logits."""
 
 
-class _CacheBehind(DynamicCache):
+class _OffsetCache(DynamicCache):
     """A cache that reports `length` tokens more than it holds."""
 
     def __init__(self, length: int, config: PreTrainedConfig) -> None:
@@ -115,7 +115,7 @@ def check_far_positions(model: PreTrainedModel) -> None:
     last = context_length(model.config)
     first = max(0, last - _ROWS)
     without_cache = _run_at(model, first, last)
-    with_cache = _run_at(model, first, last, _CacheBehind(first, _text_config(model)))
+    with_cache = _run_at(model, first, last, _OffsetCache(first, _text_config(model)))
     name = type(model).__name__
     if [title for title, _ in without_cache] != [title for title, _ in with_cache]:
         raise UnsupportedModelError(
@@ -175,7 +175,7 @@ def _run_at(
 _SUPPORTED_LAYERS = (
     RECURRENT_KINDS | WITHOUT_ATTENTION | frozenset({"full_attention", "sliding_attention"})
 )
-_WHY_NOT = {
+_REASONS = {
     "chunked_attention": "its context restarts at every chunk",
     "indexed_attention": "it selects tokens by additional keys, which are not stored",
 }
@@ -203,7 +203,7 @@ def check_config(config: PreTrainedConfig) -> None:
     text = config.get_text_config()
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in _SUPPORTED_LAYERS:
-            reason = _WHY_NOT.get(
+            reason = _REASONS.get(
                 kind, "it is neither full nor sliding-window attention, nor a recurrent layer"
             )
             raise UnsupportedModelError(f"{name} has layers of type {kind!r}: {reason}")

@@ -196,7 +196,7 @@ def test_quantized_weights(
 def test_gptq_refuses_norms_of_values_and_vision(tmp_path: Path) -> None:
     save_tiny("gemma4_text", tmp_path / "float")
     nested_models()["gemma3"].save_pretrained(tmp_path / "vision")
-    for name, reason in (("float", "a norm of values"), ("vision", "other parts than a decoder")):
+    for name, reason in (("float", "a norm of values"), ("vision", "parts other than a decoder")):
         with pytest.raises(UnsupportedModelError, match=f"it has {reason}"):
             plan_quantization(tmp_path / name, tmp_path / "small")
 

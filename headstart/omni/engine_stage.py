@@ -297,23 +297,23 @@ class EngineStage(Stage):
         self._decoder = decoder
         self._feeder = feeder
         self._deterministic = config.deterministic
-        used = cache if caching else None
-        store_name = used.place(spec.name) if used is not None else spec.name
+        store = cache if caching else None
+        store_name = store.place(spec.name) if store is not None else spec.name
         self.rows = StageRows(
-            store_name, config.block_size, spec.gives, used, find_outputs=spec.find_outputs
+            store_name, config.block_size, spec.gives, store, find_outputs=spec.find_outputs
         )
         self.stored_rows: TierRows | None = None
         self._passes_block_hashes = caching
         if caching and (config.disk_folder or config.remote_cache):
-            if used is None or spec.find_outputs:
+            if store is None or spec.find_outputs:
                 _LOG.warning(
                     "stage %r stores nothing on disk, as its outputs are not declared", spec.name
                 )
                 config = replace(config, cache_dir=None, remote_cache=None)
                 self._passes_block_hashes = False
             else:
-                like = decoder.outputs_of_one()
-                self.stored_rows = TierRows(spec, config.block_size, like, used, store_name)
+                outputs = decoder.outputs_of_one()
+                self.stored_rows = TierRows(spec, config.block_size, outputs, store, store_name)
         self._states: dict[str, _State] = {}
         self._events: list[Event] = []
         self.engine = EngineCore(decoder, tokenizer, config, self)
@@ -348,8 +348,8 @@ class EngineStage(Stage):
 
     def step(self) -> list[Event]:
         start = time.perf_counter()
-        ran = {request_id for request_id, state in self._states.items() if state.is_ready}
-        if ran:
+        ready_ids = {request_id for request_id, state in self._states.items() if state.is_ready}
+        if ready_ids:
             results = self.engine.step()
             for group, error in results:
                 self._deliver(group, error)
@@ -357,7 +357,7 @@ class EngineStage(Stage):
         self._decoder.take_passes()  # drops the passes of a failed step
         seconds = time.perf_counter() - start
         events, self._events = self._events, []
-        for request_id in ran & self._states.keys():
+        for request_id in ready_ids & self._states.keys():
             self._states[request_id].metrics.seconds += seconds
         for event in events:
             if isinstance(event, StageFinished):

@@ -132,7 +132,7 @@ class _FunctionStage(Stage):
                 output.check(checked[output.name], num_tokens)
             elif output.required:
                 raise EngineError(
-                    f"{output.name!r} is declared, and the function did not return it"
+                    f"the function did not return {output.name!r}, which the stage declares"
                 )
         return checked
 
@@ -160,10 +160,10 @@ class WholeStage(_FunctionStage):
 
     def _run(self, state: _State) -> list[Event]:
         request, cache = state.request, self._cache
-        job = StageCall(request, {source: state.joined(source) for source in state.rows})
-        num_tokens = max((len(rows) for rows in job.inputs.values()), default=0)
+        call = StageCall(request, {source: state.joined(source) for source in state.rows})
+        num_tokens = max((len(rows) for rows in call.inputs.values()), default=0)
         outputs, path = None, None
-        digest = self._identity(job) if self._identity and cache is not None else None
+        digest = self._identity(call) if self._identity and cache is not None else None
         if digest is not None and cache is not None:
             path = BlockPath(self._store_name, Namespace(None, request.salt), [BlockKey(digest)])
             outputs = next(iter(cache.find(path)), None)
@@ -171,7 +171,7 @@ class WholeStage(_FunctionStage):
             state.metrics.cached_tokens = num_tokens
             state.metrics.hit_rows.update(dict.fromkeys(outputs, num_tokens))
         else:
-            outputs = self._checked(self._function(job), num_tokens)
+            outputs = self._checked(self._function(call), num_tokens)
         if path is not None and cache is not None:
             cache.put(path, 0, outputs)
         state.metrics.tokens = state.metrics.prompt_tokens = num_tokens

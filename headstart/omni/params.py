@@ -78,8 +78,8 @@ class OmniOutput:
 
     token_ids: the token ids of the text. codes: the codes of the speech, int64 `[codes, ...]`.
     metrics: the metrics of the stages that have ended, by name. finish_reason: None while the
-    request runs, then the thinker's ("stop", "length") or "abort". prompt_token_ids: the prompt,
-    with one placeholder for each embedding of a sound or image.
+    request runs, then "abort" or the reason of the thinker ("stop" or "length").
+    prompt_token_ids: the prompt, with one placeholder for each embedding of a sound or image.
     """
 
     request_id: str

@@ -255,9 +255,9 @@ class Pipeline:
             raise ConfigError(f"two stages have the same name: {[s.spec.name for s in stages]}")
         for stage in stages:
             for entry in stage.spec.takes:
-                self._check_given(entry, f"stage {stage.spec.name!r} takes")
+                self._check_exists(entry, f"stage {stage.spec.name!r} takes")
         for entry in collects:
-            self._check_given(entry, "the pipeline collects")
+            self._check_exists(entry, "the pipeline collects")
         sorter = TopologicalSorter(
             {stage.spec.name: {entry.stage for entry in stage.spec.takes} for stage in stages}
         )
@@ -272,7 +272,7 @@ class Pipeline:
         self._requests: dict[str, Progress] = {}
         self._closed: str | None = None  # the reason
 
-    def _check_given(self, entry: Input, subject: str) -> None:
+    def _check_exists(self, entry: Input, subject: str) -> None:
         source = self.stages.get(entry.stage)
         if source is None or not source.spec.offers(entry.output):
             raise ConfigError(
@@ -308,7 +308,9 @@ class Pipeline:
             for entry in stage.spec.takes:
                 if entry.stage not in names:
                     name = stage.spec.name
-                    raise RequestError(f"stage {name!r} needs stage {entry.stage!r}, which is off")
+                    raise RequestError(
+                        f"stage {name!r} needs stage {entry.stage!r}, which the request leaves out"
+                    )
         for stage in stages:
             stage.check(request)
         return Progress(request, time.perf_counter(), set(names), render=render)

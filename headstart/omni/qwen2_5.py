@@ -273,18 +273,18 @@ class Qwen25Omni(OmniModel):
     def _make_token2wav(self, node: StageNode) -> Stage:
         no_options(node)
 
-        def arguments(job: StageCall) -> tuple[Tensor, Voice, int]:
-            codes = job.inputs[self.codes]
+        def arguments(call: StageCall) -> tuple[Tensor, Voice, int]:
+            codes = call.inputs[self.codes]
             if len(codes) and int(codes[-1]) in self.end_codes:
                 codes = codes[:-1]
-            seed = int(job.request.options.get("token2wav", {}).get("seed", 0))
-            return codes, self.voices[self.voice(job.request)], seed
+            seed = int(call.request.options.get("token2wav", {}).get("seed", 0))
+            return codes, self.voices[self.voice(call.request)], seed
 
-        def make(job: StageCall) -> dict[str, Tensor]:
-            return {"audio": self.make_wave(*arguments(job))}
+        def make(call: StageCall) -> dict[str, Tensor]:
+            return {"audio": self.make_wave(*arguments(call))}
 
-        def identity(job: StageCall) -> bytes:
-            codes, voice, seed = arguments(job)
+        def identity(call: StageCall) -> bytes:
+            codes, voice, seed = arguments(call)
             return content_digest(codes, voice.conditioning, voice.reference_mel, seed)
 
         if node.spec.enable_prefix_caching:  # each step of the diffusion embeds the voice

@@ -205,9 +205,9 @@ class StageDecoder(TransformersDecoder):
                 is_own[embeddings.rows] = False
                 rows = embeddings.values.to(embedded)[:, : embedded.shape[1]]
                 embedded = embedded.index_copy(0, embeddings.rows, rows)
-            entering = embedded if parts.project is None else parts.project(embedded)
+            inputs = embedded if parts.project is None else parts.project(embedded)
             output: Any = self.module(
-                inputs_embeds=entering.unsqueeze(0),
+                inputs_embeds=inputs.unsqueeze(0),
                 position_ids=positions.unsqueeze(-2),
                 use_cache=False,
                 output_hidden_states=parts.needs_layers,
@@ -226,8 +226,8 @@ class StageDecoder(TransformersDecoder):
         if embeddings is None or not self._parts.num_deep:
             return {}
         width = embeddings.values.shape[1] // (1 + self._parts.num_deep)
-        in_order = embeddings.values[embeddings.rows.argsort()]
+        values = embeddings.values[embeddings.rows.argsort()]
         return {
             "visual_pos_masks": ~is_own[None],
-            "deepstack_visual_embeds": list(torch.split(in_order[:, width:], width, dim=1)),
+            "deepstack_visual_embeds": list(torch.split(values[:, width:], width, dim=1)),
         }

@@ -188,12 +188,12 @@ class _Check:
 
     def run(self) -> Iterator[None]:
         """Read all records; yield after each record."""
-        doubtful: list[BlockHash] = []
+        to_reread: list[BlockHash] = []
         for (name, _), is_whole in zip(self._listed, self._read(self._listed), strict=True):
             if is_whole:
                 self.counts["whole"] += 1
             else:
-                doubtful.append(name)
+                to_reread.append(name)
             yield
         unlisted = []
         for _, slot in self.steps[len(self._listed) :]:
@@ -201,8 +201,8 @@ class _Check:
             if header is not None and next(self._read([(header.name, slot)])):
                 unlisted.append(slot)
             yield
-        for start in range(0, len(doubtful), _REREAD_BATCH):
-            self._read_again(doubtful[start : start + _REREAD_BATCH])
+        for start in range(0, len(to_reread), _REREAD_BATCH):
+            self._read_again(to_reread[start : start + _REREAD_BATCH])
         if self._index is not None:
             with self._index.changing():
                 slots = {block.slot for block in self._index.list_blocks(self._model)}

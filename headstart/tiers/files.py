@@ -117,9 +117,9 @@ class ReadBuffers:
             memory = self._free.pop()
         except IndexError:
             memory = self._allocate()
-        lent = (ctypes.c_char * self._nbytes).from_buffer(memory)  # freed with its last view
-        weakref.finalize(lent, self._free.append, memory).atexit = False
-        return memoryview(lent).cast("B")[:nbytes]
+        array = (ctypes.c_char * self._nbytes).from_buffer(memory)  # freed with its last view
+        weakref.finalize(array, self._free.append, memory).atexit = False
+        return memoryview(array).cast("B")[:nbytes]
 
     def _allocate(self) -> mmap.mmap:
         """Return new memory, in huge pages where the system has them."""

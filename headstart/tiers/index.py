@@ -30,7 +30,7 @@ from headstart.tiers.store import ModelRecord, RecordHeader, StoredBlock
 
 INDEX = "index.sqlite"
 _LOG = logging.getLogger("headstart.tiers")
-_OURS = re.compile(r"index\.sqlite.*|lock|fingerprints\..*|[0-9a-f]{32}\..*")
+_STORE_FILES = re.compile(r"index\.sqlite.*|lock|fingerprints\..*|[0-9a-f]{32}\..*")
 _LARGEST = 1 << 40  # bytes; a description with larger blocks is damaged
 _TIMEOUT = 5.0  # seconds to wait for another process's transaction, or rebuild
 _BATCH = 500  # names in a query
@@ -371,7 +371,7 @@ def make_folder(folder: Path) -> bool:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
         names = os.listdir(folder)
-        if names and not any(_OURS.fullmatch(name) for name in names):
+        if names and not any(_STORE_FILES.fullmatch(name) for name in names):
             raise ConfigError(
                 f"cache folder {folder} holds other files, such as {sorted(names)[0]}; allowed: "
                 "a new folder, or an empty one"
@@ -391,7 +391,7 @@ def make_folder(folder: Path) -> bool:
         if state.st_mode & 0o022 and names:
             _LOG.warning("%s was writable by other users, so it is emptied", folder)
             for path in folder.iterdir():
-                if _OURS.fullmatch(path.name) and (path.is_symlink() or not path.is_dir()):
+                if _STORE_FILES.fullmatch(path.name) and (path.is_symlink() or not path.is_dir()):
                     path.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cache folder {folder} cannot be used: {error.strerror}") from error
@@ -409,7 +409,7 @@ def slot_path(folder: Path, record: ModelRecord) -> Path:
 
 def slot_files(folder: Path) -> set[Path]:
     """Return the files with the blocks of all models."""
-    return {path for path in folder.glob("*.kv") if _OURS.fullmatch(path.name)}
+    return {path for path in folder.glob("*.kv") if _STORE_FILES.fullmatch(path.name)}
 
 
 def describe_model(folder: Path, record: ModelRecord) -> None:

@@ -273,7 +273,7 @@ class Loader:
         for chunk in self._stores.load(job.names[job.num_loaded : job.count], job):
             if is_first:
                 job.limit = _TRIAL + self._compute(job.num_loaded + len(chunk))
-            if not self._hand_on(job, chunk):
+            if not self._queue_chunk(job, chunk):
                 if not job.done:
                     return True
                 break
@@ -305,7 +305,7 @@ class Loader:
                 break
         return job.has_work and not job.done
 
-    def _hand_on(self, job: LoadJob, chunk: list[LoadedBlock]) -> bool:
+    def _queue_chunk(self, job: LoadJob, chunk: list[LoadedBlock]) -> bool:
         """Queue blocks to be taken, then wait for space; return True if the job continues."""
 
         def must_stop() -> bool:

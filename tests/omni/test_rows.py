@@ -368,7 +368,7 @@ def test_a_declared_output_that_does_not_come_or_fit_is_an_error_and_nothing_is_
     rows.admitted(sequence, 0)
     with pytest.raises(EngineError, match="'s' did not return 'hidden'"):
         rows.computed([ScheduledRows(sequence, 0, 5)], {})
-    with pytest.raises(EngineError, match=r"has 5 rows for 5 tokens"):
+    with pytest.raises(EngineError, match=r"needs 5 rows for 5 tokens"):
         rows.computed([ScheduledRows(sequence, 0, 5)], {"hidden": torch.zeros(4, 2)})
     assert cache.stats.entries == 0 and rows.watermark(sequence) == 0
 

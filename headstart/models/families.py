@@ -51,8 +51,8 @@ def _smollm3_layers(config: Any) -> list[LayerShape]:
     """Return layers; by default, every fourth has no rotary positions."""
     rotates = config.no_rope_layers
     if rotates is None:
-        every = config.no_rope_layer_interval
-        rotates = [(index + 1) % every != 0 for index in range(config.num_hidden_layers)]
+        interval = config.no_rope_layer_interval
+        rotates = [(index + 1) % interval != 0 for index in range(config.num_hidden_layers)]
     window = _enabled_window(config)
     kinds = config.layer_types or [
         "full_attention" if rotated else "sliding_attention" for rotated in rotates
@@ -80,9 +80,9 @@ def _gemma3_layers(config: Any) -> list[LayerShape]:
 
 
 def _prepare_gemma3(content: dict[str, Any]) -> None:
-    every = content.pop("sliding_window_pattern", 6)
+    interval = content.pop("sliding_window_pattern", 6)
     content["layer_types"] = content.get("layer_types") or [
-        "sliding_attention" if (index + 1) % every else "full_attention"
+        "sliding_attention" if (index + 1) % interval else "full_attention"
         for index in range(content["num_hidden_layers"])
     ]
     angles = dict(content.get("rope_parameters") or {})

@@ -244,8 +244,8 @@ def _calling_hub(name: str) -> Iterator[None]:
 
 def _hint(name: str) -> str:
     """Return a hint for a name that resembles a valid name, or is valid in another program."""
-    spelled = re.split(r"[/\\]", name)[-1].lower().replace("_", "-")
-    if matches := get_close_matches(spelled, [BUILT_IN], 1, 0.75):
+    normalized = re.split(r"[/\\]", name)[-1].lower().replace("_", "-")
+    if matches := get_close_matches(normalized, [BUILT_IN], 1, 0.75):
         return f"; did you mean {matches[0]}?"
     if _OLLAMA_NAME.fullmatch(name):
         return (

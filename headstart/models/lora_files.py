@@ -283,14 +283,15 @@ def _match_names(layers: Set[str], linear: Set[str]) -> dict[str, str]:
     headstart runs only the decoder. layers: the names of layers in the adapter's file. linear: the
     names of linear layers in the model.
     """
-    theirs, ours = (
+    adapter_body, model_body = (
         next((body for body in _BODIES if any(name.startswith(body) for name in names)), "")
         for names in (layers, linear)
     )
-    if layers <= linear or not theirs or not ours:
+    if layers <= linear or not adapter_body or not model_body:
         return {name: name for name in linear}
     return {
-        name: theirs + name.removeprefix(ours) if name.startswith(ours) else name for name in linear
+        name: adapter_body + name.removeprefix(model_body) if name.startswith(model_body) else name
+        for name in linear
     }
 
 

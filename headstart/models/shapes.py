@@ -209,8 +209,8 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
 
     Raises `UnsupportedLayerError` for features that headstart's own modules lack.
     """
-    both_ways = getattr(config, "use_bidirectional_attention", None)
-    if both_ways or getattr(config, "is_causal", True) is False:
+    is_bidirectional = getattr(config, "use_bidirectional_attention", None)
+    if is_bidirectional or getattr(config, "is_causal", True) is False:
         raise UnsupportedLayerError("its attention is not causal")
     key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
     name = getattr(config, key)

@@ -49,11 +49,11 @@ class _Body(FamilyModule):
         self.embed_tokens = read.embedding("model.embed_tokens", shape.vocab_size, width)
         read.release()
         if (inputs := shape.layer_inputs) is not None:
-            every, name = len(shape.layers) * inputs.width, "model.embed_tokens_per_layer"
-            self.embed_tokens_per_layer = read.embedding(name, inputs.vocab_size, every)
+            all_layers, name = len(shape.layers) * inputs.width, "model.embed_tokens_per_layer"
+            self.embed_tokens_per_layer = read.embedding(name, inputs.vocab_size, all_layers)
             read.release()
             name = "model.per_layer_model_projection"
-            self.per_layer_model_projection = read.linear(name, width, every, bias=False)
+            self.per_layer_model_projection = read.linear(name, width, all_layers, bias=False)
             weight = read.vector("model.per_layer_projection_norm", inputs.width)
             self.per_layer_projection_norm = RMSNorm(weight, shape.epsilon, shape.norm)
         layers = []

@@ -269,8 +269,8 @@ class Attention(FamilyModule):
             step.shared[self.layer_idx] = key, value
         if step.row_numbers is not None:
             # Attention takes a query for every row; the queries of other rows are not used.
-            every = query.new_zeros((len(key), *query.shape[1:]))
-            query, output_rows = every.index_copy(0, step.row_numbers, query), step.row_numbers
+            queries = query.new_zeros((len(key), *query.shape[1:]))
+            query, output_rows = queries.index_copy(0, step.row_numbers, query), step.row_numbers
         attended = step.backend.attend(self.layer_idx, query, key, value, self.options)
         if self._gated:
             attended = attended * torch.sigmoid(gate)

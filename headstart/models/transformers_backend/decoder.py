@@ -96,8 +96,8 @@ def _mix_experts(experts: Any, hidden_states: Tensor, *routing: Tensor, **named:
         if not 0 <= expert < experts.num_experts:  # other ids mean no expert
             continue
         rows, ranks = torch.where(chosen == expert)
-        every = compute(experts, hidden_states, chosen.new_full((len(ones), 1), expert), ones)
-        weighted = every[rows] * weights[rows, ranks, None]
+        outputs = compute(experts, hidden_states, chosen.new_full((len(ones), 1), expert), ones)
+        weighted = outputs[rows] * weights[rows, ranks, None]
         output.index_add_(0, rows, weighted.to(output.dtype))
     return output
 

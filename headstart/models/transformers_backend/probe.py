@@ -8,11 +8,11 @@
    model has any other state between tokens (convolutions, recurrences, relative biases, shared
    layers).
 4. The same prompt without explicit positions. The logits must equal those with positions 0, 1, ...
-5. A few rows at the last positions of the context. A result must not depend on a row's index in the
-   batch, which holds rows of many sequences. In Llama 4, layers without rotary positions scale
-   queries by this index plus the length of transformers' cache, visibly from position 8,192 on. The
-   reference is transformers' own decoding with a cache that reports all earlier tokens. In both
-   passes a row attends only to itself, so the earlier tokens need not exist.
+5. A few rows at the last positions of the context. A result may depend on a row's position, but not
+   on its index in the batch, which holds rows of many sequences. In Llama 4, layers without rotary
+   positions scale queries by the index plus the length of transformers' cache, with an effect from
+   about position 8,192 on. The reference is transformers' own decoding, with a cache that reports
+   all earlier tokens. Each row attends only to itself, so the earlier tokens need not exist.
 
 The tolerance depends on depth, width and dtype, so it is measured: one step runs again, with the
 results of attention changed by two units in the last place.

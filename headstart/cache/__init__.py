@@ -9,8 +9,8 @@ Glossary:
     slot            the index of a row in the pool: block_id * block_size + position % block_size
     head            the first tokens of a block, or their rows
     prefix identity the adapter, the salt, and every token, image and audio item from position 0
-    hit             the longest run of cached blocks from position 0, and the head that the prompt's
-                    next block has in common with a cached block
+    hit             the longest run of cached blocks from position 0, followed by the longest head
+                    that the next block shares with a cached block
     computed tokens tokens whose K/V are in the blocks already
     tier            a store of blocks outside of the pool, such as a disk
 """

@@ -42,9 +42,9 @@ class KVCacheBlock:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixNode:
-    """A node of the prefix tree. It identifies the prefix of `parent`, extended by one block.
+    """A node of the prefix tree. Its prefix is the prefix of `parent`, followed by one more block.
 
-    `key` is the content of this last block. `block` holds its K/V; None after it was evicted.
+    `key` is the content of this block. `block` holds the K/V; None after the block was evicted.
     `parent` and `key` never change. `child` is the only child, or a `Branches` with several
     children. Most nodes have one child.
     """
@@ -95,8 +95,8 @@ class Branches(PrefixNode):
     """The children of a node that has several children. The key of this object is empty.
 
     `nodes` has all children by key. `order` has the sorted keys of the children whose K/V are
-    written. The child that shares the longest head with any key is next to the position where
-    that key would be inserted. An insertion costs one `memmove` of 8 bytes per child.
+    written. For a given key, the child with the longest common head is next to the position where
+    bisection would insert the key. An insertion costs one `memmove` of 8 bytes per child.
     """
 
     __slots__ = ("nodes", "order")

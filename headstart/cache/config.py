@@ -38,8 +38,8 @@ class CacheConfig(CacheOptions):
     """The sizes of a manager's pools, and its options.
 
     num_blocks: blocks in the pool, at least 1.
-    ghost_entries: evicted identities that stay in the index, so that a miss can be explained as an
-        eviction. Default: a tenth of `num_blocks`. See `headstart.cache.index`.
+    ghost_entries: nodes of evicted blocks that stay in the index, so that a miss can be explained
+        as an eviction. Default: a tenth of `num_blocks`. See `headstart.cache.index`.
     events: collect `BlockStored`, `BlockEvicted` and `AllBlocksCleared`.
     num_states: slots for the states of recurrent layers, for running sequences and checkpoints; 0
         for a model without recurrent layers. See `headstart.cache.states`.

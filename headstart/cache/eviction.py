@@ -120,8 +120,9 @@ class AdaptiveLru(EmptyFirstLru):
     are taken by recency, like full blocks. Partial blocks beyond the limit are taken before any
     full block, oldest first. O(1) per block.
 
-    Retained blocks are taken after all others. When the mark of a block has ended, or when there
-    are more than `most_retained`, the block joins the queue as if it was just released.
+    Retained blocks are taken after all others. When the mark of a retained block ends, the block
+    joins the queue, as if it was just released. If more than `most_retained` blocks are retained,
+    the blocks whose marks end first join the queue too.
     """
 
     EARNED: ClassVar[int] = 4
@@ -223,8 +224,8 @@ class FairLru:
     other blocks. Retention does not change from which owner a block is taken.
 
     Cached blocks that are released together belong to one prefix. Public blocks at its beginning
-    have a separate owner. When a salt becomes an owner, its existing blocks move to the queue of
-    the new owner at the next change, in queue order.
+    have a separate owner. When an owner is added, the existing blocks of its salts move to its
+    queue, in queue order. They move at the next call that adds or removes blocks.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], shares: Shares, marks: Marks) -> None:

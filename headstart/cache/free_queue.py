@@ -164,8 +164,8 @@ class Marks:
 class RetainedBlocks:
     """Free marked blocks, ordered by the end of their mark, and then by their release.
 
-    Adding or removing a block costs O(1). The first block of a minute costs O(n) if blocks of n
-    minutes are retained.
+    There is a queue for each minute at which a mark ends. Adding or removing a block costs O(1).
+    Creating or deleting a queue costs O(n) for n queues.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -197,7 +197,7 @@ class RetainedBlocks:
         return unmarked
 
     def remove(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Remove the free blocks that are retained; return the other blocks. Marks stay."""
+        """Remove the free blocks that are retained; return the other blocks. All marks stay."""
         unmarked = []
         for block in blocks:
             minute = self._marks.minute(block)

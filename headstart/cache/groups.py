@@ -74,7 +74,7 @@ class LayerGroup:
     def has_slots(self, sequence: TokenSequence, end: int) -> bool:
         """Return True if `extend` and `compute` would change nothing for tokens up to `end - 1`.
 
-        The caller must know that these tokens fill no block.
+        Call it only if these tokens fill no block.
         """
         return False
 
@@ -110,7 +110,7 @@ class LayerGroup:
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop the states or window blocks of blocks that lose their identity.
 
-        A block has no node if another block still holds the same prefix.
+        The `node` of a block is None if another block still holds the same prefix.
         """
 
     def check(self) -> None:

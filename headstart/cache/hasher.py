@@ -28,9 +28,10 @@ class BlockHasher:
     tenants share. Only tests replace `digest`, to show that no hit depends on it.
 
     Hashes of recent prompts are cached in runs of 64 blocks. The key of a run is one SHA-256 over
-    the hash before it and its block keys. Runs that are used enter `_young`. When `_young` is full,
-    it replaces `_old`, so runs that were not used since are dropped. Threads need no lock: at worst
-    a run is hashed twice. A run is two bytes objects, which the garbage collector ignores.
+    the hash of its parent and its block keys. A run that is used enters `_young`. When `_young` is
+    full, it replaces `_old`. This drops the runs that were not used after the previous replacement.
+    Threads need no lock: at worst a run is hashed twice. The key and the hashes of a run are two
+    bytes objects, which the garbage collector ignores.
     """
 
     def __init__(self, block_size: int, model: str = "", digest: Digest = sha256) -> None:
@@ -44,7 +45,7 @@ class BlockHasher:
     def publish(self, token_ids: Sequence[int]) -> int:
         """Let tenants share the full blocks of a prefix; return the number of blocks.
 
-        Keys that sequences have already do not change. Raises CacheError for an invalid token.
+        Existing keys of sequences do not change. Raises CacheError for an invalid token.
         """
         return self.public.publish(token_ids, self.block_size)
 
@@ -83,15 +84,15 @@ class BlockHasher:
             parent = BlockHash(hashes[-len(parent) :])
 
     def _of_run(self, parent: BlockHash, keys: Sequence[BlockKey]) -> bytes:
-        name = sha256(parent + b"".join(keys))
+        run_key = sha256(parent + b"".join(keys))
         young = self._young
-        hashes = young.get(name)
+        hashes = young.get(run_key)
         if hashes is None:
-            hashes = self._old.get(name) or self._hash(parent, keys)
+            hashes = self._old.get(run_key) or self._hash(parent, keys)
             if len(young) >= _MOST_RUNS:
                 self._old = young
                 self._young = young = {}
-            young[name] = hashes
+            young[run_key] = hashes
         return hashes
 
     def _hash(self, parent: BlockHash, keys: Sequence[BlockKey]) -> bytes:

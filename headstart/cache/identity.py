@@ -88,7 +88,7 @@ class Namespace(NamedTuple):
 
 
 class PublicBlocks(dict[BlockKey, "PublicBlocks"]):
-    """Blocks that all tenants share, by key, each with the public blocks that may follow it.
+    """The tree of public blocks, which all tenants share: a block's key maps to its children.
 
     >>> public = PublicBlocks()
     >>> public.publish(range(40), block_size=16)
@@ -288,7 +288,7 @@ def root_hash(
 def chain_hashes(
     parent: BlockHash, keys: Sequence[BlockKey], digest: Digest = sha256
 ) -> list[BlockHash]:
-    """Return a portable hash for each key, of the prefix from the root to the end of this key.
+    """Return one portable hash for each key: the hash of the prefix that ends with this key.
 
     parent: the hash of the prefix before the first key.
     """

@@ -70,8 +70,8 @@ class PrefixTree:
             elif isinstance(roots, OrderedDict):
                 roots[namespace.adapter] = root
             else:  # reversed iteration of a dict would pass over deleted entries
-                both = [*roots.items(), (namespace.adapter, root)]
-                self._roots[namespace.salt] = OrderedDict(both)
+                entries = [*roots.items(), (namespace.adapter, root)]
+                self._roots[namespace.salt] = OrderedDict(entries)
         return root
 
     def roots(self) -> list[RootNode]:
@@ -182,7 +182,7 @@ class PrefixTree:
 
 
 OLD_GHOSTS = 5
-"""Limit of the older ghosts, as a multiple of `max_ghosts`."""
+"""Limit on the older ghosts, as a multiple of `max_ghosts`."""
 
 
 class PrefixIndex(PrefixTree):
@@ -196,7 +196,7 @@ class PrefixIndex(PrefixTree):
         super().__init__()
         self.max_ghosts = max_ghosts
         self.unwritten: set[KVCacheBlock] = set()
-        self._unordered: list[PrefixNode] = []  # unwritten siblings, in no `order` yet
+        self._unordered: list[PrefixNode] = []  # nodes that `commit` adds to an `order`
         self._ghosts: deque[PrefixNode] = deque()
         self._old_ghosts: deque[PrefixNode] = deque()  # the first evicted blocks of prefixes
         self._ancestors: set[PrefixNode] = set()  # evicted nodes that stay for their descendants
@@ -245,7 +245,7 @@ class PrefixIndex(PrefixTree):
         return node, blocks
 
     def branch(self, parent: PrefixNode, only_child: PrefixNode) -> Branches:
-        """Replace an only child with `Branches` that contain it; if it is written, order it."""
+        """Replace an only child with `Branches`; add its key to `order` if its K/V are written."""
         branches = super().branch(parent, only_child)
         if only_child.block is not None:
             if only_child.block in self.unwritten:

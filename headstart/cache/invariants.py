@@ -53,7 +53,7 @@ def _check_index(config: CacheConfig, pool: BlockPool, nodes: set[PrefixNode]) -
             assert block.node in nodes, f"{block} has an identity that no lookup finds"
             holders: list[KVCacheBlock | None] = [block.node.block]
             holders += pool.copies.get(block.node, [])
-            assert holders.count(block) == 1, f"{block} is not listed once for its node"
+            assert holders.count(block) == 1, f"{block} is not listed exactly once for its node"
     assert not (pool.copies and config.deduplicate), "a block was cached twice"
     for node, copies in pool.copies.items():
         assert copies, "`copies` has an entry without a block"

@@ -45,15 +45,15 @@ class PartialHit(NamedTuple):
 class ComputedBlocks(NamedTuple):
     """The result of a lookup for one sequence.
 
-    blocks: the cached blocks of its prefix, in order. num_tokens: the number of tokens that need no
-    computing, `partial` included, which is less than the length of the sequence. writer: the
+    blocks: the cached blocks of its prefix, in order. num_tokens: the number of tokens that need
+    not be computed, `partial` included. It is less than the length of the sequence. writer: the
     request that is computing the sequence's next block, if any. If the sequence does not wait for
     this request, the block is computed twice. node, version, source: for the manager.
 
     known_tokens: the number of tokens with cached K/V. For a model with recurrent layers or sliding
     windows, the sequence resumes at `num_tokens`, and `known_tokens` and `blocks` may reach
-    further. state: the checkpoint at `num_tokens`, for recurrent layers. is_fork: True if the
-    cached K/V end at a fork: no request is computing the sequence's next block.
+    further. state: the checkpoint at `num_tokens`, for recurrent layers. is_fork: True if no
+    request is computing the sequence's next block.
     """
 
     sequence: TokenSequence
@@ -102,7 +102,7 @@ class Allocation(NamedTuple):
 
 
 def _nearest_children(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> list[PrefixNode]:
-    """Return the written children on both sides of the key in sorted order."""
+    """Return the written children next to the key in sorted order, at most one on each side."""
     child = parent.child
     if isinstance(child, Branches):
         i = bisect_left(child.order, key)
@@ -267,7 +267,7 @@ def _has_more(index: PrefixIndex, root: RootNode, keys: list[BlockKey], depth: i
 def _keys_of_others(
     index: PrefixIndex, root: RootNode, computed: ComputedBlocks
 ) -> Iterator[list[BlockKey]]:
-    """Yield the keys of the hit and of the next block, as cut for other salts below this root."""
+    """Yield the keys that the hit and the next block have under other salts of this root."""
     sequence, public = computed.sequence, computed.sequence.num_public
     own_salt = sequence.namespace.salt
     keys = [cut_salt(key)[1] for key in sequence.keys[: len(computed.blocks) + 1]]
@@ -289,7 +289,7 @@ def _explain_child(
     if parent is None or parent.child is None:
         return MissExplanation(MissReason.UNSEEN, position)
     key = computed.sequence.keys[depth]
-    own_salt = cut_salt(key)[0]  # behind a public prefix, blocks of other salts are not revealed
+    own_salt = cut_salt(key)[0]  # after a public prefix, blocks of other salts are not revealed
     closest = max(
         (n.key for n in _nearest_children(index, parent, key) if cut_salt(n.key)[0] == own_salt),
         key=lambda other: common_tokens(key, other),

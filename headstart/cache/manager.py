@@ -103,9 +103,9 @@ class KVCacheManager:
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
         self._holder = object()  # the `holder` of sequences that hold blocks here
-        # By the (parent, key) of a full block that is not computed yet: the sequence that will
-        # compute it. Each sequence has at most one entry, for its next full block. This suffices:
-        # another prompt with the same prefix hits the blocks before this block.
+        # Maps the (parent, key) of a full block to the sequence that will compute the block. A
+        # sequence has at most one entry, for its next full block. This suffices, because a lookup
+        # of the same prefix hits all earlier blocks, and so ends at this block.
         self._in_progress: dict[tuple[PrefixNode | Namespace, BlockKey], TokenSequence] = {}
         self._step = 0
 
@@ -334,12 +334,12 @@ class KVCacheManager:
         if partial is None:
             return self.pool.take(count, sequence.namespace.salt)
         source = partial.block
-        is_last = source.ref_cnt == 0 and len(self.pool.free) == count
+        needs_source = source.ref_cnt == 0 and len(self.pool.free) == count
         self.pool.touch([source])
-        if is_last:
+        if needs_source:
             self.pool.release([source])
         new = self.pool.take(count, sequence.namespace.salt)
-        if not is_last:
+        if not needs_source:
             self.pool.release([source])
         return new
 
@@ -350,7 +350,8 @@ class KVCacheManager:
 
         Drafted tokens are not part of the sequence yet: call `accept` after the step. Returns
         False, and changes nothing, if too few blocks are free. Fast while the last block has free
-        slots. Raises CacheError if the sequence holds no blocks or has fewer tokens left.
+        slots. Raises CacheError if the sequence holds no blocks, or has fewer than `num_new_tokens`
+        tokens left.
         """
         end = sequence.num_computed_tokens + num_new_tokens
         if num_new_tokens < 1 or end > len(sequence.token_ids):
@@ -474,7 +475,7 @@ class KVCacheManager:
         return failed
 
     def reset(self) -> None:
-        """End all sequences and empty the cache, also if an exception left it half changed."""
+        """End all sequences and empty the cache, even if an exception left it half changed."""
         for sequence in self._sequences.values():
             sequence.give_up()
         self._sequences = {}
@@ -566,8 +567,9 @@ def _copy_head(
 ) -> tuple[RowCopy, ...]:
     """Return the copy of a partial hit to the sequence's block `index`; empty if none is needed.
 
-    If the sequence has switched to a cached block, only the rows of window blocks are copied, and
-    only if the target's window block is not cached. source_window: the source's window block.
+    If the sequence has switched to a cached block, this block has the rows already. Then only the
+    rows of the window block are copied, unless the target's window block is cached too.
+    source_window: the source's window block.
     """
     source, window = partial.block.block_id, sequence.window
     target_window = window.ids[index] if window is not None and index not in window.shared else -1

@@ -1,4 +1,4 @@
-"""The block pool: all blocks, and their move between three states.
+"""The block pool: all blocks, and their transitions between three states.
 
 A block is held by sequences (`ref_cnt` > 0), cached (free, with content that a lookup may find), or
 empty (free, without content). The pool knows no tensor, request or model.
@@ -106,7 +106,7 @@ class BlockPool:
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Remove a reference from blocks, which are in reverse prefix order.
 
-        A copy of another cached block becomes empty when it is free.
+        A block that becomes free is emptied if another block has the same identity.
         """
         for block in blocks:
             block.ref_cnt -= 1

@@ -232,7 +232,7 @@ class TokenSequence:
         return blocks
 
     def block_table(self) -> Sequence[int]:
-        """Return the list of block ids in prefix order, which changes with the sequence."""
+        """Return the sequence's list of block ids in prefix order, not a copy."""
         return self.block_ids
 
     def slots(self, start: int, stop: int, block_size: int, scratch: int) -> list[int]:

@@ -327,8 +327,9 @@ class StatePool(LayerGroup):
         """Return a free slot, or drop the checkpoint with the least value and return its slot.
 
         Return -1 if neither is possible. gain: the number of tokens that the new checkpoint would
-        save. No checkpoint of more value is dropped for it. A value in the queue is a lower bound,
-        because the checkpoint may have been used since. So the value is computed again.
+        save. A checkpoint with more value than the new one is not dropped. A value in the queue is
+        a lower bound, because later uses of the checkpoint may raise its value. So the value is
+        computed again.
         """
         if self._free:
             return self._free.pop()

@@ -35,7 +35,7 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MissExplanation:
-    """The reason why a request did not hit more, and the position of the first token concerned.
+    """The reason why a request did not hit more, and the position from which it applies.
 
     adapter: for ADAPTER, the adapter under which more of the prefix is cached; None for the model
     without adapters. known_tokens: for STATE and WINDOW, the number of tokens with cached K/V.
@@ -111,7 +111,7 @@ class PrefixCacheStats:
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     def admit(self, sequence: TokenSequence, hit_tokens: int, missed: MissExplanation) -> None:
-        """Note that the step under way admits a sequence, which has no slots yet."""
+        """Note that the step under way admits a sequence. Call it before the sequence has slots."""
         resumed = sequence.step >= 0
         self._admitted.append(
             Admission(sequence, len(sequence.token_ids), hit_tokens, missed, resumed)
@@ -129,9 +129,8 @@ class PrefixCacheStats:
                 self.queried_tokens += admission.queried_tokens
                 self.hit_tokens += admission.hit_tokens
                 self.missed[admission.missed.reason] += 1
-                known_tokens = (
-                    admission.missed.known_tokens
-                )  # 0 unless a state or window was missing
+                # 0 unless a checkpoint or a window was missing.
+                known_tokens = admission.missed.known_tokens
                 self.recomputed_tokens += max(0, known_tokens - admission.hit_tokens)
         self._admitted.clear()
 

@@ -38,7 +38,7 @@ class WindowPool(LayerGroup):
         self.width = width
         self.block_size = block_size
         self._attached: dict[KVCacheBlock, int] = {}
-        self._blocks: list[KVCacheBlock | None] = []  # the block of each, if attached
+        self._blocks: list[KVCacheBlock | None] = []  # the block of each window block
         self._users: list[int] = []  # number of sequences that use each window block
         self._empty: list[int] = []
         self._evict_first: OrderedDict[int, None] = OrderedDict()  # unused, evicted first
@@ -71,10 +71,10 @@ class WindowPool(LayerGroup):
         return self._attached.get(block, -1)
 
     def first(self, position: int) -> int:
-        """Return the index of the first block to which the tokens of this position's block attend.
+        """Return the index of the first block that a step from this position on attends to.
 
-        This is the first block in the window of the block's first token, because an engine may
-        compute whole blocks.
+        An engine may compute whole blocks. So the window is that of the first token in the
+        position's block.
         """
         start = position - position % self.block_size
         return max(0, start - self.width + 1) // self.block_size
@@ -103,7 +103,7 @@ class WindowPool(LayerGroup):
     def can_admit(self, computed: ComputedBlocks, num_new_tokens: int) -> bool:
         """Return True if window blocks suffice for a window and for `num_new_tokens` more tokens.
 
-        It never requires more window blocks than the pool has.
+        The check never requires more window blocks than the pool has.
         """
         start = computed.num_tokens
         limit = (self.first(start) + self.num_blocks) * self.block_size

@@ -131,8 +131,8 @@ def cache() -> None:
 def list_prefixes(model: str | None, lines: int, folder: str | None) -> None:
     """List the models, or the prefixes of MODEL, split where they fork.
 
-    MODEL is a name that ls shows, with or without the kind in brackets, or the first digits of a
-    fingerprint.
+    MODEL is a name that ls shows, or the first digits of a fingerprint. The part of the name in
+    brackets may be left out.
     """
     shown = []
     with _opened(folder) as path:
@@ -143,7 +143,7 @@ def list_prefixes(model: str | None, lines: int, folder: str | None) -> None:
             record = state.model.record
             if len(states) > 1:
                 shown.append(f"{record.title}  {record.fingerprint[:_DIGITS]}")
-            shown.append(_show_prefixes(_all_of(path, state), record, lines))
+            shown.append(_show_prefixes(_prefixes_of(path, state), record, lines))
     click.echo("\n".join(shown))
 
 
@@ -178,7 +178,7 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
             dropped = _block_names(prefixes)
             with closing(_open_store(path, state.model.record)) as store:
                 num_dropped += store.remove(dropped)
-            if set(dropped) & set(_block_names(_all_of(path, state))):
+            if set(dropped) & set(_block_names(_prefixes_of(path, state))):
                 raise CacheError(
                     f"some blocks could not be dropped from {path}; if its disk is full, remove "
                     "the folder"
@@ -186,7 +186,7 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
     click.echo(f"{count(num_dropped, 'block')} dropped")
 
 
-@cache.command(short_help="Check that every block is whole.")
+@cache.command(short_help="Check that every block is intact.")
 @click.option("--repair", is_flag=True, help="Drop blocks that are damaged or lost.")
 @_folder()
 def verify(repair: bool, folder: str | None) -> None:
@@ -205,7 +205,7 @@ def verify(repair: bool, folder: str | None) -> None:
                 "overwritten: a process ended while it saved these blocks; they are not used"
             )
         elif any(total):
-            click.echo("all listed blocks are whole")
+            click.echo("all listed blocks are intact")
         else:
             click.echo("no blocks are stored")
         return
@@ -224,7 +224,7 @@ def export(name: str, file: Path, folder: str | None) -> None:
         selected = _select(path, read_models(path), [name])
         state, prefix = next((state, prefix) for state, prefixes in selected for prefix in prefixes)
         record = state.model.record
-        blocks = [*_before(path, state, prefix), *prefix.all_blocks()]
+        blocks = [*_blocks_before(path, state, prefix), *prefix.all_blocks()]
         with closing(_open_store(path, record)) as store:
             num_tokens = export_blocks(store, blocks, file) * record.block_size
     click.echo(f"{num_tokens:,} tokens of {record.title} are in {file}")
@@ -241,8 +241,8 @@ def import_file(file: Path, folder: str | None) -> None:
         if slot_path(path, record) not in [slot_path(path, model) for model in models]:
             titles = ", ".join(sorted({model.title for model in models})) or "none"
             raise CacheError(
-                f"{file} is of a model {record.title!r} that has not run here with these weights, "
-                f"dtype and block size; allowed: {titles}"
+                f"{file} has blocks of {record.title!r}, and this model has not run here with the "
+                f"same weights, dtype and block size; allowed: {titles}"
             )
         with closing(_open_store(path, record)) as store:
             num_tokens = import_blocks(store, file, time.time()) * record.block_size
@@ -278,8 +278,8 @@ def _open_store(path: Path, record: ModelRecord) -> DiskStore:
 def _find_models(path: Path, name: str) -> list[ModelState]:
     """Return the models with this name or fingerprint. Raises CacheError if there are none.
 
-    A name without a kind matches all kinds of the model. Models with the same fingerprint may
-    differ in their block size.
+    A name without its part in brackets matches all models that differ only in this part. Models
+    with the same fingerprint may differ in their block size.
     """
     states, name = read_models(path), as_typed(name)
     titles = [state.model.record.title for state in states]
@@ -302,7 +302,7 @@ def _check_unique(name: str, names: Sequence[str]) -> None:
         raise CacheError(f"{len(names)} names begin with {name!r}; allowed: more digits of {shown}")
 
 
-def _all_of(path: Path, state: ModelState) -> list[StoredPrefix]:
+def _prefixes_of(path: Path, state: ModelState) -> list[StoredPrefix]:
     with closing(reopen(path, None)) as index:
         return read_prefixes(index, state.model.id)
 
@@ -320,13 +320,13 @@ def _select(
     CacheError if a name matches no prefix or several prefixes.
     """
     names = tuple(as_typed(name).lower() for name in names)
-    trees = [(state, _all_of(path, state)) for state in states]
+    trees = [(state, _prefixes_of(path, state)) for state in states]
     hashes = [prefix.name.hex() for _, roots in trees for _, prefix in _in_order(roots)]
     for name in names:
         if not _NAME.fullmatch(name):
             raise CacheError(
-                f"{name!r} is not a hash; allowed: at least {_SHORTEST} hexadecimal digits of a "
-                "hash that headstart cache ls MODEL lists"
+                f"{name!r} is not a prefix's name; allowed: at least {_SHORTEST} hexadecimal "
+                "digits of a name that headstart cache ls MODEL lists"
             )
         matches = [text for text in hashes if text.startswith(name)]
         if not matches:
@@ -343,7 +343,7 @@ def _first_named(prefixes: Sequence[StoredPrefix], names: tuple[str, ...]) -> li
     return named
 
 
-def _before(path: Path, state: ModelState, prefix: StoredPrefix) -> list[IndexedBlock]:
+def _blocks_before(path: Path, state: ModelState, prefix: StoredPrefix) -> list[IndexedBlock]:
     """Return the blocks before a prefix, from the root on."""
     with closing(reopen(path, None)) as index:
         blocks = {block.name: block for block in index.list_blocks(state.model.id)}

@@ -504,9 +504,9 @@ def terminal_messages() -> Iterator[str]:
         placeholder=lambda: FormattedText([("ansibrightblack", bindings.hint)]),
         prompt_continuation="  ",
     )
-    session.default_buffer.on_text_changed += bindings.forget
+    session.default_buffer.on_text_changed += bindings.reset_hint
     while True:
-        bindings.forget()
+        bindings.reset_hint()
         try:
             yield _unquote(session.prompt())
         except EOFError:
@@ -518,7 +518,7 @@ class _Bindings(KeyBindings):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forget()
+        self.reset_hint()
         is_empty = Condition(lambda: not get_app().current_buffer.text)
         is_open = Condition(lambda: _is_open(get_app().current_buffer.text))
         self.add("c-c")(self._clear_or_leave)
@@ -529,7 +529,7 @@ class _Bindings(KeyBindings):
         self.add("escape", "enter")(self._new_line)
         self.add("enter", filter=is_open)(self._new_line)
 
-    def forget(self, buffer: object = None) -> None:
+    def reset_hint(self, buffer: object = None) -> None:
         self.is_leaving, self.hint = False, "a message, or /help"
 
     def _leave(self, event: KeyPressEvent) -> None:

@@ -84,10 +84,10 @@ def _lines() -> Iterator[tuple[str, str]]:
         reason = why_no_bfloat16()
         yield "dtype", f"auto selects float32 if memory allows, since bfloat16 is slow ({reason})"
     yield from _extras()
-    is_fit = platform.machine() in X86 and cpu_flags() >= native.NEEDED_FOR_AVX2
-    if is_fit and not native.is_built():
+    has_avx2 = platform.machine() in X86 and cpu_flags() >= native.NEEDED_FOR_AVX2
+    if has_avx2 and not native.is_built():
         yield "faster", "compiled kernels: install g++, then headstart again"
-    if is_fit and os.environ.get("HEADSTART_NATIVE") != "0":
+    if has_avx2 and os.environ.get("HEADSTART_NATIVE") != "0":
         yield "faster", "--weights int8: each token reads half as many bytes as in bfloat16"
     if gpus:
         yield "faster", "--device cuda"

@@ -1,9 +1,9 @@
 """The command line: `headstart run`, `chat`, `serve`, `cache`, `keys`, `models`, `replay`, ...
 
 Each error that headstart raises on purpose is one line on stderr, with exit status 2. A wrong
-command or option has this status too. After Ctrl-C the status is 130. If the reader of a pipe has
-ended, the command ends quietly with status 0. Replies go to stdout, the metrics of `run` and `chat`
-to stderr, so that a reply can be piped.
+command or option has this status too. After Ctrl-C the status is 130. If the reader of a pipe
+closes it, the command ends quietly with status 0. Replies go to stdout, the metrics of `run` and
+`chat` to stderr, so that a reply can be piped.
 """
 
 import os
@@ -61,7 +61,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command. For a name from another program, fail with headstart's name."""
         if cmd_name in _OTHER_NAMES:
-            ctx.fail(f"no such command {cmd_name!r}; it is: headstart {_OTHER_NAMES[cmd_name]}")
+            ctx.fail(f"no such command {cmd_name!r}; use headstart {_OTHER_NAMES[cmd_name]}")
         return super().get_command(ctx, cmd_name)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class _Commands(click.Group):
 
 @contextmanager
 def _ending_with_reader() -> Iterator[None]:
-    """End the program quietly if the reader of its output, such as `head`, has ended."""
+    """End the program quietly if the reader of its output, such as `head`, closes the pipe."""
     try:
         yield
     except BrokenPipeError:
@@ -174,7 +174,7 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     """Answer prompts, or questions about files.
 
     Each of PROMPTS is answered separately, after the text of --file. Without PROMPTS, the files are
-    the prompt. Without files too, standard input is the prompt. As a prompt or a file, - stands for
+    the prompt. Without both, standard input is the prompt. As a prompt or a file, - stands for
     standard input. Without --temperature, the likeliest tokens are generated.
     """
     if prompts and names_model(prompts[0]):

@@ -271,7 +271,7 @@ class Questions:
                 yield llm.stream("".join([*self.documents, text]), params, adapter=adapter)
 
     def check_model(self, folder: Path, config: EngineConfig) -> None:
-        """Raise RequestError for images or texts that the model in `folder` does not support.
+        """Raise RequestError if the model in `folder` takes no images, or if a text is too long.
 
         It is called before the model is loaded, and counts tokens without the chat template.
         """

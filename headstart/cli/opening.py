@@ -128,7 +128,7 @@ def _adapter_folder(name: str, options: Mapping[str, Any]) -> Path:
 
 
 def folder_for_text(model: str, adapter: Path | None) -> Path:
-    """Return the folder of a model that has a tokenizer and fits the adapter.
+    """Return a model's folder, after checking that it has a tokenizer and fits the adapter.
 
     Raises RequestError if the model has no tokenizer. May raise ModelError or
     UnsupportedAdapterError too.

@@ -7,7 +7,7 @@ defined only in its dataclass. `--help` shows the flags in groups, the most comm
 `headstart serve` also accepts the flags of `vllm serve` and reads their values as vLLM does (`4k`,
 JSON, `--no-…`, dots, underscores). click reads headstart's flags and the environment. An option on
 the command line takes precedence over the file of `--config`, and the file over the environment,
-even if they use different names of the option.
+even if they use different names for the option.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from headstart.validation import Either, OneOf, describe, shorten
 RUN_SAMPLING: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.0}
 # Defaults of a chat, unless the model's generation_config.json has others.
 CHAT_SAMPLING: Mapping[str, Any] = {"max_tokens": 1024, "temperature": 0.7, "top_p": 0.95}
-# Sampling fields of generation_config.json. A file with any of them replaces CHAT_SAMPLING.
+# Sampling fields of generation_config.json; see `chat_sampling`.
 _MODEL_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SAMPLING_FLAGS = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
@@ -229,7 +229,8 @@ def chat_sampling(values: Mapping[str, Any], folder: Path) -> SamplingParams:
     """Return sampling parameters for a chat. Raises RequestError.
 
     `values` take precedence over the model's generation_config.json, and this file over
-    CHAT_SAMPLING. The loader of the model has checked the file.
+    CHAT_SAMPLING. If the file has a sampling field other than repetition_penalty, temperature and
+    top_p default to 1. The loader of the model has checked the file.
     """
     file = folder / "generation_config.json"
     content = read_json(file) if file.is_file() else {}
@@ -324,7 +325,7 @@ def _click_type(hint: object) -> Any:
 
 
 # vLLM's names of options, and headstart's names. The values have the same meaning, except for
-# `disable_uvicorn_access_log` and `allowed_origins`, which `_as_ours` converts.
+# `disable_uvicorn_access_log` and `allowed_origins`, which `_convert_names` converts.
 _OUR_NAMES = {
     "ssl_keyfile": "tls_key",
     "ssl_certfile": "tls_cert",
@@ -334,8 +335,8 @@ _OUR_NAMES = {
     "disable_uvicorn_access_log": "log_format",
     "allowed_origins": "cors_origin",
 }
-# All names of options that headstart has under another name.
-_SAME = _OUR_NAMES | {
+# Flags that set an option of another name, and this option.
+_OPTION_OF_FLAG = _OUR_NAMES | {
     "limit_mm_per_prompt": "max_images",
     "lora_modules": "adapters",
     "adapter": "adapters",
@@ -366,7 +367,7 @@ class ServeCommand(GroupedCommand):
         for name, is_given in (("adapters", bool(adapters)), ("max_images", has_limit)):
             if is_given and ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
                 ctx.params[name] = () if name == "adapters" else None  # ignore the environment
-        options = _as_ours(values if first is None else values | {"served_model_name": first})
+        options = _convert_names(values if first is None else values | {"served_model_name": first})
         for vllm_name, name in _OUR_NAMES.items():
             is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
             if is_typed and name in options and ctx.params[name] != options[name]:
@@ -406,10 +407,14 @@ class ServeCommand(GroupedCommand):
                 switches |= {*option.opts, *option.secondary_opts}
         click_values, *_ = self.make_parser(ctx).parse_args([*arguments_left])
         present = {
-            _SAME.get(name, name) for name in typed_values if _is_given(name, typed_values)
+            _OPTION_OF_FLAG.get(name, name)
+            for name in typed_values
+            if _is_given(name, typed_values)
         } | click_values.keys()
         entries = _read_config(typed_values["config"], {_field(flag) for flag in switches}, lists)
-        entries = [entry for entry in entries if _SAME.get(entry[0], entry[0]) not in present]
+        entries = [
+            entry for entry in entries if _OPTION_OF_FLAG.get(entry[0], entry[0]) not in present
+        ]
         return _read([argument for _, arguments in entries for argument in arguments])
 
 
@@ -496,7 +501,7 @@ def _is_given(name: str, values: Mapping[str, Any]) -> bool:
     return value is not None and (value is not False or name != "disable_uvicorn_access_log")
 
 
-def _as_ours(values: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options; replace vLLM's names with headstart's where they differ."""
     options = {name: value for name, value in values.items() if name not in ("config", *_OUR_NAMES)}
     vllm_options = {name: values[name] for name in _OUR_NAMES if _is_given(name, values)}

@@ -53,7 +53,7 @@ _option = partial(click.option, cls=GroupedOption)
     multiple=True,
     default=[DEFAULT_POLICY],
     show_default=True,
-    help="Routing policy; may be given several times, all compares them.",
+    help="Routing policy; may be given several times. The value all compares all policies.",
 )
 @_option(
     "--prefill-replicas",
@@ -64,8 +64,8 @@ _option = partial(click.option, cls=GroupedOption)
 @_option("--kv-tokens", default=2_000_000, show_default=True, help="KV memory per replica, tokens.")
 @_option("--block-size", type=int, help="Tokens in a block; default: as in the trace, at least 16.")
 @_option("--requests", type=int, help="Number of requests to replay.")
-@_option("--copies", default=1, show_default=True, help="Factor of the number of users.")
-@_option("--speed", default=1.0, show_default=True, help="Factor of the rate of sessions.")
+@_option("--copies", default=1, show_default=True, help="Multiply the number of users by this.")
+@_option("--speed", default=1.0, show_default=True, help="Multiply the rate of sessions by this.")
 @_option("--seed", default=0, show_default=True, help="Seed of a synthetic workload.")
 @_option(
     "--eviction",
@@ -139,12 +139,12 @@ def _open(name: str, options: Mapping[str, Any]) -> Trace:
 
 
 def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Optimum) -> None:
-    parts = f" ({fleet.prefill_replicas} for prompts)" if fleet.prefill_replicas else ""
+    prefill = f" ({fleet.prefill_replicas} for prompts)" if fleet.prefill_replicas else ""
     click.echo(
         f"{trace.name}: {count(len(trace.requests), 'request')} in {trace.seconds:,.0f} s, "
         f"{trace.num_tokens / len(trace.requests):,.0f} prompt tokens each\n"
-        f"{count(fleet.replicas, 'replica')}{parts}, {fleet.kv_tokens:,} tokens of KV memory each, "
-        f"blocks of {fleet.block_size}"
+        f"{count(fleet.replicas, 'replica')}{prefill}, {fleet.kv_tokens:,} tokens of KV memory "
+        f"each, blocks of {fleet.block_size}"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
     table.add_column("router")

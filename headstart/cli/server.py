@@ -60,10 +60,10 @@ def run_server(
         socket = stack.enter_context(closing(launch.listen(options)))
         tenants = launch.open_tenants(options, socket.getsockname()[0])
         address = Address(socket, options, model, with_key=tenants.requires_keys)
-        if _speaks(model):
+        if _detect_omni(model):
             address.speaks, address.shows_pool = True, False
             _check_speech(options, replicas, adapters, engine)
-            config = read_config(engine)  # dtype and device, and options of stages
+            config = read_config(engine)  # dtype, device, and the options of stages
             of_model = {name: config.pop(name) for name in ("dtype", "device") if name in config}
             with waiting(announce(model, engine)):
                 make = load_module("headstart.omni.omni").AsyncOmni
@@ -95,7 +95,7 @@ def run_server(
     note("Stopped.")
 
 
-def _speaks(model: str) -> bool:
+def _detect_omni(model: str) -> bool:
     """Return True for an omni model. If a model cannot be read, its loader reports the error."""
     if model in (RANDOM_MODEL, BUILT_IN):
         return False
@@ -110,7 +110,7 @@ def _check_speech(
     adapters: Mapping[str, Path],
     engine: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError for options that only models with text output support."""
+    """Raise ConfigError for options that omni models do not support."""
     refused = {
         "replicas": replicas.is_wanted,
         "adapter": bool(adapters),
@@ -122,7 +122,7 @@ def _check_speech(
     }
     for name, is_given in refused.items():
         if is_given:
-            raise ConfigError(f"{name} is set; allowed: only with a model that generates text")
+            raise ConfigError(f"{name} is set; allowed: only with a model that generates only text")
 
 
 def _open_replicas(

@@ -363,7 +363,7 @@ def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]
         if cached and first < 1:
             with suppress(OSError):
                 share = cached.read()
-        if share <= first + _FEW:  # modules are still imported
+        if share <= first + _FEW:  # modules are still being imported
             began, share_before = elapsed, share
         if share_before < share < 1:
             left = _roughly((elapsed - began) * (1 - share) / (share - share_before))

@@ -54,13 +54,13 @@ _REREAD_BATCH = 64  # blocks that are read again in one transaction
 class Counts(NamedTuple):
     """Blocks by their state.
 
-    whole: listed in the index and readable. damaged: listed, but unreadable. lost: listed beyond
+    intact: listed in the index and readable. damaged: listed, but unreadable. lost: listed beyond
     the file's end. overwritten: listed, but the slot contains another block, because a process was
     killed during a save. unlisted: readable, but not listed; the next save overwrites it. gaps:
     slots without a listed block, before the last listed block.
     """
 
-    whole: int = 0
+    intact: int = 0
     damaged: int = 0
     lost: int = 0
     unlisted: int = 0
@@ -191,7 +191,7 @@ class _Check:
         to_reread: list[BlockHash] = []
         for (name, _), is_whole in zip(self._listed, self._read(self._listed), strict=True):
             if is_whole:
-                self.counts["whole"] += 1
+                self.counts["intact"] += 1
             else:
                 to_reread.append(name)
             yield
@@ -226,7 +226,7 @@ class _Check:
                 if (block := self._index.block(name)) is None:
                     continue  # the block was removed meanwhile
                 if next(self._read([(name, block.slot)])):
-                    self.counts["whole"] += 1
+                    self.counts["intact"] += 1
                     continue
                 self.bad.append(name)
                 if self._file is None or block.slot >= self._num_slots:

@@ -118,8 +118,8 @@ def test_a_name_that_nothing_has_is_an_error_before_any_work(cache: Cache) -> No
         assert f"no prefix {names[-1]!r} is stored; headstart cache ls MODEL" in said
     for name in ("zzz", "zzzz", "abc", "tiny-model", "0" * 65, ""):
         said = cache("drop", shared, name, status=2).stderr
-        assert f"{name!r} is not a hash; allowed: at least 4 hexadecimal digits of a hash" in said
-    assert "'zzzz' is not a hash" in cache("export", "zzzz", "nowhere", status=2).stderr
+        assert f"{name!r} is not a prefix's name; allowed: at least 4 hexadecimal digits" in said
+    assert "'zzzz' is not a prefix's name" in cache("export", "zzzz", "nowhere", status=2).stderr
     assert "112 tokens in 7 blocks" in cache("stat").output
     assert cache("drop", shared.upper(), one).output == "7 blocks dropped\n"
     assert "is stored;" in cache("drop", shared, status=2).stderr
@@ -258,14 +258,16 @@ def test_blocks_of_a_model_that_never_ran_here_are_refused(cache: Cache, tmp_pat
 
 
 def test_damage_is_told_and_repaired(cache: Cache, folder: Path) -> None:
-    assert cache("verify").output == "tiny-model (float32)  7 whole\nall listed blocks are whole\n"
+    assert (
+        cache("verify").output == "tiny-model (float32)  7 intact\nall listed blocks are intact\n"
+    )
     file = max(folder.glob("*.kv"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     assert "1 damaged" in cache("verify", status=1).output
     assert "1 damaged" in cache("verify", "--repair", status=1).output
-    assert "6 whole" in cache("verify").output
+    assert "6 intact" in cache("verify").output
     cache("drop", "--all")
     assert cache("verify").output == "no blocks are stored\n"
 

@@ -80,8 +80,8 @@ def test_a_model_that_is_named_without_its_flag_is_told_of_it() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        ("pull a/b", "no such command 'pull'; it is: headstart models pull. See headstart --help"),
-        ("ls", "no such command 'ls'; it is: headstart models. See headstart --help"),
+        ("pull a/b", "no such command 'pull'; use headstart models pull. See headstart --help"),
+        ("ls", "no such command 'ls'; use headstart models. See headstart --help"),
         ("models lst", "no such command 'lst'. Did you mean 'list'? See headstart models --help"),
         ("cache list", "no such command 'list'. Did you mean 'ls'? See headstart cache --help"),
         ("keys ls", "no such command 'ls'. Did you mean 'list'? See headstart keys --help"),

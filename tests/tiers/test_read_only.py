@@ -84,7 +84,7 @@ def test_commands_that_read_work(folder: Path) -> None:
 
         assert "a model" in run("ls")[1] and "0 to 144" in run("ls", "a model")[1]
         assert "144 tokens in 9 blocks" in run("stat")[1]
-        assert run("verify") == (0, "a model  9 whole\nall listed blocks are whole\n")
+        assert run("verify") == (0, "a model  9 intact\nall listed blocks are intact\n")
         for arguments in (["drop", "--all"], ["verify", "--repair"]):
             status, said = run(*arguments)
             assert status == 2 and "cannot be written" in said
@@ -125,7 +125,7 @@ def test_a_damaged_block_is_a_miss_and_stays(folder: Path) -> None:
         before = content(folder)
         with closing(disk(folder)) as store:
             assert held(store, range(9)) == 3 and held(store, range(4, 9)) == 5
-        assert verify(folder).total == Counts(whole=8, damaged=1)
+        assert verify(folder).total == Counts(intact=8, damaged=1)
         with pytest.raises(ConfigError, match="not writable"):
             verify(folder, repair=True)
         assert content(folder) == before

@@ -34,10 +34,10 @@ def test_a_folder_that_is_whole(folder: Path) -> None:
     told: list[tuple[int, int]] = []
     report = verify(folder, progress=lambda done, count: told.append((done, count)))
     assert {one.model: one.counts for one in report.models} == {
-        MODEL: Counts(whole=20),
-        OTHER: Counts(whole=10),
+        MODEL: Counts(intact=20),
+        OTHER: Counts(intact=10),
     }
-    assert report.total == Counts(whole=30) and report.is_whole and report.index_is_sound
+    assert report.total == Counts(intact=30) and report.is_whole and report.index_is_sound
     assert told == [(at, 30) for at in range(1, 31)]
     with pytest.raises(ConfigError, match="there is no cache folder"):
         verify(folder / "none")
@@ -53,9 +53,9 @@ def test_blocks_that_are_damaged_or_lost_are_counted_and_forgotten(folder: Path)
     file_of(folder).write_bytes(data)
     for repair in (False, True):
         report = verify(folder, repair=repair)
-        assert report.total == Counts(whole=26, damaged=2, lost=2) and not report.is_whole
+        assert report.total == Counts(intact=26, damaged=2, lost=2) and not report.is_whole
     after = verify(folder)
-    assert after.is_whole and after.total.whole == 26
+    assert after.is_whole and after.total.intact == 26
     with closing(disk(folder)) as store:
         assert held(store, range(20)) == 3 and held(store, range(8, 18)) == 10
 
@@ -65,11 +65,11 @@ def test_blocks_that_the_index_does_not_list(folder: Path) -> None:
     with closing(disk(folder)) as store:
         store.save(blocks(range(20, 25)))
     shutil.copy(folder / "old", folder / INDEX)
-    assert verify(folder).total == Counts(whole=30, unlisted=5)
+    assert verify(folder).total == Counts(intact=30, unlisted=5)
     with closing(sqlite3.connect(folder / INDEX)) as index, index:
         index.execute("DELETE FROM blocks WHERE depth = 4")
-    assert verify(folder, repair=True).total == Counts(whole=28, unlisted=7, gaps=2)
-    assert verify(folder).total == Counts(whole=35)
+    assert verify(folder, repair=True).total == Counts(intact=28, unlisted=7, gaps=2)
+    assert verify(folder).total == Counts(intact=35)
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing of it" * 1000, None])
@@ -80,7 +80,7 @@ def test_an_index_that_is_damaged(folder: Path, content: bytes | None) -> None:
     for repair in (False, True):
         report = verify(folder, repair=repair)
         assert not report.index_is_sound and report.total == Counts(unlisted=30)
-    assert verify(folder).total == Counts(whole=30)
+    assert verify(folder).total == Counts(intact=30)
 
 
 def test_blocks_that_move_and_go_while_they_are_read_are_not_damaged(folder: Path) -> None:

@@ -24,8 +24,8 @@ class EventBatch:
 
     epoch: differs for each start of the engine. number: counts the batches of an epoch from 0.
     stored, removed: concatenated block hashes of 32 bytes; no hash is in both. cleared: forget the
-    replica's blocks in this tier first. snapshot: `stored` has all blocks that were cached after
-    batch `number`; `cleared` is then True.
+    replica's blocks in this tier first. snapshot: `stored` has all cached blocks as of batch
+    `number`; `cleared` is then True.
     """
 
     replica: int
@@ -39,7 +39,7 @@ class EventBatch:
 
 
 class EventPublisher:
-    """Maker of batches and snapshots of one manager's events."""
+    """Builder of event batches and snapshots for one tier of a replica."""
 
     def __init__(self, replica: int, epoch: int = 0, tier: str = POOL) -> None:
         self.replica = replica

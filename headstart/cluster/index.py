@@ -1,10 +1,10 @@
 """Prefix index: how many of a prompt's first blocks each replica holds.
 
 One table per tier maps a block to a bit mask of the replicas that hold it, so a block costs the
-same memory for one replica or many. A key is the first 8 bytes of a block's SHA-256 hash: an int of
-32 bytes, while the whole hash would take 80. The probability that two of ten million blocks share a
-key is 3 in a million. The index is only a hint: an engine looks up its own blocks, so a lost event
-or a shared key may lead to a worse choice, never to a wrong answer.
+same memory for one replica or many. A key is the first 8 bytes of a block's SHA-256 hash. As an int
+it takes 48 bytes of memory; the whole hash as `bytes` would take 80. The probability that two of
+ten million blocks share a key is 3 in a million. The index is only a hint: an engine looks up its
+own blocks, so a lost event or a shared key may lead to a worse choice, never to a wrong answer.
 
 An engine evicts a prefix from its end, so a replica that holds a block holds all blocks before it.
 A query therefore bisects the prompt's blocks instead of looking up each block. After a lost event,
@@ -228,10 +228,10 @@ class ReplicaIndex:
             if feed.epoch is not None:
                 yield from self._clear(feed, batch)
             feed.epoch, feed.number, feed.is_current = batch.epoch, -1, True
-        following = feed.number if batch.snapshot else feed.number + 1
-        if batch.number < following:
+        next_number = feed.number if batch.snapshot else feed.number + 1
+        if batch.number < next_number:
             return  # a duplicate, or an old snapshot
-        feed.is_current = batch.snapshot or (feed.is_current and batch.number == following)
+        feed.is_current = batch.snapshot or (feed.is_current and batch.number == next_number)
         feed.number = batch.number
         if batch.cleared:
             yield from self._clear(feed, batch)
@@ -325,8 +325,8 @@ class ReplicaIndex:
         """Return how many of a prompt's first blocks each replica has."""
         pool, lower = self._holders[POOL], tuple(self._lower.values())
         reach = _reach(keys, (pool, self._expected))
-        expected, is_of_pool = self._depths(keys, reach, pool, self._expected)
-        cached = expected if is_of_pool else self._depths(keys, reach, pool)[0]
+        expected, pool_suffices = self._depths(keys, reach, pool, self._expected)
+        cached = expected if pool_suffices else self._depths(keys, reach, pool)[0]
         if not lower:
             return Match(cached, expected, expected)
         if self._shares_store:
@@ -346,7 +346,7 @@ class ReplicaIndex:
         The second value is True if the first table alone gives the same result.
         """
         depths, num_parts = [0] * self.num_replicas, self._num_parts
-        is_of_first = True
+        first_suffices = True
         # Each of these sets of replicas has between `low` and `high` blocks.
         open_ranges = [(self._live, 0, reach)]
         while open_ranges:
@@ -359,7 +359,7 @@ class ReplicaIndex:
                     holders = table[key % num_parts].get(key, 0)
                     if holders:
                         mask |= holders
-                        is_of_first = False
+                        first_suffices = False
                 mask &= replicas
                 if mask == replicas:
                     low = middle + 1
@@ -372,7 +372,7 @@ class ReplicaIndex:
                 bit = replicas & -replicas
                 depths[self._owners[bit.bit_length() - 1]] = low
                 replicas ^= bit
-        return depths, is_of_first
+        return depths, first_suffices
 
 
 def _slices(keys: Sequence[PrefixKey]) -> Iterator[Sequence[PrefixKey]]:

@@ -17,14 +17,15 @@ class ReplicaConfig:
         None, "engines behind this server, on Ray Serve; default: one, in this process", _COUNTS
     )
     max_replicas: int | None = option(
-        None, "most replicas that Ray may start as requests queue up", _COUNTS
+        None, "maximum number of replicas; Ray starts more as requests queue up", _COUNTS
     )
     requests_per_replica: int = option(
         32, "target for Ray's scaling: unfinished requests per replica", Number(int, 1)
     )
     replica_cpus: float | None = option(
         None,
-        "CPUs that Ray reserves for a replica; default: an equal share of one machine's CPUs, or 1",
+        "CPUs that Ray reserves for a replica; default: an equal share of this machine's CPUs, or "
+        "1 with RAY_ADDRESS",
         Number(float, 0, above_low=True),
     )
     replica_gpus: float | None = option(

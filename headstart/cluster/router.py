@@ -24,14 +24,14 @@ FIRST_RATE = 15_000.0
 _HALF_LIFE = 20.0
 """Seconds of computing prompts after which a measurement has half its weight."""
 _TRUST = 2.0
-"""Seconds for which a replica is assumed to have computed at the mean rate of all replicas."""
+"""Weight of the mean rate of all replicas in a replica's rate, as seconds of measurement."""
 
 COMPUTE_WEIGHT = 4.0
 """Weight of a token to compute, compared with a queued token."""
 DECODE_TOKENS = 512
 """Cost of a decoding request, as a number of tokens to compute."""
 SLACK, SLACK_SECONDS = 0.05, 0.01
-"""Costs within this share plus this time (s) of the lowest cost count as equal to it."""
+"""Costs up to `lowest * (1 + SLACK) + SLACK_SECONDS` count as equal to the lowest cost."""
 LOAD_RATE = 100_000.0
 """Tokens per second loaded from a slower tier: 13 GB/s for 128 KB a token."""
 

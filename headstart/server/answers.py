@@ -88,7 +88,7 @@ class Source:
         return character
 
     def back(self, text: str) -> None:
-        """Put back the characters that were read last, without END."""
+        """Put back the characters that were read last. `next` itself puts back END."""
         self._returned += reversed(text)
         del self.record[len(self.record) - len(text) :]
 
@@ -100,7 +100,7 @@ class Source:
         self.back(character)
         return space
 
-    def solid(self) -> Reading[str]:
+    def non_space(self) -> Reading[str]:
         """Skip white space, and read the next character or END."""
         yield from self.space()
         return (yield from self.next())
@@ -153,10 +153,12 @@ def beginnings_of(markers: tuple[str, ...]) -> frozenset[str]:
 class AnswerParser:
     """Parser of one answer: `feed` takes its text piece by piece.
 
-    The joined parts do not depend on how the text was cut. read: the format's reader. hidden:
-    special tokens to remove from the text. max_calls: most calls to return. only_calls: leave out
-    all content, for a forced call that was cut off before its name. has_call: True after the first
-    part of a call.
+    The joined parts do not depend on how the text was cut into pieces. has_call: True after the
+    first part of a call.
+
+    read: the format's reader. hidden: special tokens to remove from the text. max_calls: number of
+    calls to return; None for all. only_calls: return no content. A forced call that was cut off
+    before its name would otherwise become content.
     """
 
     def __init__(
@@ -238,8 +240,8 @@ def _read_call(
 ) -> Reading[str | None]:
     """Read a call. Return None if its name was passed on, even if the rest is malformed.
 
-    Otherwise return the text that was read: it is not an object with a name, or the name is not in
-    `names`.
+    If the text is not an object with a name, or its name is not in `names`, return the text that
+    was read.
     """
     name = ""
     has_arguments = False
@@ -256,13 +258,13 @@ def _read_call(
     source.record.clear()
     with suppress(_MalformedError):
         yield from _expect(source, "{")
-        while (character := (yield from source.solid())) != "}":
+        while (character := (yield from source.non_space())) != "}":
             if character == ",":
                 continue
             key = yield from _read_string(source, character)
             yield from _expect(source, ":")
             if key == "name":
-                text = yield from _read_string(source, (yield from source.solid()))
+                text = yield from _read_string(source, (yield from source.non_space()))
                 if name or not text or (names is not None and text not in names):
                     raise _MalformedError
                 name = text
@@ -279,7 +281,7 @@ def _read_call(
 
 
 def _expect(source: Source, character: str) -> Reading[None]:
-    if (yield from source.solid()) != character:
+    if (yield from source.non_space()) != character:
         raise _MalformedError
 
 
@@ -307,7 +309,7 @@ def _read_quoted(source: Source, emit: Callable[[str], None]) -> Reading[None]:
 
 def _read_value(source: Source, emit: Callable[[str], None]) -> Reading[None]:
     """Read arguments and pass them on as written; pass on a string's content, and {} for null."""
-    opening = yield from source.solid()
+    opening = yield from source.non_space()
     if opening in _PAIRS:
         depth = 1
         emit(opening)

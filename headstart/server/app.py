@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 _LONG = 1 << 15  # bytes; longer bodies are parsed in a thread
 _MAX_VALUES = 1 << 20  # in a body; parsing them blocks all threads for up to 0.1 s
-_MAX_OBJECTS = 20_000  # in a body, and as many lists; some APIs process each in the event loop
+# Limit of the objects in a body, and of its lists. Some APIs process each in the event loop.
+_MAX_OBJECTS = 20_000
 
 
 class _Endpoint(NamedTuple):
@@ -128,7 +129,7 @@ async def show_metrics(request: Request) -> Response:
 
 
 def _cards(service: BaseService[Any, Any]) -> list[dict[str, Any]]:
-    """Return the models with the fields of both APIs; clients ignore unknown fields."""
+    """Return the models with OpenAI's and Anthropic's fields; clients ignore unknown fields."""
     started = datetime.fromtimestamp(service.started, UTC)
     common = {
         "object": "model",
@@ -185,9 +186,8 @@ def create_app(
 ) -> FastAPI:
     """Return an ASGI application that answers with a model; `name` is its name in the API.
 
-    tenants: by default the tenants of the options and of this machine's API keys. cache_api: the
-    routes below `/cache`. tracer: records every request that ended. The caller closes `llm`. Raises
-    ConfigError.
+    tenants: the default is `open_tenants(options)`. cache_api: the routes below `/cache`. tracer:
+    records every request that ended. The caller closes `llm`. Raises ConfigError.
     """
     options = options or ServerOptions()
     tenants = tenants or open_tenants(options)

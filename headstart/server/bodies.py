@@ -41,7 +41,8 @@ Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Label = Annotated[str, Field(max_length=4096)]
-"""A name that the client chose. It is short, as the event loop hashes it or repeats it."""
+"""A name that the client chose. Its length is limited, because the event loop hashes the name or
+copies it into the answer."""
 Entry = TypeVar("Entry")
 Many = Annotated[list[Entry], Field(fail_fast=True)]
 """A list in a body. Only its first wrong entry is reported: pydantic would block all threads for
@@ -112,8 +113,8 @@ class Body(BaseModel):
             return value
         fields = {field.alias or name for name, field in cls.model_fields.items()}
         if None in value.values():
-            required = _taking_null(cls)
-            value = {name: v for name, v in value.items() if v is not None or name in required}
+            nullable = _fields_that_keep_null(cls)
+            value = {name: v for name, v in value.items() if v is not None or name in nullable}
         for name in sorted(value.keys() - fields - cls.accepted):
             refusal = cls.refused.get(name)
             if refusal is None:
@@ -154,7 +155,7 @@ def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:
 
 
 @cache
-def _taking_null(kind: type[Body]) -> frozenset[str]:
+def _fields_that_keep_null(kind: type[Body]) -> frozenset[str]:
     """Return the names of the fields that are required or allow null."""
     return frozenset(
         field.alias or name

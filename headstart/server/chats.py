@@ -61,7 +61,7 @@ _VALUES = {
     "audio_url": frozenset({"url"}),
     "input_audio": frozenset({"data", "format"}),
 }
-"""Fields of objects that are values of fields, by the name of the field."""
+"""The allowed fields of an object, by the name of the field that contains the object."""
 
 
 def read_roles(
@@ -167,7 +167,10 @@ def template_text(
 
 
 def chat_content(parts: Sequence[dict[str, Any]]) -> Any:
-    """Return the parts, or the text of a single text part, so that both give the same prompt."""
+    """Return the content of a message with these parts.
+
+    A single text part is replaced by its text, so that it gives the same prompt as a plain text.
+    """
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 

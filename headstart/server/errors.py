@@ -236,7 +236,7 @@ _FIELDS = (
 
 
 def _param_of(text: str) -> str | None:
-    """Return the field of a request with which an error's text begins."""
+    """Return the request's field that an error's text begins with; None without one."""
     if message := _MESSAGE.match(text):
         return f"messages[{message[1]}]"
     match = _FIELD.match(text)

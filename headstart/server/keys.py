@@ -61,7 +61,7 @@ class ApiKey:
 
 
 class _OperatorKey(ApiKey):
-    """A key from the command line. No other key or group has the same tenant, whatever its name."""
+    """A key from the command line. Stored keys and groups of the same name are other tenants."""
 
     @property
     def tenant(self) -> tuple[str, str]:

@@ -80,12 +80,13 @@ def listen(options: ServerOptions) -> socket.socket:
             ) from error
     try:
         info = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-        if options.port:  # check it, because SO_REUSEPORT lets two servers of a user share a port
+        if options.port:  # check that it is free: SO_REUSEPORT lets a user's servers share a port
             socket.create_server(info[4][:2], family=info[0]).close()
         listener = socket.socket(info[0], socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for restarts after a kill
+        # Allows a restart while the system still closes connections of a killed server.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # SO_REUSEADDR allows binding while connections of the last server are in TIME_WAIT. It is
-        # off while the model is loaded, or another server could bind the port meanwhile.
+        # off while the model is loaded, so that no other server can bind the port meanwhile.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # ends connections that leave an answer unread

@@ -29,22 +29,28 @@ class ServerOptions:
         False, "answer requests for any model name; agents may request several models"
     )
     max_waiting: int = option(
-        256, "most requests that wait; further requests are refused with status 429", _COUNTS
+        256,
+        "maximum number of waiting requests; further requests are refused with status 429",
+        _COUNTS,
     )
     max_requests_per_tenant: int | None = option(
-        None, "most running and waiting requests of a tenant; default: half of all", _COUNTS
+        None,
+        "maximum number of a tenant's running and waiting requests; default: half of the total",
+        _COUNTS,
     )
     request_timeout: float = option(
         600.0, "seconds that a request may take, waiting included", Number(float, 0, above_low=True)
     )
-    max_request_bytes: int = option(32 * 2**20, "most bytes of a request's body", Number(int, 1024))
+    max_request_bytes: int = option(
+        32 * 2**20, "maximum size of a request's body, in bytes", Number(int, 1024)
+    )
     public_prefix: tuple[str, ...] = option(
         (),
         "file with a text, or token ids (.json), whose K/V all tenants share when their prompts or "
         "system messages begin with it; may be given several times",
     )
     drain_seconds: float = option(
-        30.0, "seconds that running requests have when the server is stopped", Number(float, 0)
+        30.0, "seconds for running requests to end when the server is stopped", Number(float, 0)
     )
 
     default_chat_template_kwargs: str | None = option(
@@ -52,7 +58,8 @@ class ServerOptions:
         'default chat template options in JSON, such as {"enable_thinking": false}',
     )
     trust_request_chat_template: bool = option(
-        False, "accept chat templates in requests; a template is a program and may run for long"
+        False,
+        "accept chat templates in requests; a template is a program and may run for a long time",
     )
     otlp_traces_endpoint: str | None = option(
         None, "URL that traces of requests are sent to, such as http://localhost:4318/v1/traces"
@@ -79,7 +86,8 @@ class ServerOptions:
     tls_cert: str | None = option(None, "file with the certificate chain, for https; PEM")
     tls_key: str | None = option(None, "file with the certificate's private key; PEM")
     cors_origin: str | None = option(
-        None, "origins whose pages may send requests: https://a.example, a list with commas, or *"
+        None,
+        "origins whose pages may send requests: https://a.example, a comma-separated list, or *",
     )
 
     def __post_init__(self) -> None:

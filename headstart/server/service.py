@@ -127,7 +127,7 @@ class Calls:
             self._slots += Counter()  # drops tenants without a slot
 
     def count_prompt(self) -> None:
-        """Take another slot for each prompt of the current call after the first.
+        """Count a prompt of the current call; each prompt after the first takes another slot.
 
         Raises ApiError (429) if none is free. Does nothing outside of calls.
         """
@@ -155,7 +155,8 @@ def current_call() -> Call | None:
 def random_id() -> str:
     """Return an id that cannot be guessed: 32 hexadecimal digits.
 
-    Random bytes for each id would need a system call, which releases the interpreter's lock.
+    The id is the keyed hash of a counter. Reading random bytes would release the interpreter's
+    lock, and so let other threads delay the event loop.
     """
     return blake2b(b"%d" % next(_NUMBERS), key=_SECRET, digest_size=16).hexdigest()
 
@@ -288,7 +289,8 @@ class BaseService(ABC, Generic[Work, Output]):
                     for streams in open_streams:
                         streams.discard(outputs)
         except (ApiError, EngineError) as error:
-            current_line().error = in_one_line(str(error))  # the log shows 200 for a stream
+            # The log shows status 200 for a stream, even if it fails later.
+            current_line().error = in_one_line(str(error))
             reason = "error" if isinstance(error, EngineError) else reason
             raise
         finally:
@@ -388,7 +390,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
     def params(self, values: Mapping[str, Any], *, stream: bool) -> SamplingParams:
         """Return the default sampling parameters with a request's fields. Raises RequestError.
 
-        A field that is None is not set, except for `max_tokens`.
+        A field that is None keeps its default, except `max_tokens`: None sets no limit.
         """
         kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
         fields = {name: v for name, v in values.items() if v is not None or name == "max_tokens"}
@@ -405,7 +407,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
     ) -> RequestGroup:
         """Return a request for a prompt or a conversation; see `AsyncLLM.prepare`.
 
-        will_run: False for a request that is only tokenized, which takes no slot.
+        will_run: False if the prompt is only tokenized; it then takes no slot.
         """
         if will_run:
             self.check_ready()

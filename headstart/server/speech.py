@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 FORMATS = ("wav", "pcm16", "flac", "mp3", "opus")
-"""Formats of written speech."""
+"""Formats in which speech is returned."""
 MAX_SECONDS = 600
 """Maximum length of a sound, in seconds."""
 MAX_SAMPLES = 2**26

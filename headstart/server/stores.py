@@ -18,7 +18,7 @@ from headstart.server.errors import ApiError
 Value = TypeVar("Value")
 MAX_VALUES = 4096
 MAX_BYTES = 256 * 2**20
-_FEW = 8  # ids; up to this many are searched for in a response before it is parsed
+_FEW = 8  # for up to this many ids, only responses whose JSON contains an id are parsed
 
 
 class _Entry(NamedTuple, Generic[Value]):

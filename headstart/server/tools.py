@@ -38,8 +38,8 @@ class HostedTool(BaseModel):
 def tag_tool(tool: Any, tags: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return "HostedTool" for a tool that OpenAI or Anthropic runs, or else the tag of its type.
 
-    tags: the tags of client tools by type; other types have "OwnTool". Tags look like class names,
-    so that paths of fields in errors leave them out.
+    tags: the tags of client tools by type; other types have "OwnTool". Tags begin with a capital,
+    like class names. Error messages leave such names out of the paths of fields.
     """
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     if not isinstance(kind, str):

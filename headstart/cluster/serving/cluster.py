@@ -66,8 +66,8 @@ class ReplicaCluster:
     """Replicas of one model, and an `llm` that uses them. Raises ConfigError or EngineError.
 
     options: the engine's. drain_seconds: time for the requests of a stopping replica to end.
-    silence: seconds without a heartbeat after which replicas consider a server dead. All values are
-    those of the server that deploys the replicas.
+    silence: seconds without a heartbeat after which replicas consider a server dead. Replicas that
+    another server has deployed use that server's values.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class ReplicaCluster:
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
     def _check_resources(self) -> None:
-        """Check that there are enough CPUs and GPUs, for which Ray would wait forever.
+        """Check that there are enough CPUs and GPUs; Ray would wait forever for missing ones.
 
         Raises ConfigError for a shortage on a private Ray. A cluster may get more machines later,
         so its shortage is only logged.
@@ -296,7 +296,7 @@ class ReplicaCluster:
             _set_global_client(None)
 
     def _delete(self) -> None:
-        """Delete the replicas. Raises EngineError, even if Ray has died and does not answer."""
+        """Delete the replicas. Raises EngineError if Ray fails or does not answer in time."""
         errors: list[HeadstartError] = []
 
         def delete() -> None:

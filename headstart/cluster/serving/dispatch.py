@@ -3,8 +3,8 @@
     Ray Serve's thread    set_replicas, choose
     the driver's thread   expect, first_token, finish, apply
 
-Ray Serve identifies a replica by a name. The router identifies it by a number, which a new replica
-may get after its removal. Ray Serve creates the request router inside the server's process and
+Ray Serve identifies a replica by a name, the router by a number. When a replica is removed, a new
+replica may get its number. Ray Serve creates the request router inside the server's process and
 passes it only JSON, so the request router finds its dispatcher by the application's name.
 """
 
@@ -26,8 +26,9 @@ from headstart.engine.metrics import Gauge, Histogram, Metric
 DISPATCHERS: dict[str, Dispatcher] = {}
 """The dispatcher of each application whose server is in this process."""
 _TRIES = 3
-"""Attempts to send a request to a replica that does not accept it, before another is preferred.
-Ray waits before each further attempt, up to a second.
+"""Attempts to send a request to one replica, after which other replicas are preferred.
+
+Ray waits up to a second before each further attempt.
 """
 
 
@@ -59,9 +60,9 @@ class Dispatcher:
         self._metrics: dict[str, list[Metric]] = {}
         self._past: list[Metric] = []
         self.on_change: Callable[[], object] = lambda: None
-        """Called, in any thread, when replicas start or stop."""
+        """Callback, in any thread, after replicas started or stopped."""
         self.on_route: Callable[[], object] = lambda: None
-        """Called, in any thread, when a replica was chosen; should soon call `catch_up`."""
+        """Callback, in any thread, after a replica was chosen. It must soon call `catch_up`."""
 
     @property
     def replicas(self) -> list[str]:

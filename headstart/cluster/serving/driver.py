@@ -437,9 +437,9 @@ class ReplicaDriver:
             return read_error(error)
 
     async def _stream(self, running: _Running, request: AnswerRequest) -> None:
-        """Send a request to a replica, and receive its first and last tokens.
+        """Send a request to a replica, and receive the first tokens, then all others at the end.
 
-        Reports have the other tokens. Raises the errors of Ray and of the replica.
+        Reports may deliver the others earlier. Raises the errors of Ray and of the replica.
         """
         attempt = _Attempt(running, time.perf_counter())
         self._attempts[request.key] = attempt

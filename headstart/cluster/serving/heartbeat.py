@@ -35,7 +35,7 @@ SILENCE = 120.0
 """Seconds without a heartbeat until a server counts as dead."""
 HEARTBEAT = 9.0
 """Seconds until a replica without news sends an empty report."""
-_BEATS = 4  # heartbeats in the time after which a silent server counts as dead
+_BEATS = 4  # heartbeats that a server sends in `silence` seconds
 _RAY_POLL = 2.0  # seconds between checks of Ray's processes
 _CONNECT_TIMEOUT = 5.0  # seconds that a process of Ray may take to accept a connection
 _LARGE = 1 << 14  # bytes of block hashes; a larger batch is applied in a thread
@@ -78,7 +78,7 @@ class Heartbeats:
         self._times.pop(name, None)
 
     def restart(self) -> None:
-        """Restart the silence of all names now."""
+        """Measure the silence of all names from now on."""
         self._times = dict.fromkeys(self._times, self._clock())
 
     def take_silent(self) -> list[str]:

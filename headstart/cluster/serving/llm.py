@@ -60,13 +60,16 @@ class ReplicatedLLM(AsyncLLM):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Reset every replica: `AsyncLLM.reset_prefix_cache`; False if a replica refused."""
+        """Reset the cache of every replica. Return False if a replica refused.
+
+        See `AsyncLLM.reset_prefix_cache`.
+        """
         running = check_flag("reset_running_requests", reset_running_requests)
         tiers = check_flag("reset_connector", reset_connector)
         return all(await asyncio.to_thread(self._replicas.call_all, "reset", running, tiers))
 
     async def unload_adapter(self, name: str) -> None:
-        """Remove a name in the server and in reachable replicas: `AsyncLLM.unload_adapter`."""
+        """Remove an adapter's name in the server and in all reachable replicas."""
         adapters = self.frontend.adapters
         adapter = adapters.find(name)
         await asyncio.to_thread(adapters.unload, name)

@@ -1,8 +1,8 @@
 """One engine as a replica of Ray Serve, and its reports to the servers that follow it.
 
-    engine's thread   take events ──▶ batch       after first tokens, every `_BATCH_PERIOD` seconds
+    engine's thread   take events ──▶ batch       after first tokens, and every `_BATCH_PERIOD` s
     event loop        batch ──▶ each follower's queue ──▶ a stream of Ray Serve
-                      tokens ──▶ their follower's queue, every `_TOKEN_PERIOD` seconds
+                      tokens ──▶ their follower's queue, every `_TOKEN_PERIOD` s
 
 A follower that reads too slowly loses a batch. It notices the gap in the batch numbers and follows
 again, which begins with a snapshot. Tokens are not lost: they wait until the queue has space.
@@ -51,7 +51,6 @@ from headstart.frontend.facade import start_engine
 
 if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
-    from headstart.frontend.async_llm import AsyncLLM
 
 
 _BATCH_PERIOD = 0.05  # seconds between batches while requests run
@@ -86,7 +85,8 @@ class CachePublisher:
 
     def end(self) -> None:
         self._num_running -= 1
-        # Start no task here: a loop that ends closes generators after its last task.
+        # Start no task here: this may be called by a generator that the event loop closes when it
+        # stops, after its last task.
         self._is_busy.set()
 
     async def publish(self) -> None:

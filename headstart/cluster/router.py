@@ -338,9 +338,9 @@ class Router:
                     entry.expected = ()
 
     def route(self, request: RouteRequest, now: float, avoid: Collection[int] = ()) -> int:
-        """Return the replica for a request; one of `avoid` only if no other is alive.
+        """Return the replica for a request. Replicas in `avoid` are used only if no other is alive.
 
-        Raises RequestError if none is alive.
+        Raises RequestError if no replica is alive.
         """
         if not self._alive:
             raise RequestError(

@@ -82,7 +82,7 @@ class Source:
         self.parts.append(Part("reasoning", text))
 
     def next(self) -> Reading[str]:
-        """Return the next character; END at the end, also when called again."""
+        """Return the next character. At the end of the text, every call returns END."""
         character = self._returned.pop() if self._returned else (yield)
         (self._returned if character == END else self.record).append(character)
         return character

@@ -85,9 +85,9 @@ class Tenants:
         return Tenant(name, kind, self._salt_of(kind, name), weight or key.weight, key.admin)
 
     def names(self) -> Mapping[str, tuple[str, str]]:
-        """Return kind and name of each tenant by its salt, for current and former keys.
+        """Return the kind and the name of each tenant by salt, for current and former keys.
 
-        The mapping grows with new tenants. Call this in the event loop; any thread may read it.
+        The mapping grows with new tenants; any thread may read it. Call this in the event loop.
         """
         for key in self._ring.keys if self._ring is not None else ():
             self._salt_of(*key.tenant)

@@ -163,7 +163,7 @@ class Dispatcher:
             self._router.finish(request_id)
 
     def apply(self, replica: str, batch: EventBatch) -> bool:
-        """Apply a batch as `ReplicaIndex.apply`, and let other threads route between its steps.
+        """Apply a batch like `ReplicaIndex.apply`; other threads may route between its steps.
 
         One thread at a time may call this for one replica.
         """

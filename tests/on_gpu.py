@@ -169,5 +169,5 @@ def pytest_configure() -> None:
         return find_device(device if name == "cpu" else name)
 
     patch = pytest.MonkeyPatch()
-    for module in ("models.loader", "omni.stage_decoder"):
+    for module in ("models.loader", "omni.family"):
         patch.setattr(f"headstart.{module}.find_device", find_gpu)

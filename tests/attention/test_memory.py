@@ -102,7 +102,7 @@ def test_layers_with_a_window_have_blocks_of_their_own(dtype: torch.dtype) -> No
         else:
             expected[:3] = old[4:7]
         assert torch.equal(new, expected)
-    with pytest.raises(AssertionError, match="two pools"):
+    with pytest.raises(AssertionError, match="no block has the K and V of all layers"):
         memory.read_blocks([0])
 
 

@@ -34,8 +34,8 @@ COLORS = {"cheerful": color_of(3), "doubtful": color_of(1), "jolly": color_of(3)
 class Step:
     """A step of the demo.
 
-    questions: the adapter's name and the text of each question. adapters: the folders of adapters
-    to load before, by name.
+    questions: the adapter's name and the text of each question. adapters: adapters that are loaded
+    before the questions, as folders by name.
     """
 
     title: str
@@ -63,7 +63,7 @@ STEPS = (
         adapters={"jolly": "copy of a"},
     ),
     Step(
-        "cheerful is loaded again with other weights: none of its old blocks",
+        "cheerful is loaded again with other weights: it hits none of its old blocks",
         (("cheerful", WORK),),
         adapters={"cheerful": "a, trained again"},
     ),

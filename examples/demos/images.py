@@ -78,7 +78,7 @@ def make_questions() -> list[Question]:
         Question(
             "both pictures in the other order",
             (two, one, "Which is warmer?"),
-            "No K/V fit, but the embeddings of both pictures are cached.",
+            "No K/V match, but the embeddings of both pictures are cached.",
         ),
         Question(
             "the first picture with one pixel changed",

@@ -101,7 +101,7 @@ def draw_totals(cold: Answer, warm: Answer) -> Group:
     """Draw the latencies of both answers, and the seconds that the vocoder took."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
     table.add_column("")
-    for heading in ("question 1", "question 2", "sooner"):
+    for heading in ("question 1", "question 2", "speedup"):
         table.add_column(heading, justify="right")
     waits = {
         f"{name}'s first token": [

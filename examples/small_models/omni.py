@@ -189,7 +189,7 @@ def _talker(sizes: OmniSizes) -> dict[str, Any]:
         "tts_text_start_token_id": IDS["<|speech_bos_ada|>"],
         "tts_text_end_token_id": IDS["<|speech_eos|>"],
         "tts_text_pad_token_id": IDS["<|speech_pad|>"],
-        **{f"tts_codec_{name}_token_id": _CODES + at for at, name in enumerate(_CODEC_IDS)},
+        **{f"tts_codec_{name}_token_id": _CODES + index for index, name in enumerate(_CODEC_IDS)},
         **_MEDIA,
     }
 

@@ -5,8 +5,8 @@ Every module of `token2wav` runs, with weights that are constructed instead of t
     code          its embedding selects one of 16 notes; code 0 is a rest
     diffusion     raises the mel bin of the note from the floor, by an amount that depends on the
                   voice; the initial noise makes the note tremble
-    vocoder       turns bins into amplitudes; each transposed convolution upsamples the wave of a
-                  note to the next higher rate, the first from the amplitude
+    vocoder       turns bins into amplitudes; the first transposed convolution makes a wave from the
+                  amplitude of a note, and each of the others upsamples it to the next higher rate
 
 A note is a pair of channels, its cosine and its sine, so that a complex product can shift its
 frequency. Its kernel is a triangle two strides wide times a wave of the note's frequency.
@@ -27,7 +27,7 @@ CHANNELS = 4 * NOTES
 
 _FRAME_RATE = 50
 _FLOOR = -20.0  # a bin far below the vocoder's threshold (-10.9), so that noise stays silent
-_LOUD = -2.0  # a bin whose amplitude lies between the vocoder's least and most
+_LOUD = -2.0  # a bin whose amplitude is within the range of the vocoder
 _GUIDANCE = 0.5  # of transformers' sampler
 _LOUDNESS = 0.7
 
@@ -90,10 +90,10 @@ def _teach_vocoder(model: Any) -> None:
         for source, pitches in enumerate(notes):
             into = source * merged // len(notes)
             _modulate(up, source, into, sum(pitches) / len(pitches) / rate, real=stage == 0)
-        together = len(notes) // merged
+        size = len(notes) // merged
         notes = [
-            [pitch for pitches in notes[at : at + together] for pitch in pitches]
-            for at in range(0, len(notes), together)
+            [pitch for pitches in notes[start : start + size] for pitch in pitches]
+            for start in range(0, len(notes), size)
         ]
     for block in model.resblocks:  # make each block return its input
         for conv in block.convs2:

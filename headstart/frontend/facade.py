@@ -237,7 +237,7 @@ class Facade:
     def check_length(self, name: str, text: str) -> None:
         """Raise RequestError if a text has more bytes than `max_model_len` tokens can have.
 
-        name: a name of the text for the error.
+        name: the name of the text in the error.
         """
         self.frontend.text_limit.check(name, text)
 

@@ -326,8 +326,9 @@ def _encode_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | Non
 class ModelFacts(NamedTuple):
     """Properties of a loaded model and its cache that requests and reports depend on.
 
-    vocab_size: the width of the logits. shares: the weights of owners. num_states, state_bytes:
-    number and total bytes of the slots for states of recurrent layers; 0 without recurrent layers.
+    vocab_size: the width of the logits. shares: the weight of each owner in the division of the
+    cache. num_states, state_bytes: number and total bytes of the slots for states of recurrent
+    layers; 0 without recurrent layers.
     num_window_blocks, window: number of window blocks, and tokens of the sliding window; 0 without
     a window.
     """

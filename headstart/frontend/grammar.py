@@ -45,7 +45,7 @@ MAX_ITEMS_IN_ROW = 4_100
 """Grammar rules that may apply at one position; an optional property of an object adds 4 rules."""
 _MAY_HAVE_SPECIAL = ("grammar", "structural_tag")
 """Kinds of constraints that may contain special tokens."""
-_MAX_DIGITS = 12  # digits of a `multipleOf` to convert to an integer
+_MAX_DIGITS = 12  # a `multipleOf` with more digits is refused
 _MAX_PASSES = 64  # passes over the references of a schema
 _CACHED = 64  # compiled constraints
 _TRIAL_TOKENS = 32  # tokens of a trial answer, which must succeed before a constraint is accepted
@@ -113,7 +113,7 @@ def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
 
 
 def _check_recursion(schema: Any) -> None:
-    """Raise ValueError for a schema that no finite value satisfies, because references recur.
+    """Raise ValueError for a schema that no finite value satisfies, because references recurse.
 
     Computes a least fixed point: a reference has a finite value if its target has a finite value
     that does not need the reference. Unknown parts of a schema count as finite.
@@ -135,7 +135,7 @@ def _check_recursion(schema: Any) -> None:
         else:
             return
         if not _is_finite(schema, endless):
-            raise ValueError('"$ref" recurs without an end')
+            raise ValueError('"$ref" recurses without end')
 
 
 def _resolve(pointer: str, root: Any) -> Any:
@@ -403,8 +403,8 @@ def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
 class GrammarMask(TokenMask):
     """The position of one answer in its grammar. Applied after all other processors.
 
-    end_ids: tokens that end the answer, where the grammar allows both its end and further text.
-    Where the grammar allows no further text, all end tokens of the model end the answer instead.
+    end_ids: tokens that end the answer where the grammar allows it to end or to continue. Where the
+    grammar allows no further text, all end tokens of the model end the answer instead.
     special: the grammar may contain special tokens. complete: True if no further text is allowed.
     """
 

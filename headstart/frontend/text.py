@@ -141,11 +141,11 @@ class PromptCodec:
         return _decode(self.tokenizer, list(token_ids))
 
     def normalize(self, text: str) -> str:
-        """Return a text as `decode` returns it, with the tokens of images written out."""
+        """Return a text with each mark of an image replaced by the text of the image's tokens."""
         return text
 
     def escape(self, text: str) -> str:
-        """Return a text with placeholders of images marked as ordinary text."""
+        """Return a text in which placeholders of images are marked as ordinary text."""
         return text
 
 
@@ -201,7 +201,7 @@ def check_text_fits(folder: Path, text: str, limit: int) -> None:
     if count >= limit:
         raise RequestError(
             f"the prompt has {count:,} tokens with its files; the context holds {limit:,}, and an "
-            "answer needs one at least"
+            "answer needs at least one"
         )
 
 

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 class Option(NamedTuple):
     """An option of vLLM.
 
-    state: "works", "ignored" (any value, without effect) or "absent" (must be None or one of
-    `values`). values: the first is the default. kind: the argument of the flag is a "value" for
-    `read_value`, a "text", a "list" of values, or "texts"; a "switch" has no argument. short: the
-    short flag, or "".
+    state: "works", "ignored" (any value is accepted, without effect) or "absent" (the value must be
+    None or one of `values`). kind: the flag's argument: "value" (parsed by `read_value`), "text"
+    (not parsed), "list" (one or more values), "texts" (one or more texts) or "switch" (no
+    argument). short: the short flag, or "". values: the first value is the default.
     """
 
     state: str

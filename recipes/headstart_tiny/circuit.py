@@ -6,8 +6,9 @@ Glossary
     marker      a coordinate that is 1 at the tokens to which a head may attend
     fast, slow  rotary pairs that rotate much or hardly within the context
 
-A Llama has no biases. The register ONE replaces them: it is large before the norm, so that the norm
-is nearly equal at all tokens and does not change other registers, and 1 after it.
+A Llama has no biases. The register ONE replaces them. Before a norm, ONE is so large that it alone
+determines the divisor. So the divisor is nearly equal at all tokens, and the norm leaves the other
+registers unchanged. After the norm, ONE is 1.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Wirer:
 
     def latest(self, layer: int, head: int, group: int, marker: Form, gate: Form | None = None
                ) -> None:  # fmt: skip
-        """Attend to the latest token that has `marker`, itself included."""
+        """Attend to the latest token that has `marker`, which may be the current token."""
         d = [*range(200), *range(200, 4200, 5)]
         fall = [-1000.0 * log((x + 20) / 20) for x in d]
         pairs, amplitude = self.near(d, fall, 1e-4, NEXT)
@@ -166,10 +167,10 @@ class Wirer:
         weight[:, start : start + len(rows)] += gain * rows.T
 
     def neurons(self, layer: int, condition: Form, read: Tensor, write: Tensor) -> None:
-        """Add `read` (`[n, width]`) to `write` (`[n, width]`) where `condition` is positive.
+        """Add what the rows `read` give to the rows `write` where `condition` is positive.
 
         The addition is proportional to the condition, a sum of flags minus a threshold. With a
-        condition of 0.5, `read` is added once.
+        condition of 0.5, the factor is 1. read, write: `[n, width]`.
         """
         start, count = self.next_neuron[layer], len(read)
         self.next_neuron[layer] += count
@@ -182,9 +183,9 @@ class Wirer:
         mlp.down_proj.weight[:, chosen] = write.T
 
     def flag(self, layer: int, condition: Form, *names: str) -> None:
-        """Add 1 to registers where `condition` is positive; "-NAME" subtracts it.
+        """Add 1 to registers where `condition` is positive; for "-NAME", subtract 1.
 
-        It uses two neurons, whose difference is 1 for any condition above the threshold.
+        Two neurons are used. Their difference is 1 for any condition above the threshold.
         """
         write = self.at.form({n.removeprefix("-"): -1.0 if n[0] == "-" else 1.0 for n in names})
         one = self.at.forms({"ONE": 1.0})

@@ -54,14 +54,14 @@ def held_out(word: str) -> bool:
 
 @cache
 def name_pools(evaluation: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return first and last names of one split from Faker's lists: one word of Latin letters."""
+    """Return the first and last names of one split from Faker's lists, each a single word."""
     pools: list[tuple[str, ...]] = []
     for kind in ("first_names", "last_names"):
-        known: set[str] = set()
+        names: set[str] = set()
         for locale in words.LOCALES:
             provider = importlib.import_module(f"faker.providers.person.{locale}").Provider
-            known.update(getattr(provider, kind, ()))
-        chosen = (w for w in known if w.isalpha() and w[1:].islower() and len(w) < 13)
+            names.update(getattr(provider, kind, ()))
+        chosen = (w for w in names if w.isalpha() and w[1:].islower() and len(w) < 13)
         pools.append(tuple(sorted(w for w in chosen if held_out(w) == evaluation)))
     return pools[0], pools[1]
 
@@ -93,8 +93,9 @@ Record = dict[str, str]
 class World:
     """Generator of the records of one split; `rng` is its only source of randomness.
 
-    columns: most columns of a document besides the name. forward: the share of look-ups by name
-    among the queries; half of the others are reverse look-ups, half are unanswerable.
+    columns: maximum number of columns of a document besides the name. forward: the share of
+    look-ups by name among the queries; half of the others are reverse look-ups, half are
+    unanswerable.
     """
 
     def __init__(
@@ -118,8 +119,8 @@ class World:
     def word(self, pool: tuple[str, ...]) -> str:
         """Return a listed word of this split; in training, every third word is invented."""
         if not self.evaluation and self.rng.random() < 0.35:
-            made = self.syllables()
-            return made if not held_out(made) else self.word(pool)
+            word = self.syllables()
+            return word if not held_out(word) else self.word(pool)
         return self.rng.choice(pool)
 
     def name(self) -> str:
@@ -130,8 +131,8 @@ class World:
         roll = self.rng.random()
         if roll < 0.5:
             return self.rng.choice(words.TOWNS)
-        made = self.word(self.lasts)
-        return made if roll < 0.8 else f"{self.rng.choice(('New', 'Port', 'Lake', 'East'))} {made}"
+        word = self.word(self.lasts)
+        return word if roll < 0.8 else f"{self.rng.choice(('New', 'Port', 'Lake', 'East'))} {word}"
 
     def email(self, name: str) -> str:
         first, last = name.lower().split(" ")

@@ -3,9 +3,9 @@
     python recipes/headstart_tiny/evaluation.py [FOLDER] [--cases 400] [--batch 8]
 
 Every case is a prompt with one right continuation. An answer is right if its text is equal and the
-model stops after it. The margin of a kind is the smallest lead of a right token's logit over the
-second largest logit, also as a multiple of bfloat16's rounding of the larger logit. With a small
-lead, another machine may give another answer.
+model stops after it. The lead of a right token is its logit minus the second largest logit. The
+margin of a kind is the smallest lead of its right answers, in logits and in multiples of bfloat16's
+rounding error of the larger logit. With a small margin, another machine may answer differently.
 
 Prompts run through transformers' `generate` with its K/V cache, so that the checkpoint is evaluated
 and not an engine. Half of the cases use the completion form ("... Your answer: The age of John Doe
@@ -95,9 +95,9 @@ class Judge:
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-        said = out.sequences[:, inputs["input_ids"].shape[1] :]
+        answers = out.sequences[:, inputs["input_ids"].shape[1] :]
         best = torch.stack(out.logits, dim=1).topk(2).values
-        rows = zip(said, best, tokenizer.batch_decode(said), strict=True)
+        rows = zip(answers, best, tokenizer.batch_decode(answers), strict=True)
         return [
             (text.replace(tokenizer.pad_token, ""), margin_of(top[row != tokenizer.pad_token_id]))
             for row, top, text in rows
@@ -108,15 +108,15 @@ class Judge:
         prompts = [case.text + opening(case, index) for case in cases]
         for start in range(0, len(cases), self.batch):
             chosen = slice(start, start + self.batch)
-            for case, prompt, (said, margin) in zip(
+            for case, prompt, (answer, margin) in zip(
                 cases[chosen], prompts[chosen], self.complete(prompts[chosen]), strict=True
             ):
                 query = case.queries[index]
                 expected = (query.stem if case.chat else "") + query.answer + data.END
-                case.right = said == expected
+                case.right = answer == expected
                 case.margin = margin if case.right else None
-                case.answers.append(said)
-                case.text = prompt + said
+                case.answers.append(answer)
+                case.text = prompt + answer
 
     def judge(self, cases: list[Case]) -> float:
         """Return the share of cases whose last answer is right."""
@@ -200,8 +200,8 @@ def by_label(cases: list[Case]) -> str:
     labels = sorted({case.queries[-1].label for case in cases} - {""})
     parts = []
     for label in labels:
-        asked = [case.right for case in cases if case.queries[-1].label == label]
-        parts.append(f"{label} {sum(asked)}/{len(asked)}")
+        right = [case.right for case in cases if case.queries[-1].label == label]
+        parts.append(f"{label} {sum(right)}/{len(right)}")
     return ", ".join(parts)
 
 
@@ -233,13 +233,13 @@ def main() -> int:
     for bar in bars():
         if options.only not in bar.name:
             continue
-        began = time.monotonic()
+        start = time.monotonic()
         world = data.World(random.Random(f"{options.seed} {bar.name}"), evaluation=True)
         cases = [bar.make(world) for _ in range(options.cases)]
         share = results[bar.name] = judge.judge(cases)
         met = met and (bar.target is None or share >= bar.target)
         goal = f"bar {bar.target:.0%}" if bar.target else "no bar"
-        cost = f"{len(cases)} cases, {time.monotonic() - began:.0f} s"
+        cost = f"{len(cases)} cases, {time.monotonic() - start:.0f} s"
         margin = smallest(case.margin for case in cases)
         print(f"{bar.name:32} {share:7.2%}  {goal:7}  {cost}, margin {margin}", flush=True)
         if bar.name.startswith(("look-up", "third")):

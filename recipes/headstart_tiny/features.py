@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 MATCH, SHARED, CODE = 10, 32, 64
-TYPES = len(data.COLUMNS)  # as in data.COLUMNS
+TYPES = len(data.COLUMNS)  # kinds of cells, in the order of data.COLUMNS
 NULL = TYPES  # the label of facts without a column, such as a setting
 CELL_ENDS = (" | ", " |\n| ", " |\n")
 LINE_ENDS = ("\n", "\n\n", ".\n", ".\n\n", ". ")
@@ -38,7 +38,7 @@ FILLERS = {
 LEADS = {"the ", "s ", "which ", "Which "}  # may precede the requested label
 STARTS = {data.USER, "\n", "\n\n", ": "}  # may precede a question
 ENDS = {"?", "? ", ".", data.END}  # may end a question
-SINKS = {"The ", "| ", ": ", data.USER, data.SYSTEM}
+SINKS = {"The ", "| ", ": ", data.USER, data.SYSTEM}  # a head that finds nothing attends to these
 CLOSERS = {*CELL_ENDS, *LINE_ENDS, " years old"}
 COLUMN_WORDS = {
     "job": "Occupation", "works": "Occupation", "living": "Occupation", "live": "Address",

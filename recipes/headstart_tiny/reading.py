@@ -24,7 +24,7 @@ PREVIOUS = {  # flags of the tokens 1 to 4 positions before
     4: ("OPEN", "DIGIT", "ROW", "NUMBERED"),
 }  # fmt: skip
 NUMBER = 3 * MATCH + 2  # an ID: three digits as codes, and whether the 2nd and 3rd are missing
-SIGN = 10  # a signature of four tokens
+SIGN = 10  # coordinates of a signature, which is a hash of four tokens
 SIZES = {
     "ONE": 1, "CODE": CODE, "BEFORE": MATCH, **dict.fromkeys(FLAGS, 1), "LABEL": TYPES + 1,
     "ASKS": TYPES,
@@ -80,7 +80,10 @@ class Reading:
         self.wire.point(layer, head, pairs, 45.0 * torch.cat([turn.cos(), -turn.sin()]))
 
     def tokens_before(self) -> None:
-        """Copy codes and flags of four tokens before, but none from before openers (layer 0)."""
+        """Copy the codes and flags of the four preceding tokens (layer 0).
+
+        Clear the code of a preceding token if an opener is between this token and the current one.
+        """
         at, wire = self.at, self.wire
         flags = sorted({flag for seen in PREVIOUS.values() for flag in seen})
         read = torch.cat([at.rows("BEFORE"), at.forms(*({f: 1.0} for f in flags)),
@@ -193,7 +196,7 @@ class Reading:
         self.forget(1, "B1", "B2", "B3", "B4", "BLANK2", "BLANK3", "BLANK4", "SPAN", "SPANSQUARE")
 
     def forget(self, layer: int, *names: str) -> None:
-        """Clear registers at "The ", so that it scores only as a sink."""
+        """Clear registers at sinks such as "The ", so that they score only as sinks."""
         read = torch.cat([self.at.rows(name) for name in names])
         self.wire.neurons(layer, {"SINK": 1, "ONE": -0.5}, read, -read)
 
@@ -223,12 +226,13 @@ class Reading:
         wire.write(2, 3, TYPES, at.rows("ROWID"))
         wire.squares(2, "BAG", "SQUARE")
         mine, rows = (torch.cat([at.rows(n), at.rows(f"{n}SQUARE")]) for n in ("SPAN", "ROWSPAN"))
-        wire.neurons(2, {"IDEND": 1, "ONE": -0.5}, mine - rows, rows)  # its name is yet to come
+        # At the end of an ID, the name of the row is still to come.
+        wire.neurons(2, {"IDEND": 1, "ONE": -0.5}, mine - rows, rows)
         wire.clear(2, *LATER.values())
         self.forget(2, "ROWSPAN", "ROWSPANSQUARE")
 
     def sink(self, score: float, **form: float) -> Match:
-        """Return the score of "The ", for a head that may find nothing."""
+        """Return the score of sinks such as "The ", for a head that may find nothing."""
         return Match(self.at.forms({"ONE": score} | form), self.one(SINK=1.0))
 
     def same(self, query: str, key: str, square: str, gain: float) -> list[Match]:

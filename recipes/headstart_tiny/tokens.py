@@ -102,9 +102,9 @@ def load_tokenizer(folder: Path, vocab: int, seed: int) -> PreTrainedTokenizerFa
 class Level:
     """One stage of the curriculum: tables of 1 to `rows` rows in sequences of `length` tokens.
 
-    columns: most columns besides the name. forward: share of look-ups by name among the queries.
-    plain: share of tables among the documents (the others are cards, prose and settings). mark:
-    share of values that must be right before the next stage begins.
+    columns: maximum number of columns besides the name. forward: share of look-ups by name among
+    the queries. plain: share of tables among the documents (the others are cards, prose and
+    settings). mark: share of values that must be right before the next stage begins.
     """
 
     rows: int
@@ -158,11 +158,11 @@ class BatchMaker:
         A mark is 0 where no loss counts, -1 in a stem and the value's number in a value.
         """
         rng = world.rng
-        room = level.length + 1
+        length = level.length + 1
         rows = rng.randint(1, level.rows) if rng.random() < 0.5 else level.rows
         document = data.make_document(world, rows, level.plain)
         body = self.encode([document.text])[0]
-        while len(body) > 0.8 * room:
+        while len(body) > 0.8 * length:
             rows = max(1, rows * 3 // 4)
             document = data.make_document(world, rows, level.plain)
             body = self.encode([document.text])[0]
@@ -171,15 +171,15 @@ class BatchMaker:
         marks: list[int] = []
         seen: set[str] = set()
         turn = 0
-        while len(ids) < room and turn < 200:
+        while len(ids) < length and turn < 200:
             queries = self.fresh(document, rng, seen, 1 if turn == 0 else 8)
             for query in queries:
                 turn += 1
                 for text, kind in self.segments(document, query, chat, turn, rng):
-                    found = self.encode([text])[0]
-                    ids += found
-                    marks += [turn if kind == 2 else -kind] * len(found)
-        return ids[:room], marks[:room]
+                    text_ids = self.encode([text])[0]
+                    ids += text_ids
+                    marks += [turn if kind == 2 else -kind] * len(text_ids)
+        return ids[:length], marks[:length]
 
     def fresh(
         self, document: data.Document, rng: random.Random, seen: set[str], count: int
@@ -208,8 +208,8 @@ class BatchMaker:
             turns = data.completion_turn(query)
             if turn == 1:
                 turns = [(document.text + turns[0][0], False), *turns[1:]]
-        given = "".join(text for text, supervised in turns if not supervised)
-        return [(given, 0), (query.stem, 1), (query.answer + data.END, 2)]
+        prompt = "".join(text for text, supervised in turns if not supervised)
+        return [(prompt, 0), (query.stem, 1), (query.answer + data.END, 2)]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text, without adding special tokens."""

@@ -233,7 +233,7 @@ class Trainer:
         return min((self.step + 1) / 20, max(0.01, 1 - done))
 
     def draw_level(self) -> int:
-        """Return the current level, or in two of five steps an earlier one, to retain it."""
+        """Return the current level; in two of five steps an earlier level, to retain its skills."""
         if self.level and np.random.default_rng(self.step).random() < 0.4:
             return int(np.random.default_rng(self.step + 1).integers(0, self.level))
         return self.level
@@ -271,9 +271,9 @@ class Trainer:
         maker = BatchMaker(self.tokenizer.backend_tokenizer, f"{s.seed}-{self.rank}")
         feeders: dict[int, Feeder] = {}
         window: list[Score] = []
-        saved = told = time.monotonic()
+        saved = reported = time.monotonic()
         while self.spent < 60 * s.minutes:
-            begun = time.monotonic()
+            start = time.monotonic()
             index = self.draw_level()
             if index not in feeders:
                 feeders[index] = Feeder(maker, s.batch_tokens, self.step * 7, LEVELS[index])
@@ -281,14 +281,14 @@ class Trainer:
             score = self.train_step(batch)
             self.step += 1
             self.seen += batch.tokens.size * s.workers
-            self.spent += time.monotonic() - begun
+            self.spent += time.monotonic() - start
             if index == self.level:
                 self.recent.append(score.exact)
                 window.append(score)
             self.promote()
-            if self.rank == 0 and time.monotonic() - told > 20 and window:
-                self.tell(window)
-                window, told = [], time.monotonic()
+            if self.rank == 0 and time.monotonic() - reported > 20 and window:
+                self.report(window)
+                window, reported = [], time.monotonic()
             if self.rank == 0 and time.monotonic() - saved > s.save_every:
                 self.save()
                 saved = time.monotonic()
@@ -301,7 +301,7 @@ class Trainer:
             self.level = min(self.level + 1, len(LEVELS) - 1)
             self.recent.clear()
 
-    def tell(self, window: list[Score]) -> None:
+    def report(self, window: list[Score]) -> None:
         mean = [sum(getattr(w, k) for w in window) / len(window) for k in KEYS]
         line = {
             "minutes": round(self.spent / 60, 2), "step": self.step, "tokens": self.seen,

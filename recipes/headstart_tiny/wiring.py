@@ -7,28 +7,30 @@ training can refine them. The architecture is an unchanged Llama.
     layer 0   the codes and flags of the four tokens before, and a hash of them; the kind of the
               cell that ends here; the ID that ends here; the label that a question requests ("the
               *shoe* size"), and whether it requests a person ("whose *age*")
-    layer 1   the latest opener, the token before a value or a name: the kind of the cell before it,
-              whether a name begins, and its hash, which is the signature of that name; the latest
-              label ("age"), and its owner
-    layer 2   the bag (the mean of the codes) of the name's tokens so far, which have the same
+    layer 1   from the latest opener (the token before a value or a name): the kind of the cell
+              before it, whether a name begins after it, and its hash, the signature of this name;
+              the latest label ("age"), and whether its question requests a person
+    layer 2   the bag of a name: the mean of the codes of its tokens so far, found by their common
               signature; the signature of the latest name, which identifies a row; the ID of the
               row; a cell's column, from the header's label that follows the kind of the cell before
     layer 3   the bag of the latest name, for every cell of its row; the cell's column at the token
               that closes the cell; at the end of "who has ...?": the signature of the row with
               this value in this column
-    layer 4   look-up by name: the token after the same tokens in the row with this bag and the
-              column with this label; the ID of the row with this bag
-    layer 5   look-up of a person: the token after the same tokens in the name with this signature;
-              in a chat, the words of the question that begin the answer
+    layer 4   look-up by name: find the last three tokens in the row with this bag and the column
+              with this label, and output the next token; the ID of the row with this bag
+    layer 5   look-up of a person: find the last three tokens in the name with this signature, and
+              output the next token; in a chat, the words of the question that begin the answer
 
 Bags are compared by their squared distance |q - k|^2 = |q|^2 - 2qk + |k|^2, which distinguishes
 names that differ in one token. Signatures are compared in the same way. Attention is causal, so the
-tokens of a name cannot depend on the values after it. But they, and all later tokens, depend on the
-tokens before the name, so the signature is a hash of the tokens before. A head that finds nothing
-attends to "The " or ": ", which have only the flag for the answer "not in the document".
+tokens of a name cannot depend on the values after it. But these tokens and all later tokens can
+depend on the tokens before the name, so the signature is a hash of the tokens before. A head that
+finds nothing attends to a sink such as "The " or ": ", which has only the flag for the answer "not
+in the document".
 
-A key of a list ("door code: 4711") is a name whose values have no column. "The door code is"
-precedes a value, "which door code is" a name: the latest "The" distinguishes the two.
+A key of a list ("door code: 4711") is a name whose values have no column. In an answer ("The door
+code is"), a value follows "is"; in a question ("what is"), a name follows it. The latest "The "
+distinguishes the two.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ from features import CODE, MATCH, SHARED, TYPES, embedding
 from reading import ADDRESS, COUNTRY, ID, NUMBER, SIGN, Reading, part
 from torch import Tensor
 
-SURE, SLACK, OFF = 36.0, 13.0, 150.0  # scores: full match of the column; near match; never
+SURE = 36.0  # score of an equal column
+SLACK = 13.0  # a match may score less than a full match by this much; otherwise the sink wins
+OFF = 150.0  # changes a sink's score so much that the sink always or never wins
 LOUDLY = 6.0  # strength of an answer, relative to the code of the token at which it is output
 APART = 400.0  # score per squared distance of bags
 STEPS = (30.0, 26.0, 22.0)  # scores of equal previous tokens, the last one first
@@ -139,7 +143,7 @@ class Wiring(Reading):
         return rows if k == 1 else torch.cat([rows, self.at.rows(f"BLANK{k}")])
 
     def same_tokens(self) -> list[Match]:
-        """Match keys after the same three tokens as the last three tokens of the query."""
+        """Match keys whose three preceding tokens equal the last three tokens of the query."""
         at = self.at
         blanks = at.forms({"OPEN": 1}, {"BLANK2": 1, "QBLANK3": 1})
         return [

@@ -9,7 +9,7 @@ from headstart.tiers import Job
 
 _BORDER = -1  # between the tokens of two requests
 _MATCH = 3  # tokens that must be equal before a draft
-_DECAY = 0.8  # a compared token's weight in the acceptance decreases by this factor per later token
+_DECAY = 0.8  # weight of a compared token in the acceptance, relative to the next compared token
 
 
 class Drafter(Protocol):
@@ -20,7 +20,7 @@ class Drafter(Protocol):
 
 
 class TreeDrafter:
-    """Drafts of the tokens that followed the same tokens in an earlier request of the tenant."""
+    """Drafter of the tokens that followed the same tokens in an earlier request of the tenant."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -31,22 +31,22 @@ class TreeDrafter:
 
 
 class RepetitionDrafter:
-    """Drafts of the tokens that followed the latest three tokens when they last occurred.
+    """Drafter of the tokens after the last occurrence of the latest three tokens.
 
-    The three tokens are looked up in `earlier`, the tokens of another request, followed by the
-    request's own tokens. The draft consists of the tokens after the last occurrence. While the
-    request's new tokens equal these tokens, drafts continue from there without another lookup. If a
-    new token differs, such as a replaced word in a copy, the latest three tokens are looked up
-    again. If they have not occurred before, drafts continue after the token that differs. Each new
-    token takes constant time.
+    The three tokens are looked up in the tokens of another request (`earlier`) and in the request's
+    own tokens. While the request's new tokens equal the tokens after the occurrence, drafts
+    continue there without another lookup. If a new token differs, such as a replaced word in a
+    copy, the latest three tokens are looked up again. If these have not occurred before, drafts
+    continue after the token that differs. Each new token takes constant time.
     """
 
     def __init__(self, earlier: Sequence[int] = ()) -> None:
-        self._next: dict[tuple[int, ...], int] = {}  # the position after three tokens
+        # By three tokens: the position after their last occurrence.
+        self._next: dict[tuple[int, ...], int] = {}
         self._tokens = [*earlier, _BORDER]
         self._start = len(self._tokens)
         self._num_read = _MATCH - 1
-        self._place: int | None = None  # where the next token probably is, if the text repeats
+        self._position: int | None = None  # of the token that probably comes next
         self._may_skip = False  # if the next token differs, drafts may continue after it
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
@@ -54,31 +54,31 @@ class RepetitionDrafter:
         tokens = self._tokens
         new = sequence.token_ids[len(tokens) - self._start :]
         tokens += new
-        for position in range(self._num_read, len(tokens) - 1):
-            self._next[tuple(tokens[position + 1 - _MATCH : position + 1])] = position + 1
+        for end in range(self._num_read + 1, len(tokens)):
+            self._next[tuple(tokens[end - _MATCH : end])] = end
         self._num_read = max(self._num_read, len(tokens) - 1)
-        place = self._place = self._find(new)
-        if place is None:
+        position = self._position = self._find(new)
+        if position is None:
             return []
-        period = len(tokens) - place
-        drafted = [tokens[place + i % period] for i in range(count)]
+        period = len(tokens) - position
+        drafted = [tokens[position + i % period] for i in range(count)]
         return drafted[: drafted.index(_BORDER)] if _BORDER in drafted else drafted
 
     def _find(self, new: list[int]) -> int | None:
-        """Return the place of the tokens that may follow the new tokens; None if there is none."""
-        tokens, place = self._tokens, self._place
-        end = place + len(new) if place is not None else 0
-        if place is not None and tokens[place:end] == new:
+        """Return the position of tokens that may follow the new tokens; None if there are none."""
+        tokens, position = self._tokens, self._position
+        end = position + len(new) if position is not None else 0
+        if position is not None and tokens[position:end] == new:
             self._may_skip = True
             return end
         match = self._next.get(tuple(tokens[-_MATCH:]))
-        skips = match is None and self._may_skip and tokens[place : end - 1] == new[:-1]
+        skips = match is None and self._may_skip and tokens[position : end - 1] == new[:-1]
         self._may_skip = match is not None
         return end if skips else match
 
 
 class AnswerDrafter:
-    """Drafts of the tokens of an expected answer, in their order.
+    """Drafter of the tokens of an expected answer, in their order.
 
     Where the answer differs, drafts stop until its latest three tokens occur in the expected
     answer, and then continue after this occurrence. The expected answer is searched from the
@@ -114,15 +114,15 @@ class AnswerDrafter:
         return [ord(token) for token in self._text[self._position : self._position + count]]
 
     def _search(self) -> bool:
-        """Move to the place after the answer's latest tokens; return False if there is none."""
+        """Move to the position after the answer's latest tokens; return False if there is none."""
         if len(self._latest) < _MATCH:
             return False
-        place = self._text.find(self._latest, self._position)
-        if place < 0:
-            place = self._text.find(self._latest)
-        if place >= 0:
-            self._position = place + _MATCH
-        return place >= 0
+        start = self._text.find(self._latest, self._position)
+        if start < 0:
+            start = self._text.find(self._latest)
+        if start >= 0:
+            self._position = start + _MATCH
+        return start >= 0
 
 
 def _as_text(token_ids: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ These are the sources of a request's drafts:
     the tree of cached prefixes     an earlier request of the tenant had the same tokens
     the tiers                       an earlier process stored the reply to the same prompt
     the request's own tokens        the latest three tokens have occurred before
-    another request's tokens        it shares a prefix but then differs, for example by an edit
+    another request's tokens        both requests share a prefix and then differ, as after an edit
 
 They are tried in this order, until a draft is expected to raise the step's tokens per second. A
 draft of k tokens, each right with probability p, gives 1 + p + p^2 + ... + p^k tokens on average
@@ -52,9 +52,9 @@ class RowCost:
 
     The sizes 1, 2, 4, 8, ... have an estimate each. Between two sizes, the estimate is
     interpolated. A measured step counts for the nearest size. The estimate of a size is the
-    shortest of its last eight steps, because other work on the machine only makes steps longer. It
-    is at least the estimate of the next smaller size, and at most twice this estimate, because two
-    smaller steps would compute as many rows.
+    shortest of its last eight steps, because other work on the machine only makes steps longer.
+    Each size is estimated to take at least as long as the next smaller size, and at most twice as
+    long, because two steps of the smaller size would compute as many rows.
 
     A size with fewer than three measured steps is estimated at 1.25 times the next smaller size.
     This ratio is usual if reading the weights takes most of a step. So drafts are tried first, and
@@ -110,14 +110,15 @@ class Drafting:
         self._manager = manager
         self._max_tokens = config.max_draft
         self._max_model_len = max_model_len
-        # Attention over a shared prefix is computed for a group of rows, whose results round
+        # Attention over a shared prefix is computed for a group of rows. Its results round
         # differently from those of a single row. Drafts change the groups and depend on measured
-        # times. So with drafts, the same batch could give different answers.
+        # times, so the same batch could give different answers. Therefore "auto" drafts nothing in
+        # a step whose requests share a prefix.
         shares = config.share_attention and not config.deterministic
-        self._avoids_sharing = shares and config.speculation == "auto"
+        self._excludes_shared = shares and config.speculation == "auto"
         self._num_rows = 0  # rows of the next step, with the drafts so far
         self._num_tokens = 0.0  # tokens that the next step is expected to give
-        self._gain = 1.0  # the least gain of a draft
+        self._gain = 1.0  # factor by which a draft must raise the tokens per second
         self._may_gain = False  # True if a draft may raise the next step's tokens per second
 
     def begin_step(self, running: Sequence[Request]) -> None:
@@ -125,7 +126,7 @@ class Drafting:
         self._num_rows, self._num_tokens = len(running), len(running)
         self._gain = _GAIN if len(running) > 1 else 1.0
         self._may_gain = self._choose_length(_LIKELIEST, self._max_tokens) > 0
-        if self._may_gain and self._avoids_sharing:
+        if self._may_gain and self._excludes_shared:
             sequences = [request.sequence for request in running]
             self._may_gain = not self._manager.share_prefix(sequences, _SHARED)
 
@@ -135,7 +136,7 @@ class Drafting:
             return ()
         sequence, params = request.sequence, request.group.params
         limit = min(budget, self._max_tokens, self._max_model_len - len(sequence.token_ids))
-        if params.max_tokens is not None:  # the last token needs no K/V
+        if params.max_tokens is not None:  # a step gives one more token than it drafts
             limit = min(limit, params.max_tokens - len(request.sampling.output_token_ids) - 1)
         if limit <= 0:
             return ()

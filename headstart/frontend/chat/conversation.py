@@ -45,8 +45,8 @@ ENTRY_BYTES = 768
 SHARED = Namespace(None, None)
 """The namespace of turns without an adapter and without a salt."""
 
-# Tokens of context to decode before other tokens. Decoders look back one token (a space before a
-# word) or three tokens (the bytes of a character).
+# Tokens of context to decode before other tokens. A space at the beginning of a word depends on one
+# token before it, and a character on up to three tokens before its last byte.
 _CONTEXT = 8
 _MAX_TEMPLATES = 16  # templates whose `TemplateOrder` is cached
 
@@ -197,7 +197,7 @@ class ConversationMemory:
         return self.apply_template(texts, options)
 
     def apply_template(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
-        """Return the prompt's text for messages in the template's form. Raises RequestError."""
+        """Return the prompt's text for messages of `read_conversation`. Raises RequestError."""
         tokenizer = self._codec.tokenizer
         if not (tokenizer.chat_template or options.chat_template):
             raise RequestError("the model's tokenizer has no chat template; use a prompt instead")
@@ -231,9 +231,9 @@ class ConversationMemory:
     def encode(self, text: str, namespace: Namespace = SHARED) -> list[int]:
         """Return the ids of a rendered text: stored ids of its longest stored prefix, then new ids.
 
-        Together they decode to the text. If the tokenizer changes texts (a normalizer, a dummy
-        space), they decode to the changed text. If neither can be achieved, the whole text is
-        tokenized.
+        All ids together decode to the text. If the tokenizer changes texts (by a normalizer or a
+        dummy space), they decode to the same text as the ids of the whole text. If no tokenization
+        of the rest achieves this, return the ids of the whole text.
         """
         codec = self._codec
         head, rest = self._texts.longest(text, namespace)
@@ -271,8 +271,8 @@ class ConversationMemory:
         token_ids = array("I", [*prompt_token_ids, *reply_token_ids])
         start = len(prompt_token_ids)
         texts: dict[str, int] = {}
-        for shown in {reply.rstrip(), reply}:
-            count = self._count_shown(reply_token_ids, shown)
+        for visible in {reply.rstrip(), reply}:
+            count = self._count_visible(reply_token_ids, visible)
             # Decode with context: some decoders drop a space at the beginning of a text, and bytes
             # of an incomplete character may change the text of the bytes before them.
             context = [*prompt_token_ids[-_CONTEXT:]]
@@ -289,7 +289,7 @@ class ConversationMemory:
         """Remove every turn."""
         self._texts.clear()
 
-    def _count_shown(self, token_ids: Sequence[int], text: str) -> int:
+    def _count_visible(self, token_ids: Sequence[int], text: str) -> int:
         """Return the number of a reply's first ids that decode to the beginning of `text`.
 
         A space at the beginning is ignored, as ids without context may lose it. A binary search
@@ -303,8 +303,8 @@ class ConversationMemory:
         def is_beyond(count: int) -> bool:
             return not text.startswith(decode(count).rstrip(REPLACEMENT))
 
-        shown = bisect_left(range(len(token_ids) + 1), True, key=is_beyond) - 1
-        for count in range(shown, max(shown - _CONTEXT, 0), -1):
+        most = bisect_left(range(len(token_ids) + 1), True, key=is_beyond) - 1
+        for count in range(most, max(most - _CONTEXT, 0), -1):
             decoded = decode(count)
             if text.startswith(decoded) and not decoded.endswith(REPLACEMENT):
                 return count

@@ -294,7 +294,7 @@ class TemplateOrder:
     def __init__(self, render: Render, *, in_parts: bool) -> None:
         self._render = render
         self._in_parts = in_parts
-        self._takes = cache(self._try)
+        self._supports = cache(self._try)
 
     def arrange(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return the messages in an order that the template supports."""
@@ -303,9 +303,9 @@ class TemplateOrder:
         for message in map(dict, messages):
             role = message["role"]
             if role == "system":
-                if is_beginning and not self._takes("SUAU"):
+                if is_beginning and not self._supports("SUAU"):
                     message["role"] = "user"
-                elif not is_beginning and not (self._takes("UASU") and self._takes("US")):
+                elif not is_beginning and not (self._supports("UASU") and self._supports("US")):
                     begin, end = self._content("<system>\n"), self._content("\n</system>")
                     message |= {"role": "user", "content": begin + message["content"] + end}
             elif is_beginning:
@@ -314,7 +314,7 @@ class TemplateOrder:
                     arranged.append(self._empty("user"))
             pair = _letter(arranged[-1]) + _letter(message) if arranged else ""
             baseline = "UCTAU" if "C" in pair or "T" in pair else "UAU"
-            if pair not in _PAIRS or self._takes(_PAIRS[pair], baseline):
+            if pair not in _PAIRS or self._supports(_PAIRS[pair], baseline):
                 arranged.append(message)
             elif arranged[-1]["role"] == "assistant" != message["role"]:  # a call without a result
                 arranged += [self._empty("assistant"), message]
@@ -327,9 +327,9 @@ class TemplateOrder:
     def _needs_user(self, beginning: Sequence[Message]) -> bool:
         """Return True if the template requires a user's turn after `beginning`."""
         if not beginning:
-            return not self._takes("AU")
+            return not self._supports("AU")
         is_system = beginning[-1]["role"] == "system"
-        return is_system and not (self._takes("S") and self._takes("SAU"))
+        return is_system and not (self._supports("S") and self._supports("SAU"))
 
     def _merge(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         merged = {**second, **first}
@@ -349,8 +349,8 @@ class TemplateOrder:
     def _try(self, roles: str, baseline: str = "UAU") -> bool:
         """Return True if the template shows all turns of these roles in order.
 
-        Also return True if it does not show the turns of `baseline`. Then something other than the
-        order of roles prevents the template from showing them.
+        Also return True if the template does not even show the turns of `baseline`: then the order
+        of the roles is not the cause.
         """
         return self._shows(roles) or not self._shows(baseline)
 

@@ -45,8 +45,10 @@ if TYPE_CHECKING:
 Conversation = Sequence[Message]
 """A chat so far: dicts with "role" and "content"."""
 
-_MAX_TEMPLATES = 16  # templates in the cache of `_takes_parts`
-_CONTINUATIONS = ("a", " 0")  # no tokenizer merges both with a prefix in the same way
+_MAX_TEMPLATES = 16  # templates in the cache of `_supports_parts`
+# Texts that `publish` appends to a prefix. No tokenizer merges both with the prefix in the same
+# way, so the token ids that both prompts begin with do not depend on the text after the prefix.
+_CONTINUATIONS = ("a", " 0")
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _ESCAPED = _OPEN + _CLOSE
 _MARK = re.compile(f"({_OPEN}[^{_CLOSE}]*{_CLOSE})")
@@ -116,7 +118,7 @@ class ChatRequests:
         self._frontend = frontend
         self.chat_template = chat_template
         self._lock = threading.Lock()
-        self._takes_parts = lru_cache(_MAX_TEMPLATES)(self._try_parts)
+        self._supports_parts = lru_cache(_MAX_TEMPLATES)(self._try_parts)
         self._codec: ImagePromptCodec | None = None
         if frontend.images is not None:
             self._codec = ImagePromptCodec(frontend.tokenizer, frontend.images)
@@ -194,7 +196,7 @@ class ChatRequests:
         placeholder = codec.images.placeholder
         in_parts = template.chat_template_content_format == "openai"
         if template.chat_template_content_format == "auto":
-            in_parts = self._takes_parts(template.chat_template, placeholder)
+            in_parts = self._supports_parts(template.chat_template, placeholder)
         converted = read_conversation(messages)
         for index, message in enumerate(converted):
             parts = read_content(index, message, take_image)

@@ -7,12 +7,12 @@ image, and the output reports the replacement.
 
 Up to three earlier images are examined, those with the nearest thumbnails. Either of the two images
 may be the original of the other. A copy is the original scaled by one of Pillow's filters, then
-saved as JPEG or WebP; both changes are optional. To find the filter and the codec, copies of a
-small window with many edges are compared. Then the whole original is copied, and the result must
-equal the other image in every pixel.
+saved as JPEG or WebP; both changes are optional. To find the filter and the codec, a small window
+with many edges is scaled and saved in several ways, and compared with the other image. Then the
+whole original is scaled and saved, and the result must equal the other image in every pixel.
 
 A codec erases faint details, so two different pictures may have the same copy. To detect this,
-details of the original of up to 4 pixels are painted over, and the result is saved again. If
+details of up to 4 pixels are painted over in the original, and the result is saved again. If
 painting over a detail does not change the copy, the codec erased this detail, and the earlier image
 does not replace the new image. A picture with very many erased details has grain; its erased
 details are ignored.
@@ -48,7 +48,7 @@ FILTERS = ("BICUBIC", "LANCZOS", "BILINEAR", "HAMMING", "BOX", "NEAREST")
 TRIED_SCALINGS = 4  # scalings to try with all codecs, chosen with `ROUGH_CODECS`
 TRIED_JPEGS = 3  # JPEG codecs with which the whole picture is saved
 WEBP_PIXELS = 2**22  # pixels to save as WebP in a search; a million pixels take 0.1 s
-NEAR = 0.2  # of 255; allowed mean difference in a window, as scaling a window rounds differently
+NEAR = 0.2  # of 255; allowed mean difference in a window, which is scaled without the whole picture
 BAND = 512  # rows in which details are searched at once
 DETAIL = 12  # of 255; least difference between a detail and the pixels around it
 FAINT = 3  # a detail is faint in a copy that retains at most 1 / FAINT of its contrast
@@ -162,7 +162,7 @@ class SimilarImages:
                 elif entry.is_encoded:
                     self._remove(key)
         distances = [distance(thumbnail, entry.thumbnail) for _, entry in candidates]
-        order = sorted((far, index) for index, far in enumerate(distances) if far is not None)
+        order = sorted((d, index) for index, d in enumerate(distances) if d is not None)
         return [candidates[index] for _, index in order[:MAX_COMPARED]]
 
     def _use(self, key: EncoderKey) -> bool:

@@ -74,14 +74,14 @@ NODE = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["n
 def test_a_schema_whose_recursion_cannot_end_is_refused(schema: dict[str, Any]) -> None:
     """Earlier, its answers continued until `max_tokens`."""
     assert not validate(schema)
-    with pytest.raises(RequestError, match=r"structured_outputs.json .* recurs without an end"):
+    with pytest.raises(RequestError, match=r"structured_outputs.json .* recurses without end"):
         check(schema)
-    with pytest.raises(RequestError, match=r"structured_outputs.grammar .* recurs without an end"):
+    with pytest.raises(RequestError, match=r"structured_outputs.grammar .* recurses without end"):
         check_constraint(
             StructuredOutputsParams(grammar=f"start: %json {json.dumps(schema)}").constraint
         )
     tag = {"structures": [{"begin": "<a>", "schema": schema, "end": "</a>"}], "triggers": ["<a>"]}
-    with pytest.raises(RequestError, match=r"structural_tag .* recurs without an end"):
+    with pytest.raises(RequestError, match=r"structural_tag .* recurses without end"):
         check_constraint(StructuredOutputsParams(structural_tag=tag).constraint)
 
 
@@ -106,5 +106,5 @@ def test_a_long_chain_of_references_ends() -> None:
     names = [f"d{place}" for place in range(300)]
     chain = {name: {"$ref": f"#/$defs/{other}"} for name, other in pairwise(names)}
     check({"$defs": {**chain, names[-1]: {"type": "null"}}, "$ref": "#/$defs/d0"})
-    with pytest.raises(RequestError, match="recurs without an end"):
+    with pytest.raises(RequestError, match="recurses without end"):
         check({"$defs": {**chain, names[-1]: {"$ref": "#/$defs/d0"}}, "$ref": "#/$defs/d0"})

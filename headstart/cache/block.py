@@ -95,8 +95,8 @@ class Branches(PrefixNode):
     """The children of a node that has several children. The key of this object is empty.
 
     `nodes` has all children by key. `order` has the sorted keys of the children whose K/V are
-    written. For a given key, the child with the longest common head is next to the position where
-    bisection would insert the key. An insertion costs one `memmove` of 8 bytes per child.
+    written. Bisection finds where a key would be inserted. The child that shares the longest head
+    with the key is next to this position. An insertion costs one `memmove` of 8 bytes per child.
     """
 
     __slots__ = ("nodes", "order")
@@ -110,7 +110,7 @@ class Branches(PrefixNode):
 class RowCopy(NamedTuple):
     """A copy of the first `num_rows` rows from one block to another, made before the step.
 
-    source_window, target_window: the window blocks to copy between; -1 if no rows are copied.
+    source_window, target_window: the window blocks whose rows are copied too; -1 if there are none.
     """
 
     source_block: int

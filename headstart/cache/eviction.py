@@ -32,7 +32,7 @@ class EvictionPolicy(Protocol):
         """Remove free blocks without counting a hit."""
 
     def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
-        """Mark held blocks of one namespace, to evict them last for this many seconds from now."""
+        """Mark held blocks of one namespace. For this many seconds, they are evicted last."""
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
         """Remove and return the next `count` blocks to reuse, for a request of this salt.
@@ -115,14 +115,14 @@ class AdaptiveLru(EmptyFirstLru):
     """`EmptyFirstLru` with retained blocks, and with an adaptive limit on partial blocks.
 
     A partial block holds fewer rows than a full block. After a one-shot request it is never hit;
-    after a turn of a chat, the next turn hits it. So the limit follows the hits: `claim` adds
-    `EARNED` to it for each partial block, and `take` subtracts 1. Up to the limit, partial blocks
-    are taken by recency, like full blocks. Partial blocks beyond the limit are taken before any
-    full block, oldest first. O(1) per block.
+    after a turn of a chat, the next turn hits it. So the limit follows the hits: for each partial
+    block, `claim` adds `EARNED` to the limit, and `take` subtracts 1. Up to the limit, partial
+    blocks are taken by recency, like full blocks. Partial blocks beyond the limit are taken before
+    any full block, oldest first. O(1) per block.
 
     Retained blocks are taken after all others. When the mark of a retained block ends, the block
-    joins the queue, as if it was just released. If more than `most_retained` blocks are retained,
-    the blocks whose marks end first join the queue too.
+    joins the queue, as if it had just been released. If more than `most_retained` blocks are
+    retained, the blocks whose marks end first join the queue too.
     """
 
     EARNED: ClassVar[int] = 4
@@ -216,10 +216,12 @@ class AdaptiveLru(EmptyFirstLru):
 class FairLru:
     """A policy that is max-min fair between owners, with an `AdaptiveLru` for each owner.
 
-    Empty blocks are taken first. Each further block is taken from the owner with the most held and
-    cached blocks per weight, and then counts for the owner that takes it. So an owner below its
-    share loses no block to an owner above its share, and an owner may use all blocks that no other
-    owner uses. A block costs O(log owners), and O(1) while only one owner has free cached blocks.
+    Empty blocks are taken first. Each further block is taken from the owner that has the most held
+    and cached blocks relative to its weight. The block then counts for the owner of the request
+    that takes it. So an owner below its share loses no block to an owner above its share, and an
+    owner may use all blocks that no other owner uses. A block costs O(log owners), and O(1) while
+    only one owner has free cached blocks.
+
     An owner retains at most half of its share of the pool. Its retained blocks are taken after its
     other blocks. Retention does not change from which owner a block is taken.
 

@@ -4,7 +4,10 @@ A retained block is a free block with a mark. It is reused after all blocks with
 
     unmarked ──mark──▶ marked, held ──release──▶ retained ──claim──▶ marked, held
                              │                      │
-                             └──the mark ends───────┴─or too many──▶ unmarked, released again
+                 the mark ended before     the mark ends, or too
+                      the release         many blocks are retained
+                             ▼                      ▼
+                       unmarked, free         unmarked, free
 
 A mark ends after some time, rounded up to a whole minute. It also ends when the block is reused, or
 when too many blocks are retained. A mark only changes the order of free blocks: a request that

@@ -29,9 +29,9 @@ class BlockHasher:
 
     Hashes of recent prompts are cached in runs of 64 blocks. The key of a run is one SHA-256 over
     the hash of its parent and its block keys. A run that is used enters `_young`. When `_young` is
-    full, it replaces `_old`. This drops the runs that were not used after the previous replacement.
-    Threads need no lock: at worst a run is hashed twice. The key and the hashes of a run are two
-    bytes objects, which the garbage collector ignores.
+    full, it becomes `_old`, and the previous `_old` is dropped. Threads need no lock: at worst a
+    run is hashed twice. The key and the hashes of a run are two bytes objects, which the garbage
+    collector ignores.
     """
 
     def __init__(self, block_size: int, model: str = "", digest: Digest = sha256) -> None:

@@ -12,8 +12,8 @@ different keys:
 Adapter and salt apply to every block of a prompt. They are not part of the keys, but identify the
 root of the tree (`Namespace`).
 
-Blocks that are entirely within a public prefix are below the root of the salt `PUBLIC`, which no
-request has. The key of the first block after them begins with a frame of the request's salt. The
+Blocks that are entirely within a public prefix are below the root of the salt `PUBLIC`. No request
+has this salt. The key of the first block after them begins with a frame of the request's salt. The
 frame's offset and length are 0; the length of an item is never 0.
 
     the salt "tenant 7", then the tokens 1 3:

@@ -49,7 +49,7 @@ class PathSegment(NamedTuple):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixTree:
-    """Nodes below the root of their namespace. The caller that creates a node also removes it."""
+    """Nodes below the root of their namespace. A caller that creates a node must also remove it."""
 
     def __init__(self) -> None:
         self._roots: dict[str | None, dict[str | None, RootNode]] = {}  # by salt, by adapter
@@ -131,7 +131,7 @@ class PrefixTree:
     def child(
         self, parent: PrefixNode, key: BlockKey, kind: type[PrefixNode] = PrefixNode
     ) -> PrefixNode:
-        """Return the child with this key, which must not be empty; create it if there is none."""
+        """Return the child with this key; create it if there is none. The key must not be empty."""
         child = parent.child
         if child is None:
             parent.child = node = make_node(parent, key, kind)
@@ -152,7 +152,7 @@ class PrefixTree:
         return branches
 
     def use(self, node: PrefixNode) -> None:
-        """Move a node to the end of its parent's children, as if it was created last."""
+        """Move a node to the end of its parent's children, as if it had been created last."""
         branches = node.parent.child if node.parent is not None else None
         if isinstance(branches, Branches):
             branches.nodes[node.key] = branches.nodes.pop(node.key)
@@ -255,7 +255,7 @@ class PrefixIndex(PrefixTree):
         return branches
 
     def covered_partial(self, node: PrefixNode) -> PrefixNode | None:
-        """Return the sibling whose rows are the head of this node's block, if any."""
+        """Return a written sibling whose key is the head of this node's key, if any."""
         assert node.parent is not None
         branches = node.parent.child
         if not isinstance(branches, Branches):

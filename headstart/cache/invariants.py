@@ -64,10 +64,10 @@ def _check_index(config: CacheConfig, pool: BlockPool, nodes: set[PrefixNode]) -
         if node.block is not None:
             assert node.block.node is node, f"{node.block} has another identity than its node"
         if node.parent is not None:
-            _check_place(config, pool, node)
+            _check_node(config, pool, node)
 
 
-def _check_place(config: CacheConfig, pool: BlockPool, node: PrefixNode) -> None:
+def _check_node(config: CacheConfig, pool: BlockPool, node: PrefixNode) -> None:
     assert node.parent is not None
     tokens = count_tokens(node.key)
     if isinstance(node, PartialNode):

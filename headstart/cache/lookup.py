@@ -48,7 +48,9 @@ class ComputedBlocks(NamedTuple):
     blocks: the cached blocks of its prefix, in order. num_tokens: the number of tokens that need
     not be computed, `partial` included. It is less than the length of the sequence. writer: the
     request that is computing the sequence's next block, if any. If the sequence does not wait for
-    this request, the block is computed twice. node, version, source: for the manager.
+    this request, the block is computed twice. node: the node of the last block, or the root; None
+    if there is no root. version, source: identify the state of the index, so that the manager
+    rejects a lookup that is stale or of another manager.
 
     known_tokens: the number of tokens with cached K/V. For a model with recurrent layers or sliding
     windows, the sequence resumes at `num_tokens`, and `known_tokens` and `blocks` may reach
@@ -161,9 +163,9 @@ def find_continuation(index: PrefixIndex, sequence: TokenSequence, count: int) -
 
 
 def find_branch(sequence: TokenSequence, count: int) -> list[int]:
-    """Return up to `count` tokens that another sequence has after this sequence's hit.
+    """Return up to `count` tokens that follow this sequence's hit in another sequence.
 
-    The tokens are from the latest branch in the same namespace. Without a hit, return none.
+    They are read from the latest branch in the same namespace. Without a hit, the list is empty.
     """
     node, depth = sequence.node, sequence.num_reused
     for _ in range(sequence.num_indexed - depth):
@@ -176,9 +178,10 @@ def find_branch(sequence: TokenSequence, count: int) -> list[int]:
 
 
 def _read_path(node: PrefixNode | None, count: int, salt: str | None) -> list[int]:
-    """Return up to `count` tokens from a node on, following the branches that were created last.
+    """Return up to `count` tokens of a node and its descendants.
 
-    Blocks of other salts are skipped. The K/V of the tokens may be evicted.
+    At forks, follow the branch that was created last. Skip blocks of other salts. The K/V of the
+    tokens may be evicted.
     """
     tokens: list[int] = []
     while node is not None and len(tokens) < count:
@@ -267,7 +270,10 @@ def _has_more(index: PrefixIndex, root: RootNode, keys: list[BlockKey], depth: i
 def _keys_of_others(
     index: PrefixIndex, root: RootNode, computed: ComputedBlocks
 ) -> Iterator[list[BlockKey]]:
-    """Yield the keys that the hit and the next block have under other salts of this root."""
+    """Yield the keys that the hit and the next block would have for other salts below this root.
+
+    For the public root, yield one list of keys for each other salt after the public prefix.
+    """
     sequence, public = computed.sequence, computed.sequence.num_public
     own_salt = sequence.namespace.salt
     keys = [cut_salt(key)[1] for key in sequence.keys[: len(computed.blocks) + 1]]

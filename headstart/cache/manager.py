@@ -181,8 +181,8 @@ class KVCacheManager:
     def save_fork(self, computed: ComputedBlocks) -> bool:
         """Let the step under way save a checkpoint where the lookup's cached K/V end.
 
-        Return False if the step does not compute that position. If True, the sequence can resume at
-        the checkpoint after the step.
+        After the step, the sequence can resume there. Return False if the step saves no checkpoint,
+        for example because it does not compute that position.
         """
         return self.group is not None and self.group.save_fork(computed, self._step)
 
@@ -325,11 +325,12 @@ class KVCacheManager:
     def _take(
         self, sequence: TokenSequence, count: int, partial: PartialHit | None
     ) -> list[KVCacheBlock]:
-        """Take new blocks. The head of the first one will be copied from a partial hit, if any.
+        """Take new blocks. The rows of a partial hit, if any, will be copied to the first of them.
 
-        The source block of the copy counts as used now. It is held meanwhile, so that it is not
-        taken itself. If all free blocks are needed, it is taken too. This is safe because the copy
-        reads its rows before the step overwrites them.
+        The copy counts as a use of its source block. The source is held meanwhile, so that it is
+        not one of the new blocks. If all free blocks are needed, the source is not held, and it
+        becomes a new block. This is safe because the copy reads its rows before the step overwrites
+        them.
         """
         if partial is None:
             return self.pool.take(count, sequence.namespace.salt)
@@ -414,7 +415,7 @@ class KVCacheManager:
         return find_branch(sequence, count)
 
     def share_prefix(self, sequences: Sequence[TokenSequence], num_tokens: int) -> bool:
-        """Return True if any two of the sequences hold the same block for token `num_tokens`."""
+        """Return True if two of the sequences share the block with the token at `num_tokens`."""
         index = num_tokens // self.block_size
         held = [s.block_ids[index] for s in sequences if len(s.block_ids) > index]
         return len(set(held)) < len(held)

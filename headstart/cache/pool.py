@@ -45,7 +45,7 @@ class BlockPicture(NamedTuple):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class BlockPool:
-    """All blocks, the free ones in the order of the eviction policy, and the prefix index.
+    """All blocks, the prefix index, and the eviction policy, which orders the free blocks.
 
     `version` changes whenever a block loses its identity, so that a stale lookup is recognized.
     Without deduplication, several blocks may have the same identity. `copies` has all of them
@@ -104,7 +104,7 @@ class BlockPool:
             block.ref_cnt += 1
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Remove a reference from blocks, which are in reverse prefix order.
+        """Remove a reference from blocks, which must be in reverse prefix order.
 
         A block that becomes free is emptied if another block has the same identity.
         """

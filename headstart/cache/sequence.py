@@ -187,7 +187,10 @@ class TokenSequence:
         return keys
 
     def _salt_keys(self, keys: list[BlockKey], public: PublicBlocks) -> list[BlockKey]:
-        """Return keys that follow public blocks, with the salt added to the first private key."""
+        """Return the keys, with the salt added to the first private key; count the public keys.
+
+        public: the public blocks that may come first.
+        """
         for i, key in enumerate(keys):
             following = public.get(key)
             if following is None:

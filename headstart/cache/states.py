@@ -2,7 +2,8 @@
 
 A recurrent layer has one state of fixed size per sequence instead of K/V per token. One slot holds
 the states of all recurrent layers after one prefix. A running sequence has a working slot, which
-each step overwrites. A checkpoint is a slot that one step has written, and no later step changes.
+each step overwrites. A checkpoint is a slot that one step has written and that no later step
+changes.
 
 A request can resume only at a checkpoint. So sequences leave checkpoints where later prompts may
 branch: before the last token of a prompt, at the end of a reply, at marks, at regular intervals,
@@ -14,8 +15,8 @@ saves: the tokens since the previous checkpoint on its path. For the last checkp
 number is multiplied by `LAST`. The clock is the value of the checkpoint that was dropped last. So
 unused checkpoints lose value relative to new ones.
 
-Tiers store the checkpoints in `unsaved`. Of a prompt's regular checkpoints, one is stored: the last
-that is at least half an interval before the end of the prompt.
+Tiers store the checkpoints in `unsaved`. Of a prompt's regular checkpoints, they store only the
+last one that is at least half an interval before the end of the prompt.
 """
 
 from collections.abc import Sequence
@@ -94,7 +95,7 @@ class StatePool(LayerGroup):
         self._free: list[int] = []
         self._by_node: dict[PrefixNode, dict[BlockKey, Checkpoint]] = {}
         self._states: dict[TokenSequence, SequenceState] = {}
-        # A heap of (value, number of the entry, checkpoint); the values may be old.
+        # A heap of (value, number of the entry, checkpoint); the values may be outdated.
         self._queue: list[tuple[int, int, Checkpoint]] = []
         self._count = 0
         self._clock = 0

@@ -71,9 +71,9 @@ class WindowPool(LayerGroup):
         return self._attached.get(block, -1)
 
     def first(self, position: int) -> int:
-        """Return the index of the first block that a step from this position on attends to.
+        """Return the index of the first block that tokens from this position on attend to.
 
-        An engine may compute whole blocks. So the window is that of the first token in the
+        An engine may compute whole blocks. So the window is measured from the first token in the
         position's block.
         """
         start = position - position % self.block_size
@@ -117,7 +117,10 @@ class WindowPool(LayerGroup):
     def _has_free(
         self, blocks: Sequence[KVCacheBlock], num_hits: int, first: int, end: int
     ) -> bool:
-        """Return True if enough window blocks are free from block `first` to token `end - 1`."""
+        """Return True if enough window blocks are free for block `first` up to token `end - 1`.
+
+        The first `num_hits` blocks are hits, which may share window blocks with other sequences.
+        """
         stop = -(-end // self.block_size)
         hits = blocks[first : min(stop, num_hits)]
         attached = [self._attached.get(block, -1) for block in hits]

@@ -126,7 +126,13 @@ def cache() -> None:
 
 @cache.command(name="ls", short_help="List models, or a model's prefixes.")
 @click.argument("model", required=False)
-@click.option("--lines", type=click.IntRange(1), default=30, show_default=True, help="Most lines.")
+@click.option(
+    "--lines",
+    type=click.IntRange(1),
+    default=30,
+    show_default=True,
+    help="Greatest number of prefixes to list.",
+)
 @_folder()
 def list_prefixes(model: str | None, lines: int, folder: str | None) -> None:
     """List the models, or the prefixes of MODEL, split where they fork.
@@ -253,8 +259,8 @@ def import_file(file: Path, folder: str | None) -> None:
 def _opened(folder: str | None, *, new: bool = False, writes: bool = False) -> Iterator[Path]:
     """Yield the path of the folder. Raise CacheError if it or its index cannot be read.
 
-    Print results outside of this context: inside, an error of the output would be reported as an
-    error of the folder. new: create the folder if it does not exist. writes: raise CacheError if
+    Print results outside of this context: inside, an output error would be reported as an error of
+    the folder. new: create the folder if it does not exist. writes: raise CacheError if
     the folder is read-only.
     """
     path = default_folder()
@@ -299,7 +305,9 @@ def _check_unique(name: str, names: Sequence[str]) -> None:
     """Raise CacheError if several names begin with `name`."""
     if len(names) > 1:
         shown = ", ".join(text[: max(_DIGITS, len(name) + 4)] for text in names[:_MOST_SHOWN])
-        raise CacheError(f"{len(names)} names begin with {name!r}; allowed: more digits of {shown}")
+        raise CacheError(
+            f"{len(names)} names begin with {name!r}; allowed: more digits, as in {shown}"
+        )
 
 
 def _prefixes_of(path: Path, state: ModelState) -> list[StoredPrefix]:

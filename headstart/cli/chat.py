@@ -248,11 +248,11 @@ _PATH_COMMANDS = ("/file", "/image", "/save", "/load")
 
 def _command(names: str, text: str, argument: str = "") -> Callable[..., Any]:
     """Return a decorator that registers a command. /help shows only its first name."""
-    first, *names_left = names.split()
+    first, *aliases = names.split()
 
     def register(run: Callable[[Chat, str], None]) -> Callable[[Chat, str], None]:
         COMMANDS[first] = Command(run, text, argument)
-        COMMANDS.update({name: Command(run, "", argument) for name in names_left})
+        COMMANDS.update({name: Command(run, "", argument) for name in aliases})
         return run
 
     return register
@@ -312,7 +312,7 @@ def _help(chat: Chat, argument: str) -> None:
 def _file(chat: Chat, argument: str) -> None:
     path = _path(argument)
     text = read_document(path)
-    _wait(chat, path, f"{chat.count_tokens(text):,} tokens")
+    _add_waiting(chat, path, f"{chat.count_tokens(text):,} tokens")
     chat.conversation.documents.append(text)
 
 
@@ -320,11 +320,11 @@ def _file(chat: Chat, argument: str) -> None:
 def _image(chat: Chat, argument: str) -> None:
     path = _path(argument)
     image = read_image(path, chat.llm.config.max_image_pixels)
-    _wait(chat, path, f"about {chat.count_image_tokens(image):,} tokens")
+    _add_waiting(chat, path, f"about {chat.count_image_tokens(image):,} tokens")
     chat.conversation.images.append(image)
 
 
-def _wait(chat: Chat, path: Path, size: str) -> None:
+def _add_waiting(chat: Chat, path: Path, size: str) -> None:
     """Note that a file will be sent with the next message."""
     chat.conversation.waiting.append(f"{path.name} ({size})")
     note(f"{path.name}: {size}, sent with your next message")

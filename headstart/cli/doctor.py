@@ -86,7 +86,7 @@ def _lines() -> Iterator[tuple[str, str]]:
     yield from _extras()
     has_avx2 = platform.machine() in X86 and cpu_flags() >= native.NEEDED_FOR_AVX2
     if has_avx2 and not native.is_built():
-        yield "faster", "compiled kernels: install g++, then headstart again"
+        yield "faster", "compiled kernels: install g++, then reinstall headstart"
     if has_avx2 and os.environ.get("HEADSTART_NATIVE") != "0":
         yield "faster", "--weights int8: each token reads half as many bytes as in bfloat16"
     if gpus:

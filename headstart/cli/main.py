@@ -228,7 +228,7 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
         terminal.talk(chat)
 
 
-@main.command(cls=ServeCommand, short_help="Answer clients of APIs over HTTP.")
+@main.command(cls=ServeCommand, short_help="Serve a model over the OpenAI and Anthropic APIs.")
 @click.argument("model_tag", metavar="[MODEL]", required=False)
 @model_option
 @_option(

@@ -101,7 +101,7 @@ def split_finished(text: str) -> tuple[str, str]:
     """
     lines = text.splitlines(keepends=True)
     starts = [token.map[0] for token in _PARSER.parse(text) if token.map and not token.level]
-    # A block that interrupts a paragraph may still become a part of it.
+    # Without an empty line before it, the last block may still merge with the block above.
     last = next((line for line in reversed(starts) if line and not lines[line - 1].strip()), 0)
     end = sum(map(len, lines[:last]))
     return text[:end], text[end:]

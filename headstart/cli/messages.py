@@ -108,7 +108,7 @@ class Turn:
     shown: tuple[str, ...] = ()
 
     def lines(self) -> tuple[str, str]:
-        """Return two lines: the question's last paragraph, which was typed, and the reply."""
+        """Return two lines: the text that the user typed after the documents, and the reply."""
         question = self.question
         if not isinstance(question, str):
             parts = [part.get("text") for part in question if isinstance(part, dict)]

@@ -75,7 +75,7 @@ def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
 
 
 def announce(model: str, engine: Mapping[str, Any]) -> Callable[[float], str]:
-    """Show the note on a model; return the line to show while it loads. Raises ModelError."""
+    """Show the note on a model; return a function for `waiting`. Raises ModelError."""
     if text := note_on(model, engine):
         note(text)
     folder = folder_of(model)

@@ -229,8 +229,8 @@ def chat_sampling(values: Mapping[str, Any], folder: Path) -> SamplingParams:
     """Return sampling parameters for a chat. Raises RequestError.
 
     `values` take precedence over the model's generation_config.json, and this file over
-    CHAT_SAMPLING. If the file has a sampling field other than repetition_penalty, temperature and
-    top_p default to 1. The loader of the model has checked the file.
+    CHAT_SAMPLING. The defaults of temperature and top_p are 1 if the file sets any of the sampling
+    fields except repetition_penalty. The loader of the model has checked the file.
     """
     file = folder / "generation_config.json"
     content = read_json(file) if file.is_file() else {}
@@ -335,7 +335,7 @@ _OUR_NAMES = {
     "disable_uvicorn_access_log": "log_format",
     "allowed_origins": "cors_origin",
 }
-# Flags that set an option of another name, and this option.
+# The option that a flag sets, if its name differs from the flag's.
 _OPTION_OF_FLAG = _OUR_NAMES | {
     "limit_mm_per_prompt": "max_images",
     "lora_modules": "adapters",
@@ -371,9 +371,9 @@ class ServeCommand(GroupedCommand):
         for vllm_name, name in _OUR_NAMES.items():
             is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
             if is_typed and name in options and ctx.params[name] != options[name]:
-                our_flag, their_flag = map(_spell, (name, vllm_name))
+                flag, vllm_flag = map(_spell, (name, vllm_name))
                 raise ConfigError(
-                    f"{our_flag} is {describe(ctx.params[name])} and {their_flag} is "
+                    f"{flag} is {describe(ctx.params[name])} and {vllm_flag} is "
                     f"{describe(options[name])}; allowed: one of the two"
                 )
         ctx.params |= options
@@ -494,7 +494,7 @@ def _read_config(
 
 
 def _is_given(name: str, values: Mapping[str, Any]) -> bool:
-    """Return True if the value of vLLM's flag sets an option of headstart."""
+    """Return True if vLLM's option has a value, and headstart uses this value."""
     value = values.get(name)
     if name == "limit_mm_per_prompt":
         return isinstance(value, Mapping) and value.get("image") is not None

@@ -102,7 +102,7 @@ class PoolPicture:
         for state, name in ((HELD, "held"), (CACHED, "cached"), (EMPTY, "empty")):
             legend.append(f"{state} {name} {counts[state]:,}   ")
         if per_cell > 1:
-            scale = f"({per_cell:,} blocks per sign)"
+            scale = f"({per_cell:,} blocks per cell)"
             gap = "" if legend.cell_len + len(scale) <= columns else f"\n{indent}"
             legend.append(f"{gap}{scale}", style="dim")
         legend.append(f"\n{indent}computed by request")

@@ -73,7 +73,7 @@ _option = partial(click.option, cls=GroupedOption)
     show_default=True,
     help="Eviction policy, as in the engine.",
 )
-@_option("--json", "as_json", is_flag=True, help="Print JSON, one line.")
+@_option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 @_option("--plot", type=click.Path(path_type=Path), help="Draw the results into this SVG file.")
 @flags(SpeedModel)
 def replay(trace: str, **options: Any) -> None:

@@ -86,7 +86,7 @@ def run_server(
                 with waiting(announce(model, engine)):
                     make = load_module("headstart.frontend.async_llm").AsyncLLM
                     llm = stack.enter_context(closing(make(resolve_model(model), **engine)))
-                address.bounds = _describe_memory(llm)
+                address.memory_limits = _describe_memory(llm)
             for name, folder in adapters.items():
                 asyncio.run(llm.load_adapter(name, folder))
             launch.publish(llm, prefixes)
@@ -151,7 +151,11 @@ def _import_optional(module: str, extra: str) -> Any:
 
 @dataclass
 class Address:
-    """The address of a server, and an example of a request."""
+    """The address of a server, and an example of a request.
+
+    with_key: requests need an API key. speaks: the model generates audio. shows_pool: the server
+    has a page that shows the cache. memory_limits: the limits as a text; empty if unknown.
+    """
 
     socket: socket.socket
     options: ServerOptions
@@ -159,7 +163,7 @@ class Address:
     with_key: bool
     speaks: bool = False
     shows_pool: bool = True
-    bounds: str = ""
+    memory_limits: str = ""
 
     def show(self) -> None:
         host, port = self.socket.getsockname()[:2]
@@ -181,7 +185,7 @@ class Address:
             f'\nOpenAI(base_url="{address}/v1", api_key={key})\n',
             *([f"The cache at work, in a browser: {address}"] if self.shows_pool else []),
             f"The API: {address}/docs",
-            *([f"Memory limits: {self.bounds}"] if self.bounds else []),
+            *([f"Memory limits: {self.memory_limits}"] if self.memory_limits else []),
             "Ctrl-C stops the server.\n",
         ]
         click.secho("\n".join(lines), dim=True, err=True)  # without breaking lines, for copying
@@ -210,7 +214,7 @@ def keys() -> None:
     type=float,
     default=1.0,
     show_default=True,
-    help="Weight of the tenant in a full cache.",
+    help="Weight of the tenant's share when the cache is full.",
 )
 @click.option("--admin", is_flag=True, help="The key may also manage the server.")
 @_folder()

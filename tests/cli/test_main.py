@@ -354,9 +354,9 @@ class TestPoolPicture:
         self.admit(manager, "a", list(range(4)))
         picture.look(1)
         assert self.rows(picture) == [HELD + EMPTY * 63]  # not the rows of empty blocks behind it
-        assert "(20 blocks per sign)" in picture.draw().plain
+        assert "(20 blocks per cell)" in picture.draw().plain
         narrow = picture.draw(60).plain.splitlines()
-        assert "        (20 blocks per sign)" in narrow and max(map(len, narrow)) <= 60
+        assert "        (20 blocks per cell)" in narrow and max(map(len, narrow)) <= 60
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])

@@ -29,7 +29,7 @@ class EngineConfig(CacheOptions):
     dtype: str = option("auto", "auto: the checkpoint's, or float32 if that is faster", _DTYPES)
     weights: str = option("auto", "bits of linear layers; auto: the checkpoint's", _WEIGHTS)
     device: str = option("cpu", "device of the model: cpu, cuda, cuda:1, ...")
-    # The attention kernels support these sizes, the cache any.
+    # The attention kernels support only these sizes; the cache supports any size.
     block_size: int = option(16, "tokens in a KV block", OneOf(BLOCK_SIZES))
     num_blocks: int | None = option(
         None, "KV blocks; default: as many as the memory holds", _COUNTS
@@ -138,8 +138,8 @@ def _quotas(root: Path) -> Iterator[float]:
         _, controllers, group_path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # In a container, this may be a path of the host, which the mount does not have. The last
-        # parent is the mount itself, which is then the container's group.
+        # In a container, `group_path` may be a path of the host that is missing below the mount.
+        # The last parent is the mount itself. In this case, the mount is the container's group.
         group = Path(group_path.lstrip("/"))
         for part in (group, *group.parents):
             if controllers:

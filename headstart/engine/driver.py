@@ -89,9 +89,9 @@ class Driver(Protocol):
     def awaited(self) -> AbstractContextManager[None]:
         """Return a context in which the caller waits for an answer.
 
-        Raises EngineError if the wait would never end, either at the call or when the context is
-        entered. The wait would never end in the engine's thread, in a coroutine that the engine's
-        work started, and in the work of another engine for which this engine waits.
+        Raises EngineError if the wait would never end. This is so in the engine's thread, in a
+        coroutine that the engine's work started, and in the work of another engine for which this
+        engine waits. The error is raised at the call or on entering the context.
         """
 
     def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None:
@@ -103,7 +103,7 @@ class Driver(Protocol):
     def cancel(self, groups: Sequence[Any], *, wait: bool = True) -> None:
         """Remove the unfinished requests of `groups`.
 
-        wait: return after the current step, when their memory is released.
+        wait: return only after the current step, when their memory is released.
         """
 
     def abort(self, request_id: str) -> None:
@@ -186,7 +186,7 @@ class WaitGraph:
         if (caller := _current.get()) is None:
             yield
             return
-        # Before the search, so that at least one of two simultaneous waits finds the other.
+        # Append before the search, so that of two simultaneous waits one finds the other.
         caller.awaited.append(self)
         try:
             visited: set[_Work | None] = {None}
@@ -205,8 +205,8 @@ class WaitGraph:
 
 def _would_deadlock() -> EngineError:
     return EngineError(
-        "the call would wait for the step that makes it, such as in a logits processor; call the "
-        "engine after the step"
+        "a call from a step of the engine, such as from a logits processor, would wait for this "
+        "step; call the engine after the step"
     )
 
 
@@ -243,7 +243,7 @@ class LocalDriver:
     def submit(self, group: AnyRequest, receive: Receiver, *, every_step: bool = True) -> None:
         with self.awaited():
             inflight = _InflightRequest(group, receive, every_step)
-            self._post(_Order(lambda: self._follow(inflight), receive))
+            self._post(_Order(lambda: self._submit(inflight), receive))
 
     def cancel(self, groups: Sequence[AnyRequest], *, wait: bool = True) -> None:
         with suppress(EngineError):  # the engine was closed, which removes all requests
@@ -300,8 +300,9 @@ class LocalDriver:
 
         Raises EngineError if no item will come: the thread has ended, or all of `groups` have.
 
-        `items` must be a `SimpleQueue`. The garbage collector may run within a method of a queue,
-        close a stream, and so call this. A `queue.Queue` would then wait for its own lock.
+        `items` must be a `SimpleQueue`. The garbage collector may run within a method of `items`
+        and close a stream, which calls `wait` again. In a `queue.Queue`, this call would wait for a
+        lock that its own thread holds.
         """
         with self.awaited():
             while True:
@@ -424,10 +425,10 @@ class LocalDriver:
             for group, failure in self._engine.reset(error):
                 self._deliver(group, failure)
             for inflight in list(self._inflight.values()):
-                self._end_one(inflight, engine_error("the engine broke", error))
+                self._end_request(inflight, engine_error("the engine broke", error))
 
     def _step(self) -> None:
-        # `run` returns before the results are delivered, so receivers are not part of its work.
+        # Receivers are called after `run` has returned, so they are not part of the engine's work.
         for group, error in self._waits.run(self._engine.step):
             self._deliver(group, error)
 
@@ -436,7 +437,7 @@ class LocalDriver:
         if inflight is None or inflight.group is not group:
             return
         if error is not None:
-            self._end_one(inflight, error)
+            self._end_request(inflight, error)
         elif group.finished or inflight.every_step:
             self._send(inflight)
 
@@ -447,22 +448,22 @@ class LocalDriver:
             inflight.receive(output)
         except Exception as error:  # such as an event loop that was closed
             self._engine.abort(inflight.group.request_id)
-            self._end_one(inflight, engine_error("the answer cannot be delivered", error))
+            self._end_request(inflight, engine_error("the answer cannot be delivered", error))
         else:
             if output.finished:
                 self._inflight.pop(output.request_id, None)
 
-    def _follow(self, inflight: _InflightRequest) -> None:
+    def _submit(self, inflight: _InflightRequest) -> None:
         name = inflight.group.request_id
         if name in self._inflight:
             with suppress(Exception):  # the receiver is closed
                 inflight.receive(RequestError(f"request id {name!r} is in use"))
             return
-        self._inflight[name] = inflight  # before `submit`, so that the request gets its error
+        self._inflight[name] = inflight  # first, so that `_do` ends it if `submit` fails
         try:
             self._engine.submit(inflight.group)
         except HeadstartError as error:
-            self._end_one(inflight, error)
+            self._end_request(inflight, error)
 
     def _forget(self, groups: Sequence[AnyRequest]) -> None:
         for group in filter(self._is_inflight, groups):
@@ -475,7 +476,7 @@ class LocalDriver:
             self._engine.abort(request_id)
             self._send(inflight)
 
-    def _end_one(self, inflight: _InflightRequest, error: BaseException) -> None:
+    def _end_request(self, inflight: _InflightRequest, error: BaseException) -> None:
         self._inflight.pop(inflight.group.request_id, None)
         with suppress(Exception):  # the receiver is closed; `wait` raises for its caller
             inflight.receive(error)
@@ -485,7 +486,7 @@ class LocalDriver:
         if self._ended is None:
             self._ended = engine_error("the engine ended", reason)
         for inflight in list(self._inflight.values()):
-            self._end_one(inflight, self.ended())
+            self._end_request(inflight, self.ended())
         self._refuse_orders()
         self._engine.close(str(self._ended))
 

@@ -4,10 +4,10 @@ submit    queue a request that the frontend has prepared
 step      schedule, compute, sample, commit, deliver
 abort     remove a request at any time between steps
 
-A step can fail while it computes and samples: in the model, in a logits processor, by lack of
-memory. Its requests then end with an error that names the cause. Results are committed afterwards,
-so no request can hit a block of a failed step. Any other exception is a bug: the engine resets its
-cache, ends all requests with an error, and continues.
+A step can fail while it computes and samples: the model or a logits processor may raise, or memory
+may run out. Its requests then end with an error that names the cause. A step's blocks are committed
+only after sampling, so no request can hit a block of a failed step. Any other exception is a bug:
+the engine resets its cache, ends all requests with an error, and continues.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class EngineCore:
         self.adapters = AdapterStore(self.model, config)
         self._runner = Runner(parts, backend, self.adapters, deterministic=config.deterministic)
         self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
-        # Limits on inputs come first. While a request waits for its inputs, the other limits are
-        # not queried, so they hold back no other request on its behalf.
+        # Limits on inputs come first. While a request waits for its inputs, the scheduler does not
+        # query the other limits. Otherwise they could make other requests wait for this request.
         inputs = [hooks, self.tiers.loads if self.tiers is not None else None]
         limits: list[Limit | None] = [*inputs, self.adapters, self.images, self._turns]
         self.drafting: Drafting | None = None
@@ -265,7 +265,7 @@ class EngineCore:
             return [], failed, None
 
     def _roll_back(self) -> None:
-        """Roll back a failed step; all of its requests wait again until they are ended."""
+        """Roll back a failed step and queue its requests again; the caller ends the failed ones."""
         self.manager.fail_step()
         self._scheduler.restart()
         if self.tiers is not None:
@@ -352,19 +352,19 @@ class EngineCore:
     ) -> None:
         """Append the drafted tokens that the sampler also chooses, and its next token.
 
-        token: the last token of the request. number: the part's index in the step. A draft whose K
-        or V are not finite is rejected without an error. If the sampler later chooses a token with
-        such K or V, the step that computes the token ends the request with an error.
+        token: the last token of the request. number: the part's index in the step. If K or V of
+        drafted tokens are not finite, the draft is rejected without an error. If the sampler later
+        chooses such a token, the step that computes it ends the request with an error.
         """
         request, num_accepted = part.request, 0
-        row = sum(logits.counts[:number])  # its logits gave the token
+        row = sum(logits.counts[:number])  # the row from which `token` was sampled
         for expected in part.draft if number not in logits.bad_drafts else ():
             if request.finish_reason is not None or token.token_id != expected:
                 break
             row += 1
             choice = choose_row(self._sampler, logits, row, request.sampling)
             if not isinstance(choice, SampledToken):
-                raise choice  # fail now: a second call of a logits processor might succeed
+                raise choice  # a retry in the next step would call the logits processors again
             token = choice
             num_accepted += 1
             request.append(token, now)
@@ -416,7 +416,7 @@ def load_engine(
     """Load a model by path or name, and its tokenizer; `options` are those of `EngineConfig`.
 
     tokenizer_folder: None for the model's. ready_memory: memory for packed weights, used if it is
-    large enough. Raises ConfigError, ModelError or OutOfMemoryError; no memory stays allocated.
+    large enough. Raises ConfigError, ModelError or OutOfMemoryError after freeing all memory.
     """
     config = make_config(options)
     # Load with all cores, even if steps use fewer: they allocate the weights' memory faster.

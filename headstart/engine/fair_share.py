@@ -4,23 +4,24 @@ Start-time fair queueing (Goyal, Vin, Cheng, 1996). Every request gets a turn wh
 turn is a point in virtual time; turns determine the order of requests of one priority:
 
     turn  = max(now - credit, service of its owner / weight of its owner)
-    now   = the latest point that the first unfinished prompt of any owner has reached so far
 
-A prompt advances from its turn by its computed tokens, divided by the weight of its owner.
+The position of a request in virtual time begins at its turn. It advances by the request's computed
+tokens, divided by the weight of the owner. When a request is scheduled, `now` rises to its
+position, or to the position of its owner's first unfinished prompt if this is smaller.
 
-So an owner that floods the queue delays only itself. The credit, the tokens of `CREDIT_STEPS`
-steps, lets an owner with few requests go before an earlier flood of another owner. The service of
-an owner is the number of tokens computed for it: prompts without their cached part, and answers.
-Until an answer ends, its length is estimated from the owner's earlier answers.
+So an owner that floods the queue delays only itself. The credit is the number of tokens in
+`CREDIT_STEPS` steps. It lets an owner with few requests go before an earlier flood of another
+owner. The service of an owner is the number of tokens computed for it: prompts without their cached
+part, and answers. Until an answer ends, its length is estimated from the owner's earlier answers.
 
 The order of the queue does not suffice, since prompts are computed in chunks over many steps and
 better hits are admitted first. So `FairShare` is also a limit: a prompt waits while another owner
 has a prompt with an earlier turn. Decoding is never delayed.
 
 A request is admitted only if it can run together with all running requests. Some places for running
-requests, and some blocks, are reserved for owners without running requests. Blocks that another
-owner cached recently within its share of the pool are reserved too. The turns of an owner that
-waits for space move with `now`.
+requests, and some blocks, are reserved for owners without running requests. The cached blocks of
+recently served owners are reserved too, up to each owner's share of the pool. While an owner waits
+for space, its turns are moved forward to `now`.
 
 A request that arrives during a step waits for the end of the step. So while several owners are
 active, only 1 / `STEP_SHARE` of a step's tokens may be prompt tokens. An owner is active while it
@@ -40,7 +41,7 @@ from headstart.engine.request import Request
 
 CREDIT_STEPS = 8
 RESERVE = 8  # one in 8 places and blocks is reserved for owners without running requests
-MEMORY = 8  # an idle owner's blocks stay reserved until 8 times the pool's tokens are computed
+MEMORY = 8  # pool sizes; after this many computed tokens, an idle owner's reservation ends
 STEP_SHARE = 32
 SHORTEST_STEP = 64  # prompt tokens; smaller chunks are inefficient
 ACTIVE_SECONDS = 120.0
@@ -93,7 +94,7 @@ class FairShare:
         self._guesses: dict[Request, float] = {}  # estimated tokens of answers, already charged
         self._pending: dict[Request, int] = {}  # tokens that running requests still need space for
         self._pending_by_owner: dict[str, int] | None = None  # None until it is needed
-        # The last admission by request: earlier preemptions, charged tokens, first computed token.
+        # For each request, its last admission: earlier preemptions, charged tokens, first token.
         self._admissions: dict[Request, tuple[int, int, int]] = {}
         self._numbers = count()
 
@@ -129,8 +130,8 @@ class FairShare:
     def catch_up(self) -> bool:
         """Move the turns of owners that lack space to now; return True if any turn moved.
 
-        Such an owner could not use the tokens that other owners get meanwhile. If its turns stayed,
-        only this owner would be served after the wait, for as long as it had waited.
+        An owner without space cannot be served, so its turns fall behind those of other owners. If
+        they did not move, only this owner would be served after the wait, for as long as it waited.
         """
         lacking = [owner for owner in self._owners.values() if owner.lacks_space]
         delayed = {owner: first for owner in lacking if (first := self._first(owner)) is not None}
@@ -138,8 +139,8 @@ class FairShare:
         lag = self._now + self._step - min(turns, default=self._now + self._step)
         if lag < self._step:
             return False
-        # Without this bound, `now` would jump to a turn that moved far ahead, and the lag of the
-        # other owners would double.
+        # No turn moves beyond this bound. Otherwise, `now` would jump to the moved turn when its
+        # request runs, and the lag of the other owners would double.
         bound = self._now + self._step + self._credit
         for owner, first in delayed.items():
             shift = min(lag, max(0.0, bound - self._rank(first)[1]))
@@ -179,7 +180,7 @@ class FairShare:
         return request in self._guesses
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """Return `stop` unless another owner goes first or a waiting request lacks space.
+        """Return `stop` unless another owner goes first, or the request is waiting and lacks space.
 
         In these cases, return `start` for a running request and None for a waiting request.
         """
@@ -223,9 +224,9 @@ class FairShare:
     def _fits(self, request: Request) -> bool:
         """Return True if a waiting request could run together with all running requests.
 
-        If not, other requests do not wait for it. In each step, the request needs window blocks for
-        the window and the step's tokens. It needs two more blocks, since these tokens may begin and
-        end within a block.
+        If not, other requests do not wait for it. The window blocks must suffice for the window and
+        a step's tokens. Two more blocks are needed, since these tokens may begin and end within a
+        block.
         """
         if len(self._manager.sequences) >= self._places:
             return False

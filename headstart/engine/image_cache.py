@@ -17,9 +17,10 @@ A request that contains an image twice counts as two users. A user leaves when t
 computed beyond the image, when the request is preempted, and when it ends. A step computes tokens
 only up to the first image without an entry.
 
-Two requests cannot wait for each other's rows forever. Images are held in the order of the prompt
-and released one by one. So a request that holds images can compute the tokens up to their end. The
-exception is several images in one block in deterministic mode; then a request is preempted.
+Two requests cannot wait for each other's rows forever. A request holds its images in the order of
+the prompt and releases them one by one. So it can always compute the tokens of the images that it
+holds. In deterministic mode, several images in one block may prevent this. Then the scheduler
+preempts a request.
 
 Source: vLLM's `EncoderCacheManager`.
 """
@@ -299,8 +300,8 @@ class EncoderCache:
     def encode_wanted(self) -> dict[object, EngineError]:
         """Encode the images that have users and no rows yet.
 
-        Return the requests whose images cannot be encoded, with the reason. The current step must
-        then not run.
+        Return the requests whose images cannot be encoded, with the reason. If there are any, the
+        current step must not run.
         """
         failed: dict[object, EngineError] = {}
         for entry in self._wanted:

@@ -111,8 +111,8 @@ _ABSENT = (
 class SamplingParams:
     """The sampling of one request. Raises RequestError for a value outside its range.
 
-    Fields and lists may be changed until a request is created, which checks them again. stop,
-    stop_token_ids and bad_words become lists, empty by default.
+    Fields and lists may be changed until a request is created with them; they are checked again
+    then. stop, stop_token_ids and bad_words become lists, empty by default.
 
     stop and stop_token_ids end the answer; the text ends before a stop string unless
     include_stop_str_in_output is set. For each token of the answer, logprobs=k returns the

@@ -158,7 +158,7 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
 # A million tokens in blocks of 16. Creating more blocks takes seconds.
 DEFAULT_MAX_BLOCKS = 65_536
 MIN_STATES = 16
-_SAVED_PER_STATE = 32  # stored states are `tokens_per_state` / 32 apart: 4 to 64 tokens
+_SAVED_PER_STATE = 32  # stored states are at least `tokens_per_state` / 32 apart (4 to 64)
 _LOG = logging.getLogger("headstart.tiers")
 _MOST_PREPARED = 8192  # maximum positions for `prepare`, which would otherwise delay the start
 
@@ -192,7 +192,8 @@ class MemoryPlan(NamedTuple):
 def plan_memory(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> MemoryPlan:
     """Return the sizes of the memory: by default as many blocks as the K/V budget holds.
 
-    In a model without attention, blocks only identify tokens, and the budget is for states.
+    A model without attention has no K/V. Its blocks only identify prefixes, and the whole budget is
+    for states.
     encoder_row: bytes of a row of the encoder cache, for which memory is reserved; 0 for a model
     without vision. Raises OutOfMemoryError if the budget is smaller than one block or exceeds the
     free memory, and ConfigError for too few window blocks.
@@ -239,8 +240,9 @@ def has_stores(config: EngineConfig) -> bool:
 def window_width(config: EngineConfig, decoder: DecoderModel) -> int:
     """Return the widest sliding window of a layer; 0 if window blocks are not used.
 
-    Prefixes are found by the blocks of layers without a window, so there must be such a layer.
-    Recurrent states and stores need blocks with the K/V of all layers.
+    They are not used if every layer has a window, since prefixes are found by the blocks of the
+    other layers. Recurrent states and stores exclude them, since these need blocks with the K/V of
+    all layers.
     """
     windows = {layout.window for layout in decoder.layouts}
     if decoder.state_layouts or has_stores(config) or None not in windows:
@@ -420,7 +422,7 @@ def make_engine_parts(
             _LOG.warning("cache folder %s is not writable; its blocks are only read", folder)
         model = identify(decoder, memory, config, folder, rows)
         stores = open_stores(model, config)
-        # Loading the longest prompt writes this many blocks, and the next step reads them.
+        # Prepare for the longest load: it writes `loaded` blocks, and the next step reads them.
         most = max(store.num_stored for store in stores)
         loaded = min(most, -(-limit // config.block_size))
         memory.prefault(loaded)

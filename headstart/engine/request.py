@@ -132,9 +132,9 @@ class Request:
 
     group: the user's request, with a `Request` for each of its `n` answers, which share the prompt
     by prefix caching. turn: see `headstart.engine.fair_share`. token_gaps: seconds from each token
-    to the next. awaits_writer: at its last admission attempt, another request was computing its
-    next block. num_read: number of tokens with K/V from earlier steps. num_drafted, num_accepted:
-    numbers of drafted tokens.
+    to the next. awaits_writer: at the last admission attempt, another request was computing the
+    next block of this prompt. num_read: number of tokens with K/V from earlier steps. num_drafted,
+    num_accepted: numbers of drafted tokens.
     """
 
     group: "RequestGroup"
@@ -279,7 +279,7 @@ class RequestGroup:
 
     @property
     def namespace(self) -> Namespace:
-        """The namespace of its K/V, and of the earlier turns that it may continue."""
+        """The namespace of its K/V. A chat continues only answers of the same namespace."""
         return self.requests[0].sequence.namespace
 
     def retain(self, num_tokens: int, seconds: float) -> None:

@@ -285,8 +285,8 @@ class Runner:
     def _nonfinite_parts(self, parts: list[_Rows]) -> list[int]:
         """Return the indices of parts whose blocks have rows that are not finite.
 
-        Logits may be finite in spite of such rows: a row with logits may not attend to them, and a
-        key of minus infinity only removes its position from the attention.
+        Logits may be finite in spite of such rows. The rows with logits do not always attend to
+        them, and a key of minus infinity only removes its position from the attention.
         """
         size = self._memory.block_size
         bad = {

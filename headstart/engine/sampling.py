@@ -51,8 +51,8 @@ def apply_top_k(scores: Tensor, count: int) -> Tensor:
 def apply_top_p(scores: Tensor, top_p: float) -> Tensor:
     """Remove all tokens outside the smallest set whose probabilities sum to `top_p`.
 
-    At least one token stays. A few tokens usually suffice, so all tokens are sorted only if the
-    `LIKELIEST` do not suffice.
+    At least one token stays. The set is usually small. So all tokens are sorted only if the set is
+    not within the first `LIKELIEST` tokens.
     """
     best = scores.softmax(-1).topk(min(LIKELIEST, scores.shape[-1]))
     sum_before = best.values.cumsum(-1) - best.values

@@ -9,21 +9,22 @@ tokens, within the step's token budget: one token when it decodes, a chunk of a 
 blocks run out, the request admitted last is preempted.
 
 Waiting requests are admitted first come first served, except that among the first 16 the best cache
-hit goes first. A request that was bypassed `max_bypassed` times is not bypassed again. A request
-waits while another request computes its next block, so that no block is computed twice.
+hit goes first. A request that was bypassed `max_bypassed` times is not bypassed again. A request is
+not admitted while another request computes the next block of its prompt. So no block is computed
+twice.
 
 This order applies to requests of the same priority, usually 0. Requests with a lower value go
 first: they are admitted and computed earlier, and preempted later. If owners share the engine,
 requests of the same priority are in the order of their turns (`fair_share.py`).
 
 A limit (`step.py`) may allow fewer tokens of a request in a step, or none. A running request then
-waits in its place. If limits stop all running requests, the request admitted last is preempted. A
-waiting request that a limit stops is bypassed, as above. A waiting request that lacks blocks is
-bypassed only if limits stop all running requests. Those running requests may be waiting for a
-request further back in the queue.
+waits in its place. A waiting request that a limit stops is bypassed, as above. A waiting request
+that lacks blocks is not bypassed, unless limits stop all running requests. These running requests
+may be waiting for a request further back in the queue. If the step stays empty, the request
+admitted last is preempted.
 
 While several owners are active, a step has fewer prompt tokens, so that a new request waits only
-for a short step. Decoding requests always have their token.
+for a short step. This does not limit the tokens of decoding requests.
 """
 
 from bisect import bisect_left, bisect_right
@@ -91,7 +92,7 @@ class Scheduler:
             self._leave_limits(request)
             self.running.remove(request)
         elif request in self.waiting:
-            self._leave_limits(request)  # leaving ends its load, which may hold blocks
+            self._leave_limits(request)  # ends its load, which may hold blocks
             self.waiting.remove(request)
         self._limited.pop(request, None)
         request.drafts.clear()  # megabytes for a long prompt, and outputs may hold the request

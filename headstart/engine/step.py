@@ -63,9 +63,11 @@ class Limit(Protocol):
     def reach(self, request: Request, start: int, stop: int) -> int | None:
         """Return the position up to which the request can be computed; called before each step.
 
-            start   nothing: the request waits for resources that others hold, and may be bypassed
+            start   no tokens: the request waits for resources that other requests hold, and they
+                    may bypass it a limited number of times
             > start up to this position, at most `stop`
-            None    nothing: the request waits for its own inputs, and others need not wait for it
+            None    no tokens: the request waits for its own inputs, and any number of other
+                    requests may bypass it
 
         The limit may begin to fetch resources for the request, but reserves nothing yet.
         """

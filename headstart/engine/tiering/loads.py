@@ -9,14 +9,14 @@ tokens, which the next stage needs. One record holds both, so a store has either
 
 A load uses a cache sequence that no step computes. The sequence takes blocks, and the store's bytes
 are written to these. When all bytes are written, the sequence is freed, and its blocks stay cached.
-So a request waits for a load as it waits for another request that computes its prefix, and then
-hits the loaded blocks. A load takes blocks only if the free blocks suffice for its whole request.
+The request that waited for the load then hits these blocks, as if another request had computed
+them. A load takes blocks only if the free blocks suffice for its whole request.
 
     queue     a request arrives: look up the blocks that the pool lacks, in the loader's thread
     take_in   between two steps: write arrived blocks to the pool
-    reach     as a limit: the request waits while other requests run. If the pool lacks space for
-              the load, they bypass the request a few times, like any request that waits for blocks.
-              Once a preempted request has space again, it looks up the blocks that the pool lost
+    reach     as a limit: the request waits for its load while other requests run. If the pool lacks
+              space for the load, the number of times that they bypass the request is limited. A
+              preempted request, once there is space for it, looks up its evicted blocks again
 
 A model with recurrent layers resumes only from a state (`headstart/engine/tiering/states.py`). Its
 load first loads the deepest stored state, and then only the blocks before this state. The state is
@@ -498,8 +498,9 @@ class Loads:
     def _take_slots(self, load: Load, blocks: list[LoadedBlock]) -> list[LoadedBlock]:
         """Take slots for arrived blocks; return the blocks that the pool lacks.
 
-        If it has no space or the load is useless, cancel the load and return no blocks. A load with
-        a state holds all blocks before the state, even if the pool has them.
+        If the pool has no space or can no longer use the load, cancel the load and return no
+        blocks. The sequence of a load with a state holds all blocks before the state, including
+        blocks that were already in the pool.
         """
         size = self.manager.block_size
         if load.sequence is None:

@@ -6,10 +6,10 @@ Its bytes are the states, followed by the K/V of the tokens after the block, sin
 have the K/V of full blocks only.
 
 The stores get the checkpoints before the last token of a prompt, at the end of a reply, at marks,
-and at forks. Of a prompt's checkpoints at regular intervals they get only one, near the end; see
-`headstart/cache/states.py`. A checkpoint that is less than `min_gain` tokens after the previous
-stored checkpoint of its path is not stored. A checkpoint is offered to the stores when
-the K/V of its last tokens can be read: when these tokens fill a block, or when their request ends.
+and at forks. They also get one of a prompt's checkpoints at regular intervals, near the end of the
+prompt; see `headstart/cache/states.py`. A checkpoint that is less than `min_gain` tokens after the
+previous stored checkpoint of its path is not stored. A checkpoint is offered to the stores when the
+K/V of its last tokens can be read: when these tokens fill a block, or when their request ends.
 """
 
 import hashlib

@@ -347,7 +347,7 @@ class ReplicaIndex:
         """
         depths, num_parts = [0] * self.num_replicas, self._num_parts
         first_suffices = True
-        # Each of these sets of replicas has between `low` and `high` blocks.
+        # (replicas, low, high): each of these replicas has from `low` to `high` blocks.
         open_ranges = [(self._live, 0, reach)]
         while open_ranges:
             replicas, low, high = open_ranges.pop()

@@ -6,7 +6,8 @@
                    [TOOL_CALLS]name[ARGS]{...}, some with [CALL_ID]... after the name
     reasoning      <think>...</think> before an answer: Qwen 3, DeepSeek R1 and others
 
-A reader is a generator that waits for the next character.
+A reader is a generator that parses one of these formats. It yields when it needs a character, gets
+the character by `send`, and adds the parsed parts to its `Source`.
 
 A call's name is passed on when it is complete. Its arguments are passed on as they arrive, exactly
 as the model wrote them, so that the next turn's prompt hits them. Arguments that precede the name

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _LONG = 1 << 15  # bytes; longer bodies are parsed in a thread
 _MAX_VALUES = 1 << 20  # in a body; parsing them blocks all threads for up to 0.1 s
-# Limit of the objects in a body, and of its lists. Some APIs process each in the event loop.
+# Maximum number of objects in a body, and of lists. Some APIs process them in the event loop.
 _MAX_OBJECTS = 20_000
 
 
@@ -77,13 +77,14 @@ def _read(kind: type[Body], data: bytes) -> Body:
         raise RequestValidationError([problem]) from error
     except (ValueError, RecursionError) as error:  # no UTF-8, too many digits, too many brackets
         raise ApiError(400, "the body is not readable JSON") from error
-    for kind_of, bracket, name in ((dict, b"{", "objects"), (list, b"[", "lists")):
-        if data.count(bracket) > _MAX_OBJECTS < _count(value, kind_of):
+    for container, bracket, name in ((dict, b"{", "objects"), (list, b"[", "lists")):
+        if data.count(bracket) > _MAX_OBJECTS < _count(value, container):
             raise ApiError(400, f"the body has more than {_MAX_OBJECTS:,} {name}")
     if value is None:
         raise RequestValidationError([{"type": "missing", "loc": (), "msg": "Field required"}])
     try:
-        return kind.model_validate(value, from_attributes=True)  # FastAPI's wording of errors
+        # FastAPI also sets `from_attributes`, which changes the texts of errors.
+        return kind.model_validate(value, from_attributes=True)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
         raise RequestValidationError(details) from error

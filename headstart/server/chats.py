@@ -301,9 +301,10 @@ async def prepare_chat(
             form = force_calls(call.tools, dialect.calls, dialect.special, dialect.reasoning)
         elif form is not None and dialect.reasoning == "begun":
             # JSON follows the reasoning. With other constraints the answer has no reasoning.
-            later = after_reasoning(form, dialect.special)
-            dialect = replace(dialect, reasoning="possible") if later is None else dialect
-            form = later or form
+            with_reasoning = after_reasoning(form, dialect.special)
+            if with_reasoning is None:
+                dialect = replace(dialect, reasoning="possible")
+            form = with_reasoning or form
         sampling["structured_outputs"] = form
         if dialect.hidden is not None:
             sampling["skip_special_tokens"] = False

@@ -214,9 +214,9 @@ def _path(error: Mapping[str, Any]) -> tuple[Any, ...]:
     """
     path: list[Any] = []
     for before, part in zip((None, *error["loc"]), error["loc"], strict=False):
-        is_kind = isinstance(before, int) and path[-2:-1] and path[-2] in _MIXED
-        is_kind = is_kind or (before == "source" and part in _SOURCES)
-        if isinstance(part, int) or not (is_kind or _TYPE.search(part)):
+        is_tag = isinstance(before, int) and path[-2:-1] and path[-2] in _MIXED
+        is_tag = is_tag or (before == "source" and part in _SOURCES)
+        if isinstance(part, int) or not (is_tag or _TYPE.search(part)):
             path.append(part)
     field = (error.get("ctx") or {}).get("field")
     return (*path, field) if field is not None else tuple(path)

@@ -54,8 +54,8 @@ _BUFFER = 64 << 10  # bytes of a request's head, and of an answer that waits to 
 _MAX_CONNECTIONS = 1 << 16
 _BACKLOG = 2048  # connections that wait to be accepted
 _TICK = 0.05  # seconds between two checks
-_LAST_WORDS = 0.5  # seconds for clients to read the error that ends their answers
-_LAST_BYTES = 5.0  # seconds for requests that hold no slot, such as a metrics scrape
+_ERROR_SECONDS = 0.5  # seconds for clients to read the error that ends their answers
+_CLOSE_SECONDS = 5.0  # seconds for requests that hold no slot, such as a metrics scrape
 
 
 def listen(options: ServerOptions) -> socket.socket:
@@ -83,10 +83,10 @@ def listen(options: ServerOptions) -> socket.socket:
         if options.port:  # check that it is free: SO_REUSEPORT lets a user's servers share a port
             socket.create_server(info[4][:2], family=info[0]).close()
         listener = socket.socket(info[0], socket.SOCK_STREAM)
-        # Allows a restart while the system still closes connections of a killed server.
+        # SO_REUSEPORT allows a restart while the system still closes a killed server's connections.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        # SO_REUSEADDR allows binding while connections of the last server are in TIME_WAIT. It is
-        # off while the model is loaded, so that no other server can bind the port meanwhile.
+        # SO_REUSEADDR allows binding while connections of an earlier server are in TIME_WAIT. It is
+        # then switched off until this server listens, so that no other server can bind the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # ends connections that leave an answer unread
@@ -99,7 +99,7 @@ def listen(options: ServerOptions) -> socket.socket:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             text = "another program listens there; --port N takes another port"
         raise ConfigError(
-            f"host {options.host!r} and port {options.port} cannot be listened on: {text}"
+            f"the server cannot listen on host {options.host!r}, port {options.port}: {text}"
         ) from error
     return listener
 
@@ -206,7 +206,7 @@ def serve(app: FastAPI, listener: socket.socket, ready: Callable[[], None] = lam
         shutdown.loop = asyncio.get_running_loop()
         ready()
         await shutdown.drain()
-        await server.stop(_LAST_WORDS if shutdown.is_forced else _LAST_BYTES)
+        await server.stop(_ERROR_SECONDS if shutdown.is_forced else _CLOSE_SECONDS)
 
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -255,6 +255,6 @@ class _Shutdown:
             await asyncio.sleep(_TICK)
         self.is_forced = self.is_forced or service.calls.num_slots > 0
         service.cut_off()
-        deadline = time.monotonic() + _LAST_WORDS
+        deadline = time.monotonic() + _ERROR_SECONDS
         while service.calls.num_slots and time.monotonic() < deadline:
             await asyncio.sleep(_TICK)

@@ -72,7 +72,7 @@ class RequestMiddleware:
             if isinstance(error, HTTPException):
                 error = as_route_error(error, scope)
             refusal = state["error"] = as_api_error(error)
-            if not line.status:  # with a status, the answer has begun: the connection is closed
+            if not line.status:  # if the answer has begun, Granian only closes the connection
                 body = body_of(refusal, scope["path"], request_id)
                 response = JsonResponse(body, refusal.status, refusal.headers)
                 await response(scope, receive, send_with_id)
@@ -202,4 +202,5 @@ def check_origin(headers: Mapping[bytes, bytes], options: ServerOptions) -> None
     with suppress(ValueError):
         origin_host = urlsplit(origin).netloc
     if origin and origin not in allowed and "*" not in allowed and origin_host != host:
-        raise ApiError(403, f"pages of {origin!r} are not allowed; --cors-origin allows them")
+        text = f"requests from pages of {origin!r} are refused; --cors-origin can allow them"
+        raise ApiError(403, text)

@@ -103,7 +103,8 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
     except RequestError:  # it is also a ValueError
         raise
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
-        reason = getattr(error, "error_string", str(error))  # only libsndfile's text
+        # soundfile's `error_string` leaves out the name of the file object.
+        reason = getattr(error, "error_string", str(error))
         raise RequestError(
             f"a sound cannot be read: {shorten(reason)}; allowed: WAV, FLAC, OGG, MP3"
         ) from error
@@ -414,9 +415,9 @@ class _Answer(Chunks):
         if self._form is not None:
             spoken = write_sound(output.audio, output.sample_rate, self._form)
             data = base64.b64encode(spoken).decode()
-            end = self._transcripts.add(self._salt, self._name, output.text)
+            expires_at = self._transcripts.add(self._salt, self._name, output.text)
             message["content"] = None
-            message |= self._audio(data=data, expires_at=end, transcript=output.text)
+            message |= self._audio(data=data, expires_at=expires_at, transcript=output.text)
         self.usage.count(output)
         choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None}
         choice["finish_reason"] = output.finish_reason
@@ -447,8 +448,8 @@ class _Answer(Chunks):
         if output.finished:
             last = {}
             if speaks:
-                end = self._transcripts.add(self._salt, self._name, output.text)
-                last = self._audio(expires_at=end)
+                expires_at = self._transcripts.add(self._salt, self._name, output.text)
+                last = self._audio(expires_at=expires_at)
             yield self._delta(last, output.finish_reason)
 
     def _delta(self, delta: dict[str, Any], reason: str | None = None) -> bytes:

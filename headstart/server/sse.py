@@ -129,7 +129,7 @@ class AnswerEvents(ABC):
 
 
 class EventStream(StreamingResponse):
-    """A response of events, with headers against buffering proxies.
+    """A response of events, with headers that tell proxies not to buffer them.
 
     When the client disconnects, the generator is closed at once, even while it waits for an event.
     """

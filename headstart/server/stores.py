@@ -136,7 +136,7 @@ class ResponseStore(TenantStore[StoredResponse]):
 
 
 def _size(value: Any) -> int:
-    """Return the bytes of a JSON value's objects."""
+    """Return the memory of a JSON value, in bytes."""
     size = sys.getsizeof(value)
     if isinstance(value, dict):
         return size + sum(_size(key) + _size(item) for key, item in value.items())

@@ -1,6 +1,6 @@
 """Replicas on Ray Serve: engines as Serve replicas behind one API.
 
-    cluster, llm, driver            tokenize, send, and answer clients, in the server's process
+    cluster, llm, driver            tokenize and route requests, in the server's process
     images                          reads images in the server's process
     dispatch, request_router        choose a replica by prefix and load, inside Ray Serve
     replica                         runs an engine, answers requests, reports its cache

@@ -140,7 +140,10 @@ class RequestDelta(NamedTuple):
 
     @classmethod
     def of(cls, output: RequestOutput, counts: Counter[int], *, is_first: bool) -> RequestDelta:
-        """Build a delta from an engine's delta output. counts: sent tokens by answer; updated."""
+        """Build a delta from an engine's delta output.
+
+        counts: the number of tokens sent so far, by answer. This method adds the new tokens.
+        """
         head = None
         if is_first:
             head = PromptResult(

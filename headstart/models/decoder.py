@@ -174,7 +174,8 @@ class DecoderModel(ABC):
         """Return True if the layer of this dotted name was made from this weight."""
         module = dict(self.module.named_modules()).get(name)
         weight = weight.to(self.device)
-        # A matrix may have been quantized from the stored weight, or after a conversion to `dtype`.
+        # The matrix may have been quantized from the stored weight, or from the stored weight
+        # converted to `dtype`.
         if isinstance(module, Linear | Embedding) and module.matrix.kind is not None:
             return any(is_made_of(module.matrix, w) for w in (weight, weight.to(self.dtype)))
         own = self.weight(name)
@@ -226,10 +227,11 @@ class DecoderModel(ABC):
         """Release the backend and its memory; safe to call twice."""
 
     def fix_rows(self) -> None:  # noqa: B027 (most models need nothing)
-        """Make the results of a row independent of other rows of its block, bit for bit.
+        """Make each row's results independent of the other rows in its KV block, bit for bit.
 
-        This lasts until `detach`. The current backend is detached. Raises `UnsupportedModelError`
-        if the model does not allow it.
+        In deterministic mode, each pass computes one block of one request. The effect lasts until
+        `detach`. The current backend is detached. Raises `UnsupportedModelError` if this is not
+        possible.
         """
 
     def prepare(self, num_positions: int) -> None:  # noqa: B027 (most models need nothing)

@@ -71,8 +71,8 @@ def computes_wider(dtype: str | torch.dtype, folder: Path, device: torch.device)
     This is for CPUs without bfloat16 instructions. The compiled products take the memory of
     bfloat16 and the time of float32.
     """
-    is_supported = choose_product("bfloat16", torch.float32, device) == "float32"
-    return dtype == "auto" and is_supported and _slow_dtypes(folder, device) == {"bfloat16"}
+    has_product = choose_product("bfloat16", torch.float32, device) == "float32"
+    return dtype == "auto" and has_product and _slow_dtypes(folder, device) == {"bfloat16"}
 
 
 def auto_dtype(stored: torch.dtype, held: Set[torch.dtype], device: torch.device) -> torch.dtype:
@@ -80,8 +80,8 @@ def auto_dtype(stored: torch.dtype, held: Set[torch.dtype], device: torch.device
 
     stored: the checkpoint's dtype. held: the dtypes of the checkpoint's matrices.
     """
-    is_supported = choose_product("bfloat16", torch.float32, device) == "float32"
-    is_wider = is_supported and held == {torch.bfloat16} and multiplies_bfloat16() is False
+    has_product = choose_product("bfloat16", torch.float32, device) == "float32"
+    is_wider = has_product and held == {torch.bfloat16} and multiplies_bfloat16() is False
     return torch.float32 if is_wider else stored
 
 

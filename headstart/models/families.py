@@ -85,9 +85,9 @@ def _prepare_gemma3(content: dict[str, Any]) -> None:
         "sliding_attention" if (index + 1) % interval else "full_attention"
         for index in range(content["num_hidden_layers"])
     ]
-    angles = dict(content.get("rope_parameters") or {})
-    full = dict(angles.get("full_attention") or {}) | (content.pop("rope_scaling", None) or {})
-    sliding = dict(angles.get("sliding_attention") or {})
+    rope = dict(content.get("rope_parameters") or {})
+    full = dict(rope.get("full_attention") or {}) | (content.pop("rope_scaling", None) or {})
+    sliding = dict(rope.get("sliding_attention") or {})
     for part in (full, sliding):
         part.setdefault("rope_type", part.get("type", "default"))
     full.setdefault("rope_theta", content.pop("rope_theta", 1_000_000.0))
@@ -96,13 +96,13 @@ def _prepare_gemma3(content: dict[str, Any]) -> None:
 
 
 def _prepare_phi3(content: dict[str, Any]) -> None:
-    angles = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    kind = angles.get("rope_type", angles.get("type", "default"))
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "longrope"):
         raise UnsupportedLayerError(f"its rotary positions are {kind}")
 
 
-def _gemma(config: Any) -> dict[str, Any]:
+def _derive_gemma(config: Any) -> dict[str, Any]:
     scalar = getattr(config, "query_pre_attn_scalar", None) or config.head_dim
     return {
         "scaling": scalar**-0.5,
@@ -111,12 +111,12 @@ def _gemma(config: Any) -> dict[str, Any]:
     }
 
 
-def _gemma2(config: Any) -> dict[str, Any]:
-    return _gemma3(config) | {"softcap": config.attn_logit_softcapping}
+def _derive_gemma2(config: Any) -> dict[str, Any]:
+    return _derive_gemma3(config) | {"softcap": config.attn_logit_softcapping}
 
 
-def _gemma3(config: Any) -> dict[str, Any]:
-    return _gemma(config) | {"logit_softcap": config.final_logit_softcapping}
+def _derive_gemma3(config: Any) -> dict[str, Any]:
+    return _derive_gemma(config) | {"logit_softcap": config.final_logit_softcapping}
 
 
 def _prepare_gemma4(content: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ def _unify_layers(content: dict[str, Any]) -> None:
     content["num_global_key_value_heads"] = changes.get("num_key_value_heads")
 
 
-def _gemma4(config: Any) -> dict[str, Any]:
+def _derive_gemma4(config: Any) -> dict[str, Any]:
     width = getattr(config, "hidden_size_per_layer_input", None)
     first = config.num_hidden_layers - config.num_kv_shared_layers
     unused = ("k_proj", "v_proj", "k_norm", "v_norm")
@@ -190,7 +190,9 @@ def _gemma4_layers(config: Any) -> list[LayerShape]:
     for index, kind in enumerate(config.layer_types):
         is_full = kind == "full_attention"
         if index >= first and kind not in sources:
-            raise UnsupportedLayerError(f"its layer {index} has no earlier layer to share K and V")
+            raise UnsupportedLayerError(
+                f"its layer {index} needs K and V of an earlier {kind} layer, but there is none"
+            )
         layers.append(
             LayerShape(
                 window=None if is_full else config.sliding_window,
@@ -311,7 +313,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(
         defaults=_GEMMA2,
         facts={"norm": "gemma", "norms": "around"},
-        derive=_gemma2,
+        derive=_derive_gemma2,
         layers=_gemma2_layers,
     ),
     "gemma3_text": Family(
@@ -324,7 +326,7 @@ FAMILIES: dict[str, Family] = {
             "use_bidirectional_attention": False,
         },
         facts={"norm": "gemma", "norms": "around", "head_norms": "head"},
-        derive=_gemma3,
+        derive=_derive_gemma3,
         layers=_gemma3_layers,
         prepare=_prepare_gemma3,
     ),
@@ -339,14 +341,14 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": None,
         },
         facts=_GEMMA4_FACTS,
-        derive=_gemma4,
+        derive=_derive_gemma4,
         layers=_gemma4_layers,
         prepare=_prepare_gemma4,
     ),
     "gemma4_unified_text": Family(
         defaults=_GEMMA4 | {"sliding_window": 1024, "max_position_embeddings": 262144},
         facts=_GEMMA4_FACTS,
-        derive=_gemma4,
+        derive=_derive_gemma4,
         layers=_gemma4_layers,
         prepare=_prepare_gemma4,
     ),

@@ -62,7 +62,7 @@ def parse_name(name: str) -> HubName | None:
 
 
 def label_files(files: Iterable[str]) -> dict[str, str]:
-    """Return a label for each GGUF file: its quantization, or its name if that has none.
+    """Return a label for each GGUF file: its quantization, or its file name if the name has none.
 
     Image projectors (`mmproj`) are left out.
     """
@@ -76,7 +76,7 @@ def label_files(files: Iterable[str]) -> dict[str, str]:
 
 
 def choose_file(repository: str, files: Iterable[str], quantization: str | None) -> str:
-    """Return the GGUF file with a quantization; for None, the Q4_K_M file or the only file.
+    """Return the GGUF file with this quantization; for None, the Q4_K_M file or the only file.
 
     Raises `ModelNotFoundError` with the available quantizations.
     """

@@ -42,7 +42,7 @@ _ENDS = frozenset(
 )
 _STILL = 1e20  # a pair whose angle is divided by more than this does not rotate
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_ROWS = "token_embd.weight"
+_EMBEDDING = "token_embd.weight"
 
 
 def make_config(reader: Any, architecture: str) -> dict[str, Any]:
@@ -54,11 +54,14 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     heads, width = metadata.count("attention.head_count"), metadata.count("embedding_length")
     tokens = Metadata(reader, "tokenizer.ggml")
-    rows = tensors[_ROWS].shape[-1] if _ROWS in tensors else len(tokens.get("tokens"))
+    if _EMBEDDING in tensors:
+        vocab_size = tensors[_EMBEDDING].shape[-1]
+    else:
+        vocab_size = len(tokens.get("tokens"))
     is_varied = architecture == "gemma4"  # its layers differ in width
     content = {
         "model_type": _MODEL_TYPES.get(architecture, architecture),
-        "vocab_size": int(rows),
+        "vocab_size": int(vocab_size),
         "hidden_size": width,
         "intermediate_size": None if is_varied else metadata.count("feed_forward_length"),
         "num_hidden_layers": _at_most(metadata, "block_count", len(tensors)),
@@ -75,7 +78,7 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
         "eos_token_id": _find_ends(tokens),
         "dtype": "bfloat16",  # of rows between layers; GGUF files have no such setting
     }
-    content["rope_parameters"] = _read_angles(metadata, tensors, content)
+    content["rope_parameters"] = _read_rope(metadata, tensors, content)
     content |= _read_architecture_keys(architecture, metadata, content)
     if architecture == "gemma4":
         content |= _read_gemma4_keys(metadata, content, tensors)
@@ -108,7 +111,7 @@ def _find_ends(tokens: Metadata) -> list[int] | int | None:
     return ends if len(ends) > 1 else next(iter(ends), None)
 
 
-def _read_angles(
+def _read_rope(
     metadata: Metadata, tensors: dict[str, Any], content: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the rotary parameters.
@@ -117,7 +120,7 @@ def _read_angles(
     factor for each pair. Files of Llama 3.1 and later have one set of factors for all lengths.
     Files of Phi-3 have a set for short and a set for long texts.
     """
-    angles: dict[str, Any] = {
+    rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": float(metadata.get("rope.freq_base", 10_000.0)),
     }
@@ -125,12 +128,12 @@ def _read_angles(
     if ROPE_FACTORS in tensors:
         short = long = tensors[ROPE_FACTORS]
     if short is None or long is None:
-        return angles
+        return rope
     for tensor in (short, long):
         factors = tensor.data.reshape(-1)
         if not ((factors > 0) & (factors < math.inf)).all():
             raise ValueError(f"{tensor.name} has factors from {factors.min()} to {factors.max()}")
-    return angles | {
+    return rope | {
         "rope_type": "longrope",
         "short_factor": short.data.reshape(-1).tolist(),
         "long_factor": long.data.reshape(-1).tolist(),
@@ -146,7 +149,7 @@ def _read_architecture_keys(
     architecture: str, metadata: Metadata, content: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the keys that only some architectures have. May change `rope_parameters` in place."""
-    get, head_dim, angles = metadata.get, content["head_dim"], content["rope_parameters"]
+    get, head_dim, rope = metadata.get, content["head_dim"], content["rope_parameters"]
     keys: dict[str, Any] = {}
     match architecture:
         case "gemma2" | "gemma3":
@@ -170,7 +173,7 @@ def _read_architecture_keys(
             if get("rope.dimension_count") is not None:
                 rotated = _at_most(metadata, "rope.dimension_count", head_dim)
                 if rotated != head_dim:
-                    angles["partial_rotary_factor"] = rotated / head_dim
+                    rope["partial_rotary_factor"] = rotated / head_dim
             keys["sliding_window"] = get("attention.sliding_window") or None  # 0 means none
             keys["original_max_position_embeddings"] = metadata.count(
                 "rope.scaling.original_context_length", content["max_position_embeddings"]
@@ -185,11 +188,11 @@ def _read_architecture_keys(
             keys["sliding_window"] = None
     if architecture == "gemma3":
         if get("rope.freq_base") is None:
-            angles["rope_theta"] = 1_000_000.0
+            rope["rope_theta"] = 1_000_000.0
         if get("rope.scaling.type") == "linear":
-            angles |= {"rope_type": "linear", "factor": float(get("rope.scaling.factor", 1.0))}
+            rope |= {"rope_type": "linear", "factor": float(get("rope.scaling.factor", 1.0))}
         sliding = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10_000.0)}
-        keys["rope_parameters"] = {"full_attention": angles, "sliding_attention": sliding}
+        keys["rope_parameters"] = {"full_attention": rope, "sliding_attention": sliding}
         keys["layer_types"] = _read_layer_types(metadata, content)
     return keys
 
@@ -441,8 +444,8 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
         check_memory(error, f"to read the metadata of {file}")
         reason = " ".join(str(error).split())
         kind = UnsupportedModelError if "not supported" in reason else DamagedModelError
-        named = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise kind(f"{file} cannot be read: {named}{reason}") from error
+        prefix = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise kind(f"{file} cannot be read: {prefix}{reason}") from error
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
     (folder / "model.gguf").symlink_to(file)

@@ -1,9 +1,10 @@
 """Quantization of a floating-point checkpoint to 4 bits, layer by layer.
 
 Each layer is read in float32 and runs over a calibration text. Its weights are scaled (see below),
-and rounded by GPTQ in four stages. The inputs of a stage are outputs of earlier layers and stages,
-which are already rounded. Memory holds the float weights of one layer, and the hidden states of the
-text. Layers are headstart's own. Attention is over whole windows of the text, without paged memory.
+and rounded by GPTQ in four stages: q, k and v; o; gate and up; down. A stage runs over the outputs
+of the layers and stages before it, whose weights are already rounded. Memory holds the float
+weights of one layer, and the hidden states of the text. Layers are headstart's own. Attention is
+over whole windows of the text, without paged memory.
 
 The scales of inputs are AWQ's (Lin et al. 2023, https://arxiv.org/abs/2306.00978). They are called
 units here, because a checkpoint's scales are quantization steps. Units reduce the rounding error
@@ -112,25 +113,24 @@ def apply_units(
     else:
         norms = []
     linears = {name: _linear_of(layer, name) for names in order for name in names}
-    divided = {name: torch.ones_like(size) for name, size in sizes.items()}
+    all_units = {name: torch.ones_like(size) for name, size in sizes.items()}
     for norm, names in zip(norms, order[::2], strict=False):
         target_units = _units(sizes[names[0]], [linears[name] for name in names])
-        units = divided[names[0]] = _divide_norm(
-            norm.weight, shape.norm, target_units, stored_dtype
-        )
+        units = _divide_norm(norm.weight, shape.norm, target_units, stored_dtype)
+        all_units[names[0]] = units
         for name in names:
             linears[name].weight.mul_(units)
     (*_, value), [output], (*_, up), [down] = ([linears[name] for name in names] for names in order)
-    units = divided["mlp.down_proj"] = _units(sizes["mlp.down_proj"], [down])
+    units = all_units["mlp.down_proj"] = _units(sizes["mlp.down_proj"], [down])
     _divide_outputs(up, units)
     down.weight.mul_(units)
     by_head = (shape.kv_heads, -1, shape.head_dim)
     units = _units(sizes["self_attn.o_proj"], [output]).view(by_head)
     shared = units.log().mean(dim=1, keepdim=True).exp()
     _divide_outputs(value, shared.flatten())
-    units = divided["self_attn.o_proj"] = shared.expand_as(units).flatten()
+    units = all_units["self_attn.o_proj"] = shared.expand_as(units).flatten()
     output.weight.mul_(units)
-    return divided
+    return all_units
 
 
 def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
@@ -163,9 +163,9 @@ def _divide_norm(
 
 
 def _divide_outputs(linear: nn.Linear, units: Tensor) -> None:
-    """Divide the last outputs of a linear layer, one for each unit.
+    """Divide the last `len(units)` outputs of a linear layer by `units`.
 
-    These are all outputs of v or up, or the part of v or up in a fused layer.
+    These are all outputs of v or up, or the outputs of v or up in a fused layer.
     """
     linear.weight[-len(units) :].div_(units.unsqueeze(1))
     if linear.bias is not None:
@@ -238,7 +238,10 @@ def make_step(about: Description, windows: int, length: int) -> LayerStep:
     """Return a step over `windows` windows of `length` tokens each."""
     positions = torch.arange(length).repeat(windows)
     like = torch.empty(0)
-    angles = {kind: AngleTable(own, like)(positions) for kind, own in about.frequencies.items()}
+    angles = {
+        kind: AngleTable(frequencies, like)(positions)
+        for kind, frequencies in about.frequencies.items()
+    }
     return LayerStep(_Windows(length), angles)  # type: ignore[arg-type]
 
 
@@ -334,9 +337,9 @@ def plan_quantization(
 ) -> QuantizationPlan:
     """Check model, target and text before quantizing.
 
-    Raises `ModelError`, also for a model that is already quantized, or whose family is not in
-    `headstart.models.families`. Raises `ConfigError` for a target that exists, or a text that is
-    unreadable or too short.
+    Raises `ModelError` for a damaged model, a model that is already quantized, or a model whose
+    family is not in `headstart.models.families`. Raises `ConfigError` for a target that exists, or
+    a text that is unreadable or too short.
     """
     target = check_target(target)
     path = Path(model).expanduser()
@@ -453,8 +456,8 @@ def _write_layers(
         dtypes = {
             name: checkpoint.dtypes([f"{prefix}.{name}"])[0] for name, _ in layer.named_parameters()
         }
-        heads = [names[0] for names in stages(about.shape)]
-        output, inputs = collect_inputs(layer, heads, float_rows, step)
+        first_names = [names[0] for names in stages(about.shape)]
+        output, inputs = collect_inputs(layer, first_names, float_rows, step)
         assert output is not None
         float_rows = output
         tensors = _round_layer(layer, about.shape, rows, inputs, step, dtypes)

@@ -78,11 +78,11 @@ def _prepare_qwen35(content: dict[str, Any]) -> None:
             "linear_attention" if (index + 1) % interval else "full_attention"
             for index in range(count)
         ]
-    angles = dict(content.get("rope_scaling") or content.get("rope_parameters") or {})
-    angles.setdefault("partial_rotary_factor", content.get("partial_rotary_factor", 0.25))
+    rope = dict(content.get("rope_scaling") or content.get("rope_parameters") or {})
+    rope.setdefault("partial_rotary_factor", content.get("partial_rotary_factor", 0.25))
     for name in ("mrope_section", "mrope_interleaved"):
-        angles.pop(name, None)  # the three M-RoPE positions of a text token are equal
-    content["rope_parameters"] = angles
+        rope.pop(name, None)  # the three M-RoPE positions of a text token are equal
+    content["rope_parameters"] = rope
     for name in ("rope_scaling", *_QWEN35_UNUSED):
         content.pop(name, None)
 
@@ -152,7 +152,7 @@ def _granite_hybrid_layers(config: Any) -> list[LayerShape]:
     return _hybrid_layers(config, mixer, attention)
 
 
-def _granite(config: Any) -> dict[str, Any]:
+def _derive_granite(config: Any) -> dict[str, Any]:
     return {
         "scaling": float(config.attention_multiplier),
         "embedding_scale": float(config.embedding_multiplier),
@@ -237,13 +237,13 @@ _GRANITE_NAMES = {
 }
 
 
-def _granite_hybrid(config: Any) -> dict[str, Any]:
-    # GGUF files have separate weights for gate and up, other files have one for both.
-    return _granite(config) | {"fused_mlp": not config.split_mlp}
+def _derive_granite_hybrid(config: Any) -> dict[str, Any]:
+    # GGUF files have separate weights for gate and up. Other files have one weight for both.
+    return _derive_granite(config) | {"fused_mlp": not config.split_mlp}
 
 
 HYBRIDS: dict[str, Family] = {
-    "granite": Family(defaults=_GRANITE, derive=_granite),
+    "granite": Family(defaults=_GRANITE, derive=_derive_granite),
     "lfm2": Family(
         defaults=_LFM2,
         facts={"head_norms": "head", "names": _LFM2_NAMES},
@@ -268,7 +268,7 @@ HYBRIDS: dict[str, Family] = {
     "granitemoehybrid": Family(
         defaults=_GRANITE_HYBRID,
         facts={"names": _GRANITE_NAMES},
-        derive=_granite_hybrid,
+        derive=_derive_granite_hybrid,
         layers=_granite_hybrid_layers,
         prepare=_prepare_granite_hybrid,
         kinds=frozenset({"full_attention", "linear_attention"}),

@@ -35,13 +35,14 @@ def load_model(
     `UnsupportedModelError` or `OutOfMemoryError`.
     """
     try:
-        weights_dtype, wanted, kind = find_dtype(dtype), find_device(device), find_kind(weights)
+        weights_dtype, torch_device = find_dtype(dtype), find_device(device)
+        kind = find_kind(weights)
         folder = find_folder(model)
         check_files(folder)
-        wider = computes_wider(weights_dtype, folder, wanted)
-        fast = torch.float32 if wider else fast_dtype(weights_dtype, folder, wanted)
+        wider = computes_wider(weights_dtype, folder, torch_device)
+        module_dtype = torch.float32 if wider else fast_dtype(weights_dtype, folder, torch_device)
         try:
-            return load_dense(folder, fast, wanted, ready_memory, kind)
+            return load_dense(folder, module_dtype, torch_device, ready_memory, kind)
         except UnsupportedLayerError as error:
             reason = str(error)
             level = logging.INFO if isinstance(error, UnknownFamilyError) else logging.WARNING
@@ -52,10 +53,10 @@ def load_model(
         # transformers' modelling code takes seconds to import.
         backend = load_module("headstart.models.transformers_backend.loader")
         if wider:  # transformers' modules compute in the dtype of the weights
-            fast = fast_dtype(weights_dtype, folder, wanted)
+            module_dtype = fast_dtype(weights_dtype, folder, torch_device)
         try:
             loaded: DecoderModel = backend.load_transformers(
-                folder, fast, wanted, ready_memory, kind
+                folder, module_dtype, torch_device, ready_memory, kind
             )
         except UnsupportedModelError as error:
             if not isinstance(error.__cause__, ImportError):

@@ -109,7 +109,10 @@ class LoraSettings:
 
 
 def _matches(wanted: str | list[str], name: str) -> bool:
-    """Return True if the pattern matches the name, or the list has the name or a suffix of it."""
+    """Return True if a dotted name is wanted.
+
+    wanted: a regular expression, or a list of dotted names or of their last parts.
+    """
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
     return name in wanted or any(name.endswith(f".{end}") for end in wanted)
@@ -277,11 +280,11 @@ _BODIES = ("model.language_model.", "language_model.model.", "model.")
 
 
 def _match_names(layers: Set[str], linear: Set[str]) -> dict[str, str]:
-    """Return the name of each linear layer of the model in the adapter's file.
+    """Map each linear layer's name in the model to its name in the adapter's file.
 
-    The names differ from the model's if the adapter is for a model with several parts, of which
-    headstart runs only the decoder. layers: the names of layers in the adapter's file. linear: the
-    names of linear layers in the model.
+    The names may differ if the adapter was trained on a model with several parts, since headstart
+    runs only the decoder of such a model. layers: the names of layers in the adapter's file.
+    linear: the names of linear layers in the model.
     """
     adapter_body, model_body = (
         next((body for body in _BODIES if any(name.startswith(body) for name in names)), "")
@@ -336,8 +339,8 @@ def _check_pair(pair: str, down: Tensor, up: Tensor, rank: int, widths: Widths) 
     ranks = {down.shape[0], up.shape[1]} if down.dim() == up.dim() == 2 else set()
     if ranks != {rank}:
         raise DamagedAdapterError(
-            f"{pair} are {list(down.shape)} and {list(up.shape)}, and not of rank {rank}, "
-            "as the configuration requires"
+            f"{pair} are {list(down.shape)} and {list(up.shape)}; the configuration requires rank "
+            f"{rank}"
         )
     if (down.shape[1], up.shape[0]) != widths:
         raise UnsupportedAdapterError(

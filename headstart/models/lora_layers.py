@@ -6,16 +6,16 @@ without adapters.
 
 A long run of rows with one adapter is multiplied by only that adapter's matrices. All short runs,
 mostly decodes, are multiplied together by a stack of their adapters' matrices. Layers with the same
-input (q, k and v; gate and up) share one product with their stacked A matrices, and the ranks of
-all adapters are concatenated:
+input (q, k and v; gate and up) share one product with their stacked A matrices. Below, a rank is a
+row of A with the matching column of B. The ranks of all adapters are concatenated:
 
     hidden = x @ down.T     [rows, ranks of all]    down: A of every layer and adapter
     hidden[ranks of other adapters] = 0
     out += hidden @ up.T                            up: B of every adapter
 
-A row is also multiplied by the ranks of other adapters, without effect. This costs little, since
-the layer's own product is a hundred times wider. For few rows the cost depends mostly on the number
-of products, which does not grow with the number of adapters.
+A row of the batch is also multiplied by the ranks of other adapters, without effect. This costs
+little, since the layer's own product is a hundred times wider. For few rows the cost depends mostly
+on the number of products, which does not grow with the number of adapters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -161,8 +161,8 @@ class _Piece:
     """Rows that are multiplied by one stack.
 
     rows: a range of the batch, or row numbers. masks: `[rows, ranks]` for each entry of the stack's
-    `owners`, True for ranks of adapters that the row does not have. These values are set to zero.
-    None if all rows and ranks belong to one adapter.
+    `owners`, True for the ranks of adapters other than the row's. The product with A is set to zero
+    there. None if all rows and ranks belong to one adapter.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def read_ahead(
     copied = packed or (widened and config.get("model_type") in MODEL_TYPES)
     files = weight_files(folder)
     floats = "quantization_config" not in config and files[0].suffix != ".gguf"
-    # Quantized weights have separate memory.
+    # Quantized weights are not stored in the memory that is prepared here.
     copied = copied and (device, stored, weights) == ("cpu", "bfloat16", "auto") and floats
     size = sum(file.stat().st_size for file in files)
     if not hasattr(os, "posix_fadvise"):

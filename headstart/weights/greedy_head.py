@@ -100,10 +100,10 @@ class GreedyHead:
     It uses half as much memory as `weight`, which must stay alive as long as this object.
 
     If rows or weights have a few much larger elements, the bounds are too wide, and all logits are
-    computed. If the bounds are too wide for most rows of a step, the next step computes all logits
-    without trying the bounds. If the bounds then fail again, this pause grows to 3, 7, ... up to
-    255 steps. After a step in which the bounds suffice for most rows, the next pause is one
-    step again.
+    computed. If the bounds are too wide for most rows of a step, they are not tried in the next
+    step. If they fail again after this pause of one step, the next pauses last 3, 7, ... up to 255
+    steps. After a step in which the bounds suffice for at least half of the rows, the next pause
+    lasts one step again.
     """
 
     def __init__(self, weight: PackedWeight) -> None:

@@ -4,9 +4,9 @@
 
 With 8 bits, `value - 128` takes the place of `value`.
 
-Weights that are rounded here have 4.5 or 5.5 bits each: steps and starts are 8-bit integers, in a
-unit for each output. `scales` is multiplied by this unit. Steps and starts from files are float16,
-so these weights have 5, 6 or 9 bits each.
+Weights that are rounded here take 4.5 or 5.5 bits each. Their steps and starts are 8-bit integers,
+multiples of a unit for each output. `scales` includes this unit. Steps and starts from files are
+float16, so weights from files take 5, 6 or 9 bits each.
 
 `scales` has a factor for each output, `columns` for each input. They make outputs and inputs
 equally large before rounding, so that a small input does not get the step of its large neighbors.

@@ -1,6 +1,6 @@
 """The tensors that store each quantized weight of a checkpoint; checks that they fit together.
 
-A weight `a.weight` of torchao's has these tensors:
+A torchao weight `a.weight` has these tensors:
 
     a._weight_qdata        int8 `[outputs, inputs]`; a 4-bit value also takes a byte
     a._weight_scale        `[outputs / rows, inputs / group]`

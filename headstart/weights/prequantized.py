@@ -47,8 +47,8 @@ from headstart.weights.scheme import Scheme
 _log = logging.getLogger(__name__)
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # fields of a word, in the order of the outputs
 _TINY = 1e-30
-# By bits: steps, divided by the unit of their output (see `in_groups`), are below 2**exponent.
-# Starts are at most 16 (4 bits) or 128 (8 bits) times as large, so float16 can store them.
+# Exponents by bits. A step divided by its output's unit (see `in_groups`) is below 2**exponent. A
+# start is at most 16 (4 bits) or 128 (8 bits) times as large, so float16 can store it.
 _STEP_EXPONENTS = {4: 11, 8: 8}
 _MIDDLE = 128
 _MOST = 512.0  # twice the largest distance of a value from its zero point

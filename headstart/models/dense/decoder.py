@@ -125,7 +125,9 @@ class DenseDecoder(DecoderModel):
         self._states: StateMemory | None = None
         like = torch.empty(0, dtype=dtype, device=self.device)
         exact = like.float() if shape.exact_angles else like
-        self._angles = {kind: AngleTable(own, exact) for kind, own in about.frequencies.items()}
+        self._angles = {
+            kind: AngleTable(frequencies, exact) for kind, frequencies in about.frequencies.items()
+        }
         self._compiled = compile_layers(layers, shape, dtype)
         self._head: GreedyHead | None = None
         matrix = modules.lm_head.matrix if isinstance(modules.lm_head, Linear) else None

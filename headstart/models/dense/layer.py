@@ -19,7 +19,8 @@ class DecoderLayer(FamilyModule):
     """Attention or a recurrent mixer, then an MLP, each with a residual connection.
 
     The family decides whether each has a norm before it, after it, or both. With
-    `DecoderShape.layer_inputs`, the layer's input is gated by the rows, projected, and added last.
+    `DecoderShape.layer_inputs`, each token also has a second embedding. It is multiplied by a gate
+    that is computed from the rows, projected, and added last.
     """
 
     def __init__(self, shape: DecoderShape, index: int, name: str, read: Reader) -> None:

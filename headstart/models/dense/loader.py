@@ -89,7 +89,7 @@ def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None
     """Return the configuration; None if it has keys that only transformers reads."""
     if merged.keys() - family.defaults.keys() - _HARMLESS or merged.get("rope_scaling"):
         return None
-    rope = _read_plain_angles(merged)
+    rope = _read_plain_rope(merged)
     if rope is None or merged.get("partial_rotary_factor", 1.0) != 1.0:
         return None
     layers = merged.get("layer_types")
@@ -107,21 +107,21 @@ def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None
     return DenseConfig(**{**merged, **derived, "dtype": dtype})
 
 
-def _read_plain_angles(merged: Mapping[str, Any]) -> dict[str, Any] | None:
+def _read_plain_rope(merged: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return unscaled rotary parameters, by type of layer if they differ; None if scaled."""
     parameters = merged.get("rope_parameters") or {}
     if not parameters or not all(isinstance(part, dict) for part in parameters.values()):
-        return _read_plain_angle({"rope_theta": merged.get("rope_theta", _THETA), **parameters})
-    by_kind = {kind: _read_plain_angle(part) for kind, part in parameters.items()}
+        return _read_plain_rope_part({"rope_theta": merged.get("rope_theta", _THETA), **parameters})
+    by_kind = {kind: _read_plain_rope_part(part) for kind, part in parameters.items()}
     return None if None in by_kind.values() else by_kind
 
 
-def _read_plain_angle(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    angles = {"rope_type": "default", "rope_theta": None, "partial_rotary_factor": 1.0}
-    names, angles = angles.keys(), {**angles, **parameters}
-    types = {type(angles["rope_theta"]), type(angles["partial_rotary_factor"])}
-    is_plain = angles.keys() == names and angles["rope_type"] in ("default", "proportional")
-    return angles if is_plain and not types - {int, float} else None
+def _read_plain_rope_part(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    rope = {"rope_type": "default", "rope_theta": None, "partial_rotary_factor": 1.0}
+    names, rope = rope.keys(), {**rope, **parameters}
+    types = {type(rope["rope_theta"]), type(rope["partial_rotary_factor"])}
+    is_plain = rope.keys() == names and rope["rope_type"] in ("default", "proportional")
+    return rope if is_plain and not types - {int, float} else None
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:

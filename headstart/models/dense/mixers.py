@@ -59,7 +59,7 @@ class Mixer(FamilyModule):
 
 
 class ShortConv(Mixer):
-    """`out(c * conv(b * x))`, where b, c and x are projections of the rows (LFM2)."""
+    """`out(c * conv(b * value))`, where b, c and value are projections of the rows (LFM2)."""
 
     def __init__(self, shape: DecoderShape, index: int, name: str, read: Reader) -> None:
         super().__init__(shape, index)
@@ -72,8 +72,8 @@ class ShortConv(Mixer):
 
     def forward(self, x: Tensor, step: LayerStep, output_rows: Tensor | None = None) -> Tensor:
         (states,), recurrence = self.find_states(step)
-        before, after, value = self.in_proj(x).chunk(3, dim=-1)
-        mixed = after * self.conv(before * value, states, recurrence, silu=False)
+        b, c, value = self.in_proj(x).chunk(3, dim=-1)
+        mixed = c * self.conv(b * value, states, recurrence, silu=False)
         if output_rows is not None:
             mixed = mixed.index_select(0, output_rows)
         out: Tensor = self.out_proj(mixed)

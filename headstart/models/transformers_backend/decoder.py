@@ -160,7 +160,8 @@ class TransformersDecoder(DecoderModel):
 
     def products(self) -> str:
         products = super().products()
-        # Chunks of recurrences affect rounding, and a new version of transformers may change them.
+        # transformers computes recurrences in chunks. A new version may use another chunk size,
+        # which changes the rounding.
         return f"{products}, transformers {__version__}" if self.state_layouts else products
 
     def attach(self, backend: AttentionBackend, states: StateMemory | None = None) -> None:
@@ -178,7 +179,7 @@ class TransformersDecoder(DecoderModel):
     def fix_rows(self) -> None:
         self.detach()
         self._experts = compute_all_rows(text_part(self.module))
-        if self.output_layer is not None:  # stages of a pipeline have no LM head here
+        if self.output_layer is not None:  # an Omni stage stores its LM head elsewhere
             check_rows(self.module, self._mixers)
 
     def detach(self) -> None:
@@ -254,11 +255,11 @@ def forward_rows(
     return logits
 
 
-def rows_apart(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the norm of each row's difference divided by the norm of `expected`."""
+def relative_errors(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return the norm of each row's difference divided by the norm of the expected row."""
     size = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    apart: Tensor = (actual.float() - expected.float()).norm(dim=-1) / size
-    return apart
+    errors: Tensor = (actual.float() - expected.float()).norm(dim=-1) / size
+    return errors
 
 
 def fingerprint_memory(model: nn.Module) -> str:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from headstart.models.transformers_backend.decoder import (
     forward_rows,
-    rows_apart,
+    relative_errors,
     takes_positions,
     text_part,
 )
@@ -47,7 +47,7 @@ def pack_linears(model: PreTrainedModel, ready_memory: ReadyMemory | None = None
             return
         num_bytes, logits = _pack(model, ready_memory), _logits(model)
         # Rounding errors grow with depth, and may decide a near tie of two experts differently.
-        if logits is None or not float(rows_apart(logits, expected).median()) < 10 * _NEAR:
+        if logits is None or not float(relative_errors(logits, expected).median()) < 10 * _NEAR:
             _unpack(model)
         else:
             leave_file((*model.parameters(), *model.buffers()), num_bytes)
@@ -127,7 +127,7 @@ def _swap_weight(weight: Tensor, uses: list[tuple[nn.Module, str]], arena: Arena
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(_ROWS, child.in_features, generator=generator).to(torch.bfloat16)
         actual, expected = matrix.multiply(rows), child(rows)
-        if actual.shape != expected.shape or not (rows_apart(actual, expected) < _NEAR).all():
+        if actual.shape != expected.shape or not (relative_errors(actual, expected) < _NEAR).all():
             return
         setattr(parent, name, Linear(matrix))
 

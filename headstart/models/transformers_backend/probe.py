@@ -47,7 +47,7 @@ from headstart.models.config_values import context_length
 from headstart.models.files import FileStamp
 from headstart.models.transformers_backend.decoder import (
     forward_rows,
-    rows_apart,
+    relative_errors,
     takes_positions,
     text_part,
 )
@@ -111,7 +111,7 @@ class _OffsetCache(DynamicCache):
 
 
 def check_far_positions(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` if the last positions differ with and without a cache."""
+    """Raise `UnsupportedModelError` if a cache changes the results at the last positions."""
     last = context_length(model.config)
     first = max(0, last - _ROWS)
     without_cache = _run_at(model, first, last)
@@ -360,10 +360,10 @@ def _check_steps(
     # The unit in the last place of the layers' arithmetic; coarser in quantized layers.
     linears = (module for module in model.modules() if isinstance(module, Linear))
     rounding = max(torch.finfo(model.dtype).eps, *(part.matrix.rounding for part in linears), 0.0)
-    noise = rows_apart(paged.run(paged.steps[0], prompt, 2 * rounding), logits[0])
+    noise = relative_errors(paged.run(paged.steps[0], prompt, 2 * rounding), logits[0])
     floor = max(2 * rounding, 1e-5)
     limit = _NOISE_FACTOR * float(noise.median()) + floor
-    is_wrong = ~(rows_apart(_run(model, prompt, None), expected) <= limit)
+    is_wrong = ~(relative_errors(_run(model, prompt, None), expected) <= limit)
     if float(is_wrong.float().mean()) > _LENIENT_ROWS:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not count positions from 0: with the positions 0, 1, "
@@ -371,7 +371,7 @@ def _check_steps(
             "begin at pad_token_id + 1)"
         )
     for (_, positions), rows in zip(paged.steps, logits, strict=True):
-        differences = rows_apart(rows, expected[positions])
+        differences = relative_errors(rows, expected[positions])
         is_wrong = ~(differences <= limit)  # not `differences > limit`, which is false for NaN
         if float(is_wrong.float().mean()) > _LENIENT_ROWS:
             raise UnsupportedModelError(
@@ -471,7 +471,7 @@ def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config()
 
 
-# The results of models, by files, dtype, device and the classes of their modules.
+# Results of `probe_model`, by files, dtype, device and the classes of their modules.
 _passed: dict[Hashable, ProbedLayers] = {}
 
 

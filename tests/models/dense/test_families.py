@@ -227,7 +227,7 @@ GEMMA4 = tiny_config("gemma4_text").to_dict()
     [
         ({"enable_moe_block": True, "num_experts": 4}, "it has 4 experts"),
         ({"use_bidirectional_attention": "all"}, "attention is not causal"),
-        ({"num_kv_shared_layers": 5}, "its layer 1 has no earlier layer to share K and V"),
+        ({"num_kv_shared_layers": 5}, "its layer 1 needs K and V of an earlier"),
         ({"vocab_size_per_layer_input": 130}, "per_layer_input is smaller than vocab_size"),
         ({"per_layer_config": {"1": {"head_dim": 24}}}, "its per_layer_config is"),
         (

@@ -210,17 +210,17 @@ def test_weights_that_are_nan_are_told_by_name() -> None:
 
 def test_a_near_tie_of_experts_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows may differ as much as they like, many may not."""
-    apart = paged_kv.rows_apart
+    differences = paged_kv.relative_errors
 
     def few(logits: Tensor, expected: Tensor) -> Tensor:
-        return apart(logits, expected) + (torch.arange(len(logits)) % 6 == 0).float()
+        return differences(logits, expected) + (torch.arange(len(logits)) % 6 == 0).float()
 
     def many(logits: Tensor, expected: Tensor) -> Tensor:
-        return apart(logits, expected) + (torch.arange(len(logits)) % 3 == 0).float()
+        return differences(logits, expected) + (torch.arange(len(logits)) % 3 == 0).float()
 
-    monkeypatch.setattr(paged_kv, "rows_apart", few)
+    monkeypatch.setattr(paged_kv, "relative_errors", few)
     probe_model(TINY["mixtral"]())
-    monkeypatch.setattr(paged_kv, "rows_apart", many)
+    monkeypatch.setattr(paged_kv, "relative_errors", many)
     with pytest.raises(UnsupportedModelError):
         probe_model(TINY["mixtral"]())
 

@@ -90,7 +90,7 @@ def _objects_in(schema: Any) -> Iterator[dict[str, Any]]:
 def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
     """Raise ValueError for schemas whose numbers have too many remainders.
 
-    together: one number may have to be a multiple of every `multipleOf`.
+    together: a number may be required to be a multiple of all values of `multipleOf` at once.
     """
     parts = list(_objects_in(schemas))
     together = together or any("allOf" in part or "$ref" in part for part in parts)

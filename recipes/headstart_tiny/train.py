@@ -4,7 +4,7 @@
 
 The first weights are a circuit for look-ups (`wiring.py`), so no training is needed. Training
 starts with short sequences (tables of a few rows, many questions each). The loss counts only
-answers and their stems. Wired weights take much smaller steps than spare weights. The tables grow
+answers and their stems. Wired weights take much smaller steps than random weights. The tables grow
 when enough whole answers are right. An interrupted run resumes from its last checkpoint. Progress
 goes to standard output and to `progress.jsonl` in the output folder.
 """
@@ -266,7 +266,7 @@ class Trainer:
         return Score(*parts)
 
     def run(self) -> None:
-        """Train until the minutes are over, including those of earlier runs."""
+        """Train for `minutes` in total, including the time of earlier runs."""
         s = self.s
         maker = BatchMaker(self.tokenizer.backend_tokenizer, f"{s.seed}-{self.rank}")
         feeders: dict[int, Feeder] = {}

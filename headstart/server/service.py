@@ -332,7 +332,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         return tuple(adapter.name for adapter in self.llm.adapters)
 
     async def read_metrics(self) -> bytes:
-        await asyncio.to_thread(self.watch.settle)
+        await asyncio.to_thread(self.watch.flush)
         return await self.llm.call(self.watch.metrics.read)
 
     def salt(self, request: Request, requested: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Reasons of misses, and the token from which each applies."""
+"""Reasons for misses, and the token from which each applies."""
 
 import random
 import re

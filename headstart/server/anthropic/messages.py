@@ -85,17 +85,17 @@ def _read_marks(body: CountTokensRequest) -> Iterator[Breakpoint]:
         if marked.cache_control is not None:
             # Chat templates need a message, so an empty message follows the prefix.
             yield Breakpoint(marked.cache_control.ttl, [MessageParam(role="user", content="")])
-    for turn, message in enumerate(body.messages):
+    for index, message in enumerate(body.messages):
         content = message.content if isinstance(message.content, list) else []
-        for place, block in enumerate(content, 1):
+        for end, block in enumerate(content, 1):
             parts = block.content if isinstance(block, ToolResultBlock) else None
             blocks: list[Block | Marked] = [*(parts if isinstance(parts, list) else ()), block]
-            for each in blocks:
-                if isinstance(each, Marked) and each.cache_control is not None:
-                    last = MessageParam.model_construct(role=message.role, content=content[:place])
-                    before = [*body.messages[:turn], last]
-                    is_end = len(before) == len(body.messages) and place == len(content)
-                    yield Breakpoint(each.cache_control.ttl, None if is_end else before)
+            for candidate in blocks:
+                if isinstance(candidate, Marked) and candidate.cache_control is not None:
+                    last = MessageParam.model_construct(role=message.role, content=content[:end])
+                    before = [*body.messages[:index], last]
+                    is_end = len(before) == len(body.messages) and end == len(content)
+                    yield Breakpoint(candidate.cache_control.ttl, None if is_end else before)
     if body.cache_control is not None:
         yield Breakpoint(body.cache_control.ttl, None)
 

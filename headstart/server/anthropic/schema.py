@@ -128,15 +128,15 @@ class DocumentBlock(Marked):
         """
         head = f"Document: {self.title or 'untitled'}"
         head = f"{head}\n{self.context}" if self.context else head
-        where = "a file"
+        name = "a file"
         match self.source:
             case DocumentData(type="text", data=text) | DocumentContent(content=str(text)):
                 return text_parts(f"{head}\n{text}")
             case DocumentContent(content=list(blocks)):
                 return [*text_parts(head), *all_parts(blocks)]
-            case DocumentReference(url=str(where)) | DocumentData(media_type=str(where)):
+            case DocumentReference(url=str(name)) | DocumentData(media_type=str(name)):
                 pass
-        return text_parts(f"{head}\n[not shown: {where} cannot be read by this model]")
+        return text_parts(f"{head}\n[not shown: {name} cannot be read by this model]")
 
 
 class SearchResultBlock(Marked):

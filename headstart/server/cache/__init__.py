@@ -1,1 +1,1 @@
-"""The server's view of its cache: the pool, reasons of misses, and advice."""
+"""The server's view of its cache: the pool, reasons for misses, and advice."""

@@ -15,11 +15,12 @@ from headstart.cache import MissExplanation, MissReason, Namespace
 from headstart.server.cache.traffic import Closest, PastPrompt, Tokens, Traffic, count_repeated
 
 _BEFORE, _AFTER = 64, 512  # tokens to decode before and after a difference
-_MOST_FORKS = 10
+_MOST_CAUSES = 10
 _LONGEST_WORD = 16  # tokens
-# A passage that begins at the difference has moved if tokens of its head occur in the other prompt,
-# at least `_MOVED` tokens later. The head is the passage's tokens from `_NUMBER` to `_HEAD`. The
-# tokens before `_NUMBER` are skipped, because they may number the passage.
+# Prompts with retrieved passages may differ only in the order of the passages. The passage at the
+# difference counts as moved if its tokens from `_NUMBER` to `_HEAD` occur in the other prompt, at
+# least `_MOVED` tokens after the difference. The tokens before `_NUMBER` are skipped, because they
+# may be the number of the passage, such as "[1]".
 _NUMBER, _HEAD, _MOVED = 8, 40, 64
 
 
@@ -87,8 +88,8 @@ class Adviser:
             for side in sides
         )
         difference = describe_difference(before, here, there)
-        # Passages are longer than these texts, so compare tokens. If two passages were swapped, the
-        # head of each occurs later in the other prompt. After an edit, at most one head does.
+        # Passages are longer than these texts, so compare tokens. If two passages were swapped,
+        # each passage occurs later in the other prompt. After an edit, at most one of them does.
         if difference.looks_like == OTHER and all(
             count_repeated(mine[start + _NUMBER : start + _HEAD], theirs[start + _MOVED :])
             for mine, theirs in (sides, sides[::-1])
@@ -99,10 +100,11 @@ class Adviser:
     def advise(self, recent: Sequence[Sequence[PastPrompt]]) -> dict[str, Any]:
         """Return the causes of misses that cost the most tokens.
 
-        recent: each tenant's prompts, oldest first. Prompts of a tenant that begin to differ at the
-        same word have one cause, even under different salts.
+        recent: each tenant's prompts, oldest first. Prompts of a tenant have the same cause if they
+        differ from earlier prompts at the same word after the same text, even under different
+        salts.
         """
-        forks: dict[tuple[Any, ...], list[PastPrompt]] = defaultdict(list)
+        by_head: dict[tuple[Any, ...], list[PastPrompt]] = defaultdict(list)
         for tenant, prompts in enumerate(recent):
             for prompt in prompts:
                 closest = prompt.closest
@@ -110,41 +112,43 @@ class Adviser:
                     continue
                 if prompt.num_lost < self._block_size:
                     head = prompt.tokens[: self._word_start(prompt.tokens, closest.num_common)]
-                    forks[tenant, prompt.namespace.adapter, head.tobytes()].append(prompt)
+                    by_head[tenant, prompt.namespace.adapter, head.tobytes()].append(prompt)
         # A cause that occurred once is reported only if no cause occurred twice.
-        causes = [cause for cause in forks.values() if len(cause) > 1] or list(forks.values())
+        causes = [cause for cause in by_head.values() if len(cause) > 1] or list(by_head.values())
         causes.sort(key=lambda cause: -sum(prompt.num_repeated for prompt in cause))
         all_prompts = [prompt for prompts in recent for prompt in prompts]
         return {
             "prompts": len(all_prompts),
             "prompt_tokens": sum(len(prompt.tokens) for prompt in all_prompts),
             "cached_tokens": sum(prompt.num_cached for prompt in all_prompts),
-            "forks": [self._describe_fork(cause) for cause in causes[:_MOST_FORKS]],
+            "forks": [self._describe_cause(cause) for cause in causes[:_MOST_CAUSES]],
             "salts": [advice for prompts in recent if (advice := _describe_salts(prompts))],
         }
 
-    def _word_start(self, tokens: Tokens, place: int) -> int:
-        """Return the start of the word with the token at `place`, or `place` if no space is near.
+    def _word_start(self, tokens: Tokens, index: int) -> int:
+        """Return the index of the first token of the word that contains the token at `index`.
+
+        Return `index` if none of the last `_LONGEST_WORD` tokens begins with a space.
 
         Prompts that begin with a time may differ at any digit of the time. If these prompts were
         grouped by the digit, the advice would report one cause several times.
         """
         if self._decode is None:
-            return place
-        for start in range(place, max(-1, place - _LONGEST_WORD), -1):
+            return index
+        for start in range(index, max(-1, index - _LONGEST_WORD), -1):
             if self._decode([int(tokens[start])])[:1].isspace():
                 return start
-        return place
+        return index
 
-    def _describe_fork(self, cause: list[PastPrompt]) -> dict[str, Any]:
+    def _describe_cause(self, cause: list[PastPrompt]) -> dict[str, Any]:
         closest = [prompt.closest for prompt in cause if prompt.closest is not None]
         difference = self._difference(cause[-1].tokens, closest[-1])
         looks_like = difference.looks_like or OTHER
         saved = sum(prompt.num_repeated for prompt in cause)
-        places = {earlier.num_common for earlier in closest}
-        position = f"token {min(places):,}"
-        if len(places) > 1:
-            position = f"tokens {min(places):,} to {max(places):,}"
+        positions = {earlier.num_common for earlier in closest}
+        position = f"token {min(positions):,}"
+        if len(positions) > 1:
+            position = f"tokens {min(positions):,} to {max(positions):,}"
         subject, verb = f"{len(cause):,} prompts differ", "continue"
         if len(cause) == 1:
             subject, verb = "1 prompt differs", "continues"
@@ -165,7 +169,7 @@ class Adviser:
 
 
 def _describe_salts(prompts: Sequence[PastPrompt]) -> dict[str, Any] | None:
-    """Return the cost of a tenant's equal prompts under several salts; None without any."""
+    """Return the cost of a tenant's equal prompts under several salts; None if there are none."""
     equal: dict[tuple[str | None, bytes], dict[str | None, PastPrompt]] = defaultdict(dict)
     for prompt in prompts:
         key = prompt.namespace.adapter, prompt.key
@@ -296,7 +300,7 @@ def _find_order(before: str, here: str, there: str) -> str | None:
 def _is_moved(mine: list[str], theirs: list[str]) -> bool:
     """Return True if most entries are in both lists, in another order.
 
-    After the common entries, the first entry of each list must come later in the other list.
+    The first entry that differs in each list must come later in the other list.
 
     >>> _is_moved(["id", "a", "b"], ["id", "b", "a"]), _is_moved(["a", "b"], ["c", "b"])
     (True, False)
@@ -394,9 +398,9 @@ def advise_memory(
         distances = sorted(entry for entry in all_distances if entry[0] > pool.num_blocks)
         if distances:
             sums = np.cumsum([lost for _, lost in distances])
-            place = int(np.searchsorted(sums, _SHARE * sums[-1]))
-            more_blocks = distances[place][0] - pool.num_blocks
-            saved = int(sums[place]) * len(evicted) // len(samples)
+            index = int(np.searchsorted(sums, _SHARE * sums[-1]))
+            more_blocks = distances[index][0] - pool.num_blocks
+            saved = int(sums[index]) * len(evicted) // len(samples)
     return {
         "evicted_prompts": len(evicted),
         "tokens_computed_again": sum(prompt.num_lost for prompt in evicted),

@@ -63,7 +63,10 @@ async def show_cache(request: Request) -> Response:
 
 @router.post("/explain")
 async def explain_prompt(body: CachePromptRequest, request: Request) -> Response:
-    """Return how many tokens of a prompt would hit and why not more, without running it."""
+    """Return how many tokens of a prompt would hit, and the reason why no further tokens would.
+
+    The prompt is not run.
+    """
     service = service_of(request)
     prepared = await prepare(service, body, request, begins_reply=True)
     sequence = prepared.requests[0].sequence
@@ -115,7 +118,7 @@ async def reset_cache(request: Request, body: CacheResetRequest | None = None) -
     """Empty the cache. Status 409 while requests run, unless `reset_running_requests` is set."""
     service = service_of(request)
     options = body or CacheResetRequest()
-    is_empty = True  # also if the call raises: a tier fails only after the pool was emptied
+    is_empty = True  # if the call raises: a tier fails only after the pool was emptied
     try:
         is_empty = await service.llm.reset_prefix_cache(
             reset_running_requests=options.reset_running_requests,

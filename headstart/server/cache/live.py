@@ -1,8 +1,9 @@
 """Snapshots of the pool for `/cache` and the page: blocks by state and owner, prefixes, requests.
 
-A snapshot takes time of the engine's thread. All viewers share a snapshot, and the next snapshot is
-made after fifty times the duration of the last one, so snapshots take at most 2 % of the thread's
-time. The map of a pool with more than `MAX_CELLS` blocks has several blocks per cell.
+A snapshot reads the pool in the engine's thread, which delays steps. All viewers share a snapshot.
+The next snapshot is made after fifty times the duration of the last one, so snapshots take at most
+2 % of the thread's time. The map of a pool with more than `MAX_CELLS` blocks has several blocks per
+cell.
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ class Live:
 
     async def block_text(self, block_id: int) -> dict[str, Any]:
         """Return the text that the block had in the last snapshot."""
-        for place, segment in enumerate(self._segments):
+        for index, segment in enumerate(self._segments):
             if block_id in segment.ids:
                 tokens = read_tokens(segment.keys[segment.ids.index(block_id)])
                 decode = self._watch.decode
                 text = await asyncio.to_thread(decode, tokens) if decode is not None else None
-                return {"block": block_id, "prefix": place, "tokens": len(tokens), "text": text}
+                return {"block": block_id, "prefix": index, "tokens": len(tokens), "text": text}
         return {"block": block_id, "prefix": None, "tokens": 0, "text": None}
 
     async def _refresh(self) -> None:
@@ -103,29 +104,29 @@ class Live:
         def describe() -> float:
             start = time.perf_counter()
             prompts = self._watch.recent_prompts()
-            places = _choose(segments)
-            hits = count_hits(segments, places, prompts, manager.block_size)
+            chosen = _choose(segments)
+            hits = count_hits(segments, chosen, prompts, manager.block_size)
             shown["prefixes"] = [
-                self._describe(place, segments[place], tenants) | {"hits": hits[place]}
-                for place in places
+                self._describe(index, segments[index], tenants) | {"hits": hits[index]}
+                for index in chosen
             ]
             if manager.states is not None:
                 for prefix in shown["prefixes"]:
                     ids = segments[prefix["id"]].ids
                     prefix["checkpoints"] = sum(checkpoints[block_id] for block_id in ids)
-            shown["cells"] = _draw(manager.config.num_blocks, segments, held, set(places))
+            shown["cells"] = _draw(manager.config.num_blocks, segments, held, set(chosen))
             return time.perf_counter() - start
 
         took += await asyncio.to_thread(describe)
         self._began, self._took, self._shown, self._segments = began, took, shown, segments
 
-    def _describe(self, place: int, segment: PathSegment, tenants: Tenancy) -> dict[str, Any]:
+    def _describe(self, index: int, segment: PathSegment, tenants: Tenancy) -> dict[str, Any]:
         decode, text = self._watch.decode, None
         if decode is not None:
             tokens = [token for key in segment.keys[:_SHOWN_TOKENS] for token in read_tokens(key)]
             text = decode(tokens[:_SHOWN_TOKENS])
         return {
-            "id": place,
+            "id": index,
             "parent": segment.parent if segment.parent >= 0 else None,
             "first_block": segment.start,
             "blocks": len(segment.ids),
@@ -224,13 +225,13 @@ def _count_checkpoints(manager: KVCacheManager) -> Counter[int]:
 
 def _choose(segments: Sequence[PathSegment]) -> list[int]:
     """Return the indices of the largest segments and of their parents, parents first."""
-    ranked = sorted(range(len(segments)), key=lambda place: -len(segments[place].ids))
-    indices: set[int] = set()
-    for place in ranked[:_MOST_PREFIXES]:
-        while place >= 0 and place not in indices:
-            indices.add(place)
-            place = segments[place].parent
-    return sorted(indices, key=lambda place: (segments[place].start, -len(segments[place].ids)))
+    ranked = sorted(range(len(segments)), key=lambda index: -len(segments[index].ids))
+    chosen: set[int] = set()
+    for index in ranked[:_MOST_PREFIXES]:
+        while index >= 0 and index not in chosen:
+            chosen.add(index)
+            index = segments[index].parent
+    return sorted(chosen, key=lambda index: (segments[index].start, -len(segments[index].ids)))
 
 
 def _draw(
@@ -243,10 +244,10 @@ def _draw(
     """
     states: NDArray[np.int64] = np.full(num_blocks, EMPTY, np.int64)
     prefixes: NDArray[np.int64] = np.full(num_blocks, -1, np.int64)
-    for place, segment in enumerate(segments):
+    for index, segment in enumerate(segments):
         states[segment.ids] = CACHED
-        if place in shown:
-            prefixes[segment.ids] = place
+        if index in shown:
+            prefixes[segment.ids] = index
     states[list(held)] = HELD
     per_cell = -(-num_blocks // MAX_CELLS)
     padding = -num_blocks % per_cell
@@ -262,17 +263,17 @@ def _draw(
 
 def count_hits(
     segments: Sequence[PathSegment],
-    places: Sequence[int],
+    indices: Sequence[int],
     prompts: Iterable[PastPrompt],
     block_size: int,
 ) -> Counter[int]:
     """Count the prompts that hit the first block of each segment, by the segment's index.
 
-    places: the indices of the segments, parents first; must include all parents. Only blocks of
+    indices: the segments to count, parents first; must include all parents. Only blocks of
     plain tokens are compared. Keys with an image, or with a salt after a public prefix, cannot be
     rebuilt from a stored prompt.
     """
-    cached: dict[Namespace, list[bytes]] = {segments[place].namespace: [] for place in places}
+    cached: dict[Namespace, list[bytes]] = {segments[index].namespace: [] for index in indices}
     for prompt in prompts:
         num_tokens = prompt.num_cached // block_size * block_size
         data = prompt.tokens[:num_tokens].astype("<i4").tobytes()
@@ -283,8 +284,8 @@ def count_hits(
         prefixes.sort()
     hits: Counter[int] = Counter()
     paths = {-1: b""}  # the tokens up to the end of each segment
-    for place in places:
-        segment = segments[place]
+    for index in indices:
+        segment = segments[index]
         if not segment.keys or segment.parent not in paths:
             continue  # blocks of the path were evicted
         if len(segment.keys[0]) < block_size * TOKEN_BYTES:
@@ -292,8 +293,8 @@ def count_hits(
         begin, prefixes = paths[segment.parent], cached[segment.namespace]
         first = begin + segment.keys[0]
         after = first + b"\xff" * TOKEN_BYTES  # greater than all that begin with `first`
-        hits[place] = bisect_left(prefixes, after) - bisect_left(prefixes, first)
-        paths[place] = begin + b"".join(segment.keys)
+        hits[index] = bisect_left(prefixes, after) - bisect_left(prefixes, first)
+        paths[index] = begin + b"".join(segment.keys)
     return hits
 
 

@@ -161,9 +161,9 @@ class Traffic:
             self._drop_oldest()
         if len(tokens) <= self._max_tokens:
             prompts = self._sorted.setdefault(namespace, [])
-            place = bisect_left(prompts, prompt.key, key=_BY_KEY)
-            is_repeated = place < len(prompts) and prompts[place].key == prompt.key
-            prompts[place : place + is_repeated] = [prompt]
+            index = bisect_left(prompts, prompt.key, key=_BY_KEY)
+            is_repeated = index < len(prompts) and prompts[index].key == prompt.key
+            prompts[index : index + is_repeated] = [prompt]
             self._recent.append(prompt)
             self._num_tokens += len(tokens)
         else:
@@ -173,8 +173,8 @@ class Traffic:
     def closest(self, namespace: Namespace, tokens: Tokens) -> Closest | None:
         """Return the stored prompt of the namespace with the longest common prefix."""
         prompts = self._sorted.get(namespace, [])
-        place = bisect_left(prompts, sort_key(tokens), key=_BY_KEY)
-        neighbors = prompts[max(0, place - 1) : place + 1]
+        index = bisect_left(prompts, sort_key(tokens), key=_BY_KEY)
+        neighbors = prompts[max(0, index - 1) : index + 1]
         matches = [Closest(prompt, count_common(tokens, prompt.tokens)) for prompt in neighbors]
         return max(matches, key=lambda m: (m.num_common, m.prompt.times.arrived), default=None)
 
@@ -189,9 +189,9 @@ class Traffic:
         self.last_dropped = prompt.ended
         self._num_tokens -= len(prompt.tokens)
         prompts = self._sorted[prompt.namespace]
-        place = bisect_left(prompts, prompt.key, key=_BY_KEY)
-        if prompts[place] is prompt:  # otherwise a later prompt has the same tokens
-            del prompts[place]
+        index = bisect_left(prompts, prompt.key, key=_BY_KEY)
+        if prompts[index] is prompt:  # otherwise a later prompt has the same tokens
+            del prompts[index]
         if not prompts:
             del self._sorted[prompt.namespace]
 

@@ -1,7 +1,7 @@
 """A log line on stderr and an OpenTelemetry trace for each request.
 
-Log lines contain no text of prompts and answers unless the operator switches it on. The parts of a
-body that an error quotes are left out. A trace contains no text:
+Log lines contain texts of prompts and answers only if the operator sets `--log-texts`. If an error
+quotes a part of a body, the quotation is left out. Traces never contain texts. A trace has spans:
 
     llm_request                arrival to last token; a child of the span that the headers name
     ├ queue                    until its first step

@@ -82,7 +82,10 @@ class _Registry:
         self._model = model
 
     def make(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
-        """Return a metric. If it has a label besides the model, use `count`, which sets both."""
+        """Return a metric. A metric without `labels` already has the label of the model.
+
+        Increase a metric with one more label by `count`, which sets the model and this label.
+        """
         metric = kind(name, text, ["model_name", *labels], registry=self.registry, **options)
         return metric if labels else metric.labels(self._model)
 
@@ -231,8 +234,8 @@ class Watch:
         blocks = llm.num_blocks
         self._pool = PoolSize(blocks, llm.block_size, llm.kv_cache_bytes // blocks)
         self._lock = threading.Lock()
-        # Each request, its last output or the reason of its end, and its end by `time.monotonic`
-        # and `time.time`.
+        # Each request, its last output (or "abort" or "error"), and the time of its end by
+        # `time.monotonic` and by `time.time`.
         self._ended: deque[tuple[RequestGroup, RequestOutput | str, float, float]] = deque()
         self._is_due = False
         self._traffic = TenantTraffic(by_tenant=by_tenant)
@@ -249,21 +252,21 @@ class Watch:
         """
         self._ended.append((request, output, time.monotonic(), time.time()))
         if len(self._ended) > _MOST_ENDED:
-            self.settle(1)
+            self.flush(1)
         if not self._is_due:
             self._is_due = True
             # An empty context has no `TENANT`, so recording does not wait for a tenant's jobs.
             loop = asyncio.get_running_loop()
-            loop.call_later(_DELAY, self._settle_in_thread, context=Context())
+            loop.call_later(_DELAY, self._flush_in_thread, context=Context())
 
-    def _settle_in_thread(self) -> None:
+    def _flush_in_thread(self) -> None:
         self._is_due = False
-        asyncio.get_running_loop().run_in_executor(None, self.settle)
+        asyncio.get_running_loop().run_in_executor(None, self.flush)
 
-    def settle(self, most: int | None = None) -> None:
+    def flush(self, most: int | None = None) -> None:
         """Record all ended requests, or at most `most`.
 
-        Methods that return records call `settle` first. `settle` takes the lock even if no request
+        Methods that return records call `flush` first. `flush` takes the lock even if no request
         waits, since another thread may be recording the last request.
         """
         for _ in range(most or max(1, len(self._ended))):
@@ -314,7 +317,7 @@ class Watch:
     def explain(
         self, namespace: Namespace, token_ids: Sequence[int], missed: MissExplanation
     ) -> dict[str, Any]:
-        self.settle()
+        self.flush()
         with self._lock:
             traffic = self._traffic.of(namespace.salt)
             return self._adviser.explain(traffic, namespace, token_ids, missed)
@@ -325,7 +328,7 @@ class Watch:
         An administrator gets the advice for all tenants. For any other tenant, `memory` is None,
         because it would depend on the data of other tenants.
         """
-        self.settle()
+        self.flush()
         with self._lock:
             recent, last_dropped = self._traffic.recent, self._traffic.last_dropped
             if not tenant.is_admin:
@@ -337,18 +340,18 @@ class Watch:
 
     def recent_prompts(self) -> list[PastPrompt]:
         """Return the stored recent prompts of all tenants."""
-        self.settle()
+        self.flush()
         with self._lock:
             return list(chain(*self._traffic.recent))
 
     def recent_requests(self) -> list[dict[str, Any]]:
         """Return counts and times of the last answered requests, oldest first."""
-        self.settle()
+        self.flush()
         with self._lock:
             return list(self._recent)
 
     def clear(self) -> None:
         """Remove the recent prompts."""
-        self.settle()
+        self.flush()
         with self._lock:
             self._traffic.clear()

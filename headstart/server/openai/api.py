@@ -31,16 +31,22 @@ if TYPE_CHECKING:
 
 
 class Chunks(AnswerEvents):
-    """The chunks of one call's answers, each with the usage if the request wants it."""
+    """The chunks of the answers to one call.
+
+    If the request wants the usage, the last chunk has it. With `continuous_usage_stats`, all chunks
+    have it.
+    """
 
     def __init__(self, body: SamplingFields, answer_id: str, kind: str, chunk_kind: str) -> None:
-        """Begin the answers. kind, chunk_kind: the `object` of whole answers and of chunks."""
+        """Encode the fields that all chunks share.
+
+        kind: the field `object` of a whole answer. chunk_kind: the field `object` of a chunk.
+        """
         created = int(time.time())
         self.head = {"id": answer_id, "object": kind, "created": created, "model": body.model}
         options = body.stream_options
         self._wants_usage = options is not None and options.include_usage
         self._wants_usage_so_far = options is not None and bool(options.continuous_usage_stats)
-        # All chunks begin with the same fields, which are encoded once.
         self._begin = encode(self.head | {"object": chunk_kind})[:-1]
         self.usage = Usage()
 
@@ -61,7 +67,7 @@ class Chunks(AnswerEvents):
 def chat_logprobs(
     answer: CompletionOutput, num_top: int, *, as_ids: bool = False
 ) -> dict[str, Any] | None:
-    """Return the log-probabilities of an answer's tokens in the form of chats.
+    """Return the log-probabilities of an answer's tokens in the format of chat completions.
 
     num_top: how many of the likeliest tokens to add to each token. as_ids: show tokens as
     `token_id:5`, since a token alone may have no valid text.
@@ -102,11 +108,12 @@ def completion_logprobs(
     as_ids: bool = False,
     first: tuple[int, str] = (0, ""),
 ) -> tuple[dict[str, Any], int]:
-    """Return log-probabilities in the form of completions, and the end of the last token's text.
+    """Return log-probabilities in the format of completions, and the end of the last token's text.
 
     num_top: how many of the likeliest tokens to add to each token. offset: the position of the
-    first token in the text; negative as in `_prompt_start`. first: the id and text of a prompt's
-    first token, whose entry is None.
+    first token in the choice's text. It is negative if the prompt's text lacks the beginning of its
+    first token; see `_prompt_start`. first: the id and text of a prompt's first token, whose entry
+    is None.
     """
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     columns: dict[str, list[Any]] = {name: [] for name in names}
@@ -140,8 +147,8 @@ def prompt_logprobs(output: RequestOutput, num_top: int) -> list[dict[str, Any] 
                 "rank": logprob.rank,
                 "decoded_token": logprob.decoded_token,
             }
-            for place, (token_id, logprob) in enumerate(entry.items())
-            if place == 0 or logprob.rank <= num_top
+            for index, (token_id, logprob) in enumerate(entry.items())
+            if index == 0 or logprob.rank <= num_top
         }
         for entry in output.prompt_logprobs
     ]
@@ -240,7 +247,7 @@ class _ChatAnswers(Chunks):
     ) -> AsyncGenerator[RequestOutput | bytes]:
         """Yield the outputs. If requested, first yield events with the progress of the prompt.
 
-        These events have llama.cpp's form, without its times.
+        These events have the format of llama.cpp, but without the field `time_ms`.
         """
         if self._body.return_progress:
             first = asyncio.ensure_future(anext(outputs, None))
@@ -327,13 +334,13 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     with naming(body.names):
         params = service.params(body.read_sampling(), stream=bool(body.stream))
         requests = []
-        for place, prompt in enumerate(_prompts(body.prompt)):
-            if place:
+        for index, prompt in enumerate(_prompts(body.prompt)):
+            if index:
                 await asyncio.sleep(0)  # let other tasks run: `prepare` may never suspend
             prepared = await service.prepare(
                 prompt,
                 params,
-                f"{answer_id}-{place}",
+                f"{answer_id}-{index}",
                 adapter=adapter,
                 cache_salt=salt,
                 priority=body.priority,
@@ -373,7 +380,7 @@ class _TextAnswers(Chunks):
     ) -> None:
         super().__init__(body, answer_id, "text_completion", "text_completion")
         self._body = body
-        self._places = {request_id: place for place, request_id in enumerate(ids)}
+        self._prompt_indices = {request_id: index for index, request_id in enumerate(ids)}
         self._tokenizer = tokenizer
         self._offsets: dict[int, int] = {}  # position of a choice's next token in its text
 
@@ -395,7 +402,7 @@ class _TextAnswers(Chunks):
 
     def _choice(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         body = self._body
-        index = self._places[output.request_id] * (body.n or 1) + answer.index
+        index = self._prompt_indices[output.request_id] * (body.n or 1) + answer.index
         is_first = index not in self._offsets
         is_echoed = bool(body.echo) and is_first
         text = answer.text

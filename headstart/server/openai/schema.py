@@ -64,7 +64,7 @@ _REFUSED = refusals(
         ),
         "give `frequency_penalty` or `repetition_penalty`": "no_repeat_ngram_size=0",
         "give `temperature`: 0 is greedy, any other value samples": "do_sample",
-        "a stream has the tokens of every step": "stream_interval=1",
+        "a stream sends the new tokens after every step": "stream_interval=1",
         "the name is `max_tokens`": "max_new_tokens max_length",
         "give its fields directly; it is an argument of the Python client": "extra_body",
         "give `n`": "best_of=1 num_return_sequences=1",
@@ -96,9 +96,10 @@ COMPLETION_REFUSED = _REFUSED | refusals(
 
 
 class StreamOptions(Body):
-    """Options of a stream. include_usage: the last event has the usage.
+    """Options of a stream.
 
-    continuous_usage_stats: all events have it.
+    include_usage: the last event has the usage. continuous_usage_stats: with `include_usage`, all
+    events have the usage.
     """
 
     include_usage: Flag = False

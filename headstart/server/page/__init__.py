@@ -1,8 +1,8 @@
 """The page at `/` with the pool, the prefixes and a chat, and the API's description at `/docs`.
 
 FastAPI's description lacks status codes, tags, descriptions of fields, and examples. `texts.json`
-has them. An example of a field is listed under the field's name, or under `schema.field` if the
-schemas differ.
+has them. The key of an example is the field's name, or `schema.field` if the example applies to
+only one schema.
 """
 
 from __future__ import annotations

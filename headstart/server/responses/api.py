@@ -57,14 +57,14 @@ _ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_tool_call": ("ctc", {"input": ""}),
     "local_shell_call": ("lsh", {}),
 }
-"""By type of item: the prefix of its id, and its initial fields."""
+"""The prefix of an item's id, and its initial fields, by the item's type."""
 _TEXTS = {
     "message": "output_text",
     "reasoning": "reasoning_text",
     "function_call": "function_call_arguments",
     "custom_tool_call": "custom_tool_call_input",
 }
-"""By type of item: the name of its text in events."""
+"""The name of an item's text in the types of events, by the item's type."""
 
 
 def read_partial(arguments: str) -> Mapping[str, Any]:
@@ -97,14 +97,15 @@ _REPEATED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
     *("prompt_cache_key", "safety_identifier", "user"),
 )
-"""Fields of a request that its response repeats unchanged, without defaults."""
+"""Fields of a request that its response repeats unchanged; null if the request lacks them."""
 _LONG = 1 << 16  # bytes
 
 
 class ResponseAnswer(AnswerEvents):
     """The items of one answer, and the response that contains them, as events and as JSON.
 
-    The response repeats fields of the request. They may have megabytes, so they are encoded once.
+    The response repeats fields of the request. Their size may be megabytes, so they are encoded
+    only once.
     """
 
     def __init__(
@@ -264,20 +265,23 @@ class ResponseAnswer(AnswerEvents):
         return {"type": _TEXTS[self._items[-1]["type"]], "text": text, **extra}
 
     def _item_event(self, step: str) -> Event:
-        place, item = len(self._items) - 1, dict(self._items[-1])
-        return {"type": f"response.output_item.{step}", "output_index": place, "item": item}
+        index, item = len(self._items) - 1, dict(self._items[-1])
+        return {"type": f"response.output_item.{step}", "output_index": index, "item": item}
 
     def _content_event(self, step: str, text: str) -> Event:
         return self._event(step, "content_part", part=self._content(text), content_index=0)
 
     def _event(self, step: str, name: str = "", **data: Any) -> Event:
-        """Return an event of the last item. name: by default the item's name in `_TEXTS`."""
+        """Return an event of the last item, of the type `response.{name}.{step}`.
+
+        name: by default the item's entry in `_TEXTS`.
+        """
         item = self._items[-1]
         if not name and self._open != "call":
             data |= {"content_index": 0} | ({"logprobs": []} if self._open == "content" else {})
         kind = f"response.{name or _TEXTS[item['type']]}.{step}"
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        return {"type": kind, **place, **data}
+        position = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        return {"type": kind, **position, **data}
 
     def _finish(self) -> bytes:
         """Return the response so far as JSON. If the answer is complete, store the response."""
@@ -398,10 +402,10 @@ def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> lis
     ids = {item.id for item in items if isinstance(item, ItemReference)}
     stored = store.find_items(ids, tenant)
     resolved = []
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if isinstance(item, ItemReference):
             if item.id not in stored:
-                param = f"input[{place}].id"
+                param = f"input[{index}].id"
                 text = f"{param}: the item {describe(item.id)} is not stored"
                 raise ApiError(404, text, param=param)
             [item] = as_items([stored[item.id]])

@@ -225,7 +225,7 @@ class ShellOutput(ItemFields):
 
 
 class ItemReference(ItemFields):
-    """A reference, to be replaced by the stored item of an earlier answer with this id."""
+    """A reference to an item of an earlier answer. The stored item with this id replaces it."""
 
     type: Literal["item_reference"] = "item_reference"
     id: str
@@ -271,7 +271,10 @@ def decode_reasoning(content: str) -> str:
 
 
 def _add_type(item: Any) -> Any:
-    """Return an item with its type. Without a type, an item with only an id is a reference."""
+    """Add the type to an item without a type.
+
+    An item with an id and no role is a reference. Any other item is a message.
+    """
     if isinstance(item, dict) and not item.get("type"):
         kind = "message" if "role" in item or "id" not in item else "item_reference"
         return {**item, "type": kind}

@@ -247,14 +247,14 @@ def extend(
     text and calls of the assistant become one message.
     """
     messages, paths = list(earlier), ["previous_response_id"] * len(earlier)
-    for number, item in enumerate(items):
+    for index, item in enumerate(items):
         message = item.as_message()
         last = messages[-1] if messages else {}
         if message["role"] == "assistant" == last.get("role"):
             messages[-1] = _join(last, message)
         else:
             messages.append(message)
-            paths.append(f"input[{number}]")
+            paths.append(f"input[{index}]")
     return messages, paths
 
 

@@ -45,13 +45,13 @@ def test_notes_are_no_tenant_s_work(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Queue[Call | None] = Queue()
     with running() as server:
         watch = server.service.watch
-        settle = watch._settle_in_thread
+        flush = watch._flush_in_thread
 
         def take() -> None:
             calls.put(current_call())
-            settle()
+            flush()
 
-        monkeypatch.setattr(watch, "_settle_in_thread", take)
+        monkeypatch.setattr(watch, "_flush_in_thread", take)
         ask(server, 2)
         assert calls.get(timeout=SECONDS) is None
 
@@ -106,7 +106,7 @@ def test_who_asks_waits_for_notes_that_are_being_taken(monkeypatch: pytest.Monke
                 lock.release()
 
         def ask_for_all() -> None:
-            watch.settle()
+            watch.flush()
             is_told.set()
             comes.set()
 

@@ -41,12 +41,12 @@ export function drawChart(svg, requests) {
   const left = LEFT, bottom = height - 8;
   const y = (value) => bottom - ((Math.log10(value) - low) / (high - low)) * (bottom - 10);
   for (let power = low; power <= high; power += 1) {
-    const at = y(10 ** power);
-    add(svg, "line", { x1: left, x2: width, y1: at, y2: at, stroke: "var(--line)" });
-    add(svg, "text", { x: left - 6, y: at + 4, "text-anchor": "end" }, seconds(10 ** power));
+    const level = y(10 ** power);
+    add(svg, "line", { x1: left, x2: width, y1: level, y2: level, stroke: "var(--line)" });
+    add(svg, "text", { x: left - 6, y: level + 4, "text-anchor": "end" }, seconds(10 ** power));
   }
-  timed.forEach((request, at) => {
-    const x = left + 8 + (at / Math.max(1, timed.length - 1)) * (width - left - 16);
+  timed.forEach((request, index) => {
+    const x = left + 8 + (index / Math.max(1, timed.length - 1)) * (width - left - 16);
     const dot = add(svg, "circle", {
       cx: x, cy: y(request.time_to_first_token), r: 4,
       fill: isWarm(request) ? "var(--warm)" : "var(--cold)",
@@ -68,9 +68,9 @@ export function drawRates(svg, requests) {
     add(svg, "text", { x: LEFT - 6, y: y(share) + 4, "text-anchor": "end" }, `${100 * share} %`);
   }
   const sum = (group, name) => group.reduce((total, request) => total + request[name], 0);
-  const points = requests.map((request, at) => {
-    const group = requests.slice(Math.max(0, at + 1 - WINDOW), at + 1);
-    const x = LEFT + 8 + (at / Math.max(1, requests.length - 1)) * (width - LEFT - 16);
+  const points = requests.map((request, index) => {
+    const group = requests.slice(Math.max(0, index + 1 - WINDOW), index + 1);
+    const x = LEFT + 8 + (index / Math.max(1, requests.length - 1)) * (width - LEFT - 16);
     return [x, y(sum(group, "cached_tokens") / Math.max(1, sum(group, "prompt_tokens")))].join();
   });
   add(svg, "polyline", { points: points.join(" "), fill: "none", stroke: "var(--accent)", "stroke-width": 2 });
@@ -94,8 +94,8 @@ export function savedSeconds(cached, cold) {
 
 // The beginning of a request's id and the number of its prompt: "9f8e7d6c, prompt 3".
 function shortName(id) {
-  const [, name = id, place = "0"] = id.split("-");
-  return name.slice(0, 8) + (place === "0" ? "" : `, prompt ${Number(place) + 1}`);
+  const [, name = id, promptIndex = "0"] = id.split("-");
+  return name.slice(0, 8) + (promptIndex === "0" ? "" : `, prompt ${Number(promptIndex) + 1}`);
 }
 
 function fillRows(body, rows) {

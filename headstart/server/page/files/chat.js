@@ -6,10 +6,10 @@ import { example } from "./example.js";
 import { count, counted } from "./words.js";
 
 export class Chat {
-  constructor(elements, modelName, coldPrompts) {
+  constructor(elements, modelName, coldPromptsOfServer) {
     Object.assign(this, elements);
     this.modelName = modelName;
-    this.coldPromptsOfAll = coldPrompts; // empty without an administrator's key
+    this.coldPromptsOfServer = coldPromptsOfServer; // its result is empty without an administrator's key
     this.messages = [];
     this.number = 0; // of the current chat in this tab
     this.coldPrompts = []; // of this tab
@@ -117,7 +117,7 @@ export class Chat {
       if (first !== null && computed > Math.max(64, cached)) this.coldPrompts.push({ tokens: computed, seconds: first });
       const drafts = usage.completion_tokens_details;
       if (drafts?.accepted_prediction_tokens) parts.push(`${count(drafts.accepted_prediction_tokens)} of ${counted(usage.completion_tokens, "token")} drafted`);
-      const all = this.coldPromptsOfAll();
+      const all = this.coldPromptsOfServer();
       const saved = savedSeconds(cached, all.length ? all : this.coldPrompts);
       if (saved !== null && cached > 16) parts.push(`saved about ${seconds(saved)}`);
     }

@@ -11,7 +11,7 @@ const $ = (id) => document.getElementById(id);
 let model = "";
 let colors = new Map();
 let latestPool; // for the advice
-let measured = []; // cold prompts of the latest requests
+let coldRequests = []; // the latest requests that computed most of their prompts
 
 const styles = getComputedStyle(document.documentElement);
 const plain = () => styles.getPropertyValue("--quiet");
@@ -20,7 +20,7 @@ const resolve = (color) => color.replace("var(--saturation)", styles.getProperty
 const map = new PoolMap($("pool"), $("block"), $("undrawn"), (prefix) => colors.has(prefix) ? resolve(colors.get(prefix)) : plain());
 
 const chat = new Chat({ form: $("ask"), message: $("message"), submit: $("send"), stop: $("stop"), newChat: $("new-chat"),
-  example: $("example"), turns: $("turns") }, () => model, () => measured);
+  example: $("example"), turns: $("turns") }, () => model, () => coldRequests);
 
 function ownerName(owner) {
   const adapter = owner.adapter ? `, adapter ${owner.adapter.slice(0, 8)}` : "";
@@ -33,7 +33,7 @@ function ownerName(owner) {
 let shownRequests = "";
 let running = 0; // running requests in the last snapshot
 
-// A snapshot waits for the current step. Until then, this counts the request of this tab.
+// The next snapshot comes after the current step. Until then, count the tab's own request.
 function showRunning() {
   $("running").textContent = count(Math.max(running, Number(chat.isWaiting)));
 }
@@ -48,7 +48,7 @@ function show(snapshot) {
   $("drafted").textContent = `of ${counted(engine.drafted_tokens, "drafted token")} accepted`;
   const [warm, cold] = [true, false].map((kind) => median(traffic.filter((request) => isWarm(request) === kind)
     .map((request) => request.time_to_first_token).filter((time) => time !== null)));
-  [warm, cold].forEach((time, at) => { $("first").children[at].firstChild.data = `${seconds(time)} `; });
+  [warm, cold].forEach((time, index) => { $("first").children[index].firstChild.data = `${seconds(time)} `; });
   running = engine.running;
   showRunning();
   $("waiting").textContent = engine.waiting ? `${count(engine.waiting)} waiting` : "none waiting";
@@ -70,7 +70,7 @@ function show(snapshot) {
   const last = traffic.at(-1)?.id + traffic.length;
   if (last === shownRequests) return;
   shownRequests = last;
-  measured = coldPrompts(traffic);
+  coldRequests = coldPrompts(traffic);
   drawChart($("chart"), traffic);
   drawRates($("rates"), traffic);
   fillTable($("requests"), traffic);
@@ -88,10 +88,10 @@ async function showAdvice() {
     }
     const { states, windows, recomputed_tokens: recomputed } = latestPool ?? {};
     if (recomputed && states?.dropped) {
-      items.push(`${counted(recomputed, "cached token")} had no checkpoint and were computed again; ${counted(states.dropped, "checkpoint")} gave way to others. More slots (--num-states) would retain some`);
+      items.push(`${counted(recomputed, "cached token")} without a checkpoint were computed again, and ${counted(states.dropped, "checkpoint")} were evicted. With more slots (--num-states), fewer checkpoints would be evicted`);
     }
     if (recomputed && windows?.evicted) {
-      items.push(`${counted(recomputed, "cached token")} had no window and were computed again; ${counted(windows.evicted, "window block")} were evicted. More window blocks (--num-window-blocks) would retain some`);
+      items.push(`${counted(recomputed, "token")} cached in other layers, but not in sliding-window layers, were computed again, and ${counted(windows.evicted, "window block")} were evicted. With a larger --num-window-blocks, fewer window blocks would be evicted`);
     }
     const className = items.length ? "" : "quiet";
     if (!items.length) items.push("Nothing yet. Advice appears when several prompts begin alike and then differ."); // a reset removes earlier advice
@@ -106,7 +106,7 @@ function connected(isLive, trouble = "not connected: trying again") {
 
 // Without an administrator's key, the page shows only the chat, and advice on the tenant's prompts.
 function showAll(isAll) {
-  for (const part of document.querySelectorAll('[data-sight="all"]')) part.hidden = !isAll;
+  for (const part of document.querySelectorAll('[data-access="admin"]')) part.hidden = !isAll;
 }
 
 async function watch() {

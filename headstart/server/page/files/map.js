@@ -54,10 +54,10 @@ export class PoolMap {
     pen.scale(scale, scale);
     const empty = getComputedStyle(document.documentElement).getPropertyValue("--empty");
     const gap = size > 6 ? 1 : 0.5;
-    this.cells.forEach(([state, prefix], at) => {
+    this.cells.forEach(([state, prefix], index) => {
       pen.globalAlpha = state === EMPTY || state === HELD ? 1 : 0.5;
       pen.fillStyle = state === EMPTY ? empty : this.colorOf(prefix);
-      const x = (at % this.columns) * size, y = Math.floor(at / this.columns) * size;
+      const x = (index % this.columns) * size, y = Math.floor(index / this.columns) * size;
       pen.fillRect(x, y, size - gap, size - gap);
     });
     pen.globalAlpha = 1;
@@ -75,8 +75,8 @@ export class PoolMap {
   point(event) {
     const box = this.canvas.getBoundingClientRect();
     const column = Math.floor((event.clientX - box.left) / this.size);
-    const at = Math.floor((event.clientY - box.top) / this.size) * this.columns + column;
-    if (column < this.columns && at < this.cells.length && at !== this.cursor) this.select(at);
+    const index = Math.floor((event.clientY - box.top) / this.size) * this.columns + column;
+    if (column < this.columns && index < this.cells.length && index !== this.cursor) this.select(index);
   }
 
   move(event) {
@@ -84,15 +84,15 @@ export class PoolMap {
       Home: -this.cursor, End: this.cells.length - 1 - this.cursor, }[event.key];
     if (step === undefined) return;
     event.preventDefault();
-    const at = Math.max(0, this.cursor + step);
-    if (at < this.cells.length) this.select(at);
+    const index = Math.max(0, this.cursor + step);
+    if (index < this.cells.length) this.select(index);
     this.draw();
   }
 
-  async select(at) {
-    this.cursor = at;
-    const first = at * this.perCell;
-    const [state] = this.cells[at];
+  async select(index) {
+    this.cursor = index;
+    const first = index * this.perCell;
+    const [state] = this.cells[index];
     const name = this.perCell > 1 ? `Blocks ${first} to ${Math.min(first + this.perCell, this.numBlocks) - 1}` : `Block ${first}`;
     const stateName = ["empty", "cached", "held"][state];
     this.caption.textContent = `${name}: ${stateName}`;

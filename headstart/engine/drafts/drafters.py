@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headstart.cache import KVCacheManager, TokenSequence
-from headstart.tiers import Job
+from headstart.tiers.worker import Job
 
 _BORDER = -1  # between the tokens of two requests
 _MATCH = 3  # tokens that must be equal before a draft

@@ -1,7 +1,8 @@
-"""Autoregressive stages: an `EngineCore` with a separate KV cache that passes rows to other stages.
+"""Autoregressive stages. Each runs an `EngineCore` with a separate KV cache.
 
-The engine calls the stage as its `EngineHooks`. A request waits until its inputs have arrived, its
-hits are limited to blocks with stored rows, and after each pass its rows are passed on.
+The engine calls the stage as its `EngineHooks`. A request waits until its inputs have arrived. Its
+prefix hit contains only blocks with stored rows. After each pass, the stage passes the request's
+new rows to later stages.
 
 The first stage has a request's prompt when the request arrives. A later stage receives rows: its
 prompt is complete when enough rows have arrived, and each further token waits for its row. Token
@@ -68,7 +69,7 @@ class Feed:
     """One request's inputs to one stage. By default all inputs are present from the start."""
 
     def take(self, source: str, event: OutputEvent | StageStarted) -> None:
-        """Take rows or block names from an earlier stage."""
+        """Take rows, or the identities of blocks, from an earlier stage."""
 
     def end(self, source: str) -> None:
         """Note that `source` will send no more rows."""
@@ -405,11 +406,13 @@ class EngineStage(Stage):
         parts = [
             ScheduledRows(part.request.sequence, part.start, part.stop) for part in batch.scheduled
         ]
-        names = {part.request.sequence: part.request.group.request_id for part in batch.scheduled}
+        request_ids = {
+            part.request.sequence: part.request.group.request_id for part in batch.scheduled
+        }
         outputs = self._join(parts, self._decoder.take_passes())
         self.ran(batch, outputs)
         for sequence, chunk in self.rows.computed(parts, outputs):
-            self.give(names[sequence], chunk)
+            self.give(request_ids[sequence], chunk)
 
     # Overridden by stages with more work per step
 
@@ -475,7 +478,7 @@ class EngineStage(Stage):
         self._events.append(StageStarted(request_id, length, manager.block_size, names))
 
     def _join(self, parts: list[ScheduledRows], passes: list[HostCopy]) -> Mapping[str, Tensor]:
-        """Wait for a step's outputs and concatenate those of its passes.
+        """Wait for the outputs of a step's passes, and concatenate them.
 
         In deterministic mode a step has many passes, and each computes a whole block of one
         sequence. Only the rows of scheduled tokens are used.

@@ -33,7 +33,9 @@ from headstart.omni.stage_decoder import StageCheckpoint, StageDecoder
 
 
 class OmniModel:
-    """A checkpoint of an omni model in transformers' modules. Makes stages, and prompts for them.
+    """A checkpoint of an omni model, loaded in transformers' modules.
+
+    Makes the pipeline's stages, and prepares prompts for these stages.
 
     kind: the model's class in transformers. audio, codes: the outputs with the waveform and the
     codes. spelling: placeholder texts, by the kind of item ("audio" or "image"). The stage `talker`
@@ -66,8 +68,8 @@ class OmniModel:
             self.voices = self._load_voices(folder)
             if not self.voices:
                 raise DamagedModelError(f"{folder} has no voices")
-            # Call the base class's method: a class's own method may read voices, and then returns
-            # no loading report.
+            # Call `from_pretrained` of the base class. The override in Qwen2.5-Omni's class also
+            # reads the voices, and does not return the loading report.
             load = super(self.kind, self.kind).from_pretrained  # type: ignore[misc]
             loaded: Any = load_weights(load, folder, config=self.config, **options)
         self._whole = loaded.to(target_device).eval()
@@ -118,11 +120,13 @@ class OmniModel:
                 encoded = self._encoded.recall(digest, partial(self.encode, item), salt)
             except (RuntimeError, ValueError, IndexError) as error:  # features of another model
                 raise RequestError(
-                    f"an {item.kind} cannot be encoded: {type(error).__name__}: {error}"
+                    f"the {item.kind} at token {item.offset} cannot be encoded: "
+                    f"{type(error).__name__}: {error}"
                 ) from error
             if len(encoded) != item.length:
                 raise RequestError(
-                    f"an {item.kind} of {item.length} placeholders became {len(encoded)} embeddings"
+                    f"the {item.kind} at token {item.offset} has {item.length} placeholders, and "
+                    f"{len(encoded)} embeddings"
                 )
             rows.append(PlacedRows(item.offset, encoded))
         extras = None
@@ -142,7 +146,7 @@ class OmniModel:
         stage = EngineStage(node.spec, decoder, feed, config, self._cache, self.tokenizer)
         tiers = stage.engine.tiers
         if tiers is not None:
-            self._encoded.keep(tiers.image_loads, stage.engine.manager.hasher.model)
+            self._encoded.add_store(tiers.image_loads, stage.engine.manager.hasher.model)
         return stage
 
     def voice(self, request: OmniRequest) -> str:
@@ -191,7 +195,7 @@ class OmniModel:
         raise NotImplementedError
 
     def _sound_lengths(self, counts: Tensor) -> Tensor:
-        """Return the number of embeddings of each sound. counts: its number of frames."""
+        """Return each sound's number of embeddings. counts: each sound's number of frames."""
         raise NotImplementedError
 
     def _rope_model(self, *, of_talker: bool) -> Any:

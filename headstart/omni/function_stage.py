@@ -5,8 +5,8 @@
     FramesStage   causal: runs block by block as codes arrive. The cache key of a block's frames is
                   the content of all codes up to the block's end.
 
-Both return the same bits with and without the cache. In both cases, a `FramesStage` divides the
-codes into the same blocks.
+The results are bit-identical with and without the cache. A `FramesStage` therefore runs block by
+block even without the cache.
 """
 
 import time
@@ -60,12 +60,12 @@ class _State:
 
 
 class _FunctionStage(Stage):
-    """The base of both classes. Collects the inputs of requests. An error ends one request."""
+    """The base of both classes. Collects the inputs of requests. An error ends only its request."""
 
     def __init__(self, spec: StageSpec, cache: OutputCache | None) -> None:
         if spec.autoregressive:
             raise ConfigError(
-                f"stage {spec.name!r} is a function and is declared autoregressive; allowed: false"
+                f"stage {spec.name!r} is a function, but autoregressive is true; allowed: false"
             )
         self.spec = spec
         self._cache = cache if spec.enable_prefix_caching else None
@@ -189,10 +189,11 @@ class FramesPlan:
     A code's frames depend on the earlier codes of its segment and on `context` codes before the
     segment.
 
-    function: maps `(request, codes [n, ...], context)` to the frames of all codes after the first
-    `context`. block: codes per call. segment: codes per segment, a multiple of `block`; None makes
-    each block a segment. identity: returns a digest of everything that a request's frames
-    depend on, except the codes. Raises ConfigError if the segment is not a multiple of the block.
+    function: takes `(request, codes [n, ...], num_skipped)`, and returns the frames of all codes
+    after the first `num_skipped`. block: codes per call. segment: codes per segment, a multiple of
+    `block`; None makes each block a segment. identity: returns a digest of everything that a
+    request's frames depend on, except the codes. Raises ConfigError if the segment is not a
+    multiple of the block.
     """
 
     function: Callable[[OmniRequest, Tensor, int], Tensor]

@@ -130,7 +130,7 @@ class Media:
         """Expand a prompt to one placeholder per embedding; return its token ids and its items.
 
         `token_ids` may have one placeholder per item, or one per embedding. Raises RequestError for
-        another number of placeholders.
+        any other number of placeholders.
         """
         expanded, placed = list(token_ids), []
         contents = {"audio": self._audios(features), "image": self._images(features)}
@@ -184,13 +184,13 @@ class Media:
         side = self.merge_size
         if grids.shape[-1] != 3 or (grids < 1).any() or (grids[:, 1:] % side).any():
             raise RequestError(
-                f"image_grid_thw is {describe(grids.tolist())}; allowed: frames, height and width "
-                f"of each image, in patches, height and width multiples of {side}"
+                f"image_grid_thw is {describe(grids.tolist())}; allowed: a row (frames, height, "
+                f"width) for each image, in patches, with multiples of {side} as height and width"
             )
         patches = grids.prod(-1).tolist()
         if sum(patches) != len(features["pixel_values"]):
             raise RequestError(
-                f"the image grids make {sum(patches)} patches; "
+                f"the image grids have {sum(patches)} patches; "
                 f"pixel_values have {len(features['pixel_values'])}"
             )
         patch_groups = torch.split(features["pixel_values"], patches)

@@ -45,8 +45,8 @@ class Omni:
     pipeline: a graph in TOML that replaces the model's graph; the `options` of a stage are fields
     of `EngineConfig`. cache_bytes: size limit of the stage-output store. options: default options
     of all engines. `enable_prefix_caching=False` disables the caches of all stages. `num_threads`
-    applies to the process. With `cache_dir`, later processes reuse the K/V and outputs of this one.
-    Options without effect in a pipeline are refused.
+    applies to the process. With `cache_dir`, later processes reuse the K/V and outputs of this
+    process. Options without effect in a pipeline are refused.
     """
 
     def __init__(

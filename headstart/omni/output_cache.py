@@ -166,7 +166,10 @@ class OutputCache:
         self._prune(node)
 
     def drop(self, stage: str, name: str) -> None:
-        """Drop all rows of an output that is not aligned by token; hits no longer need it."""
+        """Drop all rows of an output that turned out not to be aligned by token.
+
+        Later hits do not require this output.
+        """
         for node, entry in [key for key in self._order if key[1] == name]:
             top: PrefixNode = node
             while top.parent is not None and top.parent.parent is not None:
@@ -195,7 +198,9 @@ class OutputCache:
             )
             for name, rows in node.rows.items():
                 sizes_of_rows[node, name] = rows.nbytes + ENTRY_BYTES
-                assert rows.untyped_storage().nbytes() == rows.nbytes, "rows hold other memory"
+                assert rows.untyped_storage().nbytes() == rows.nbytes, (
+                    "rows are a view of a larger storage"
+                )
         assert sizes_of_rows == dict(self._order), "the eviction order does not match the rows"
         total = sum(node.nbytes for node in self._nodes())
         assert self._bytes == total, "the bytes are counted wrong"
@@ -283,10 +288,10 @@ class ContentCache:
         self._store: ImageLoads | None = None
         self._model = ""
 
-    def keep(self, store: ImageLoads, model: str) -> None:
+    def add_store(self, store: ImageLoads, model: str) -> None:
         """From now on, also save tensors in a store that outlives the process.
 
-        model: the fingerprint of everything that a tensor depends on, except the digest.
+        model: the fingerprint of the model that computes the tensors.
         """
         self._store, self._model = store, model
 

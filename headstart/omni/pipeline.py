@@ -1,7 +1,7 @@
 """Pipelines: stages in an acyclic graph; each output goes to the stages that take it.
 
 A step of the pipeline runs one step of each stage that has work, in topological order. Outputs
-reach later stages at once, so a talker speaks while its thinker still generates, and stages work on
+reach later stages immediately, so a talker speaks while its thinker still generates. Stages work on
 different requests at the same time. A driver's thread runs the steps. A request that fails in one
 stage ends in all stages and frees its memory; other requests continue.
 

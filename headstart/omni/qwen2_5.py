@@ -5,7 +5,7 @@ thinker's rows. token2wav makes a waveform from codes and a voice. The talker's 
 constant codec tokens; the content is in the thinker's rows:
 
     position   0 ......... T-1   T         T+1       T+2       T+3  ...
-    token      mask ..... mask   lead[0]   lead[1]   code 0    code 1
+    token      mask ..... mask   pad       start     code 0    code 1
     row        thinker's prompt  bos       answer 0  answer 1  answer 2 ... eos  pad  pad ...
 
 From position T on, the token's embedding is added to the row. The talker's prompt is complete when
@@ -64,9 +64,9 @@ class _Cached(nn.Module):
 class CodecTalkerFeed(TalkerFeed):
     """One request's feed. The thinker must be one row ahead of the talker.
 
-    mask_id, lead_ids: the prompt's token ids. embed: maps token ids int64 `[n]` to embeddings `[n,
-    width]`. positions: the rotary positions of the thinker's prompt and of `lead_ids`. limit:
-    maximum number of tokens.
+    mask_id, lead_ids: the prompt's token ids; `lead_ids` are the last two. embed: maps token ids,
+    int64 `[n]`, to embeddings `[n, width]`. positions: the rotary positions of the thinker's prompt
+    and of `lead_ids`. limit: maximum number of tokens.
     """
 
     mask_id: int
@@ -194,7 +194,7 @@ class Qwen25Omni(OmniModel):
                 give=lambda tensors: {},
                 eos_token_ids=frozenset(self.end_codes),
                 project=self._talker.thinker_to_talker_proj,
-                hidden_ids=(self.talker_config.tts_codec_start_token_id,),
+                suppressed_ids=(self.talker_config.tts_codec_start_token_id,),
                 checkpoint=self.checkpoint,
             )
         )
@@ -264,7 +264,10 @@ class Qwen25Omni(OmniModel):
         return stage
 
     def _talker_positions(self, prompt: SpokenPrompt, bos: int) -> RotaryPositions | None:
-        """Return the thinker's rotary positions of its prompt and two more text tokens."""
+        """Return the rotary positions of the thinker's prompt and of two more text tokens.
+
+        Return None for a prompt without audio and images, whose positions are consecutive.
+        """
         if prompt.prepared.extras is None:
             return None
         ids = [*prompt.prepared.token_ids, bos, bos]

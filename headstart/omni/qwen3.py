@@ -409,7 +409,7 @@ class Qwen3Omni(OmniModel):
                 head=self._talker.codec_head,
                 give=lambda tensors: {"hidden": tensors.hidden},
                 eos_token_ids=frozenset([end]),
-                hidden_ids=tuple(sorted(suppressed)),
+                suppressed_ids=tuple(sorted(suppressed)),
                 checkpoint=self.checkpoint,
             )
         )
@@ -466,7 +466,8 @@ class Qwen3Omni(OmniModel):
     def encode(self, placed: PlacedItem) -> Tensor:
         """Return the rows of an item's placeholders, `[length, hidden * (1 + deep layers)]`.
 
-        A row is an embedding, followed by rows to add after the first layers (zeros for audio).
+        A row is the placeholder's embedding, followed by the vectors that are added after the
+        first layers. For audio these vectors are zeros.
         """
         content = self._on_device(placed.content)
         with torch.inference_mode():

@@ -38,7 +38,7 @@ class ScheduledRows(NamedTuple):
 
 @dataclass(slots=True)
 class _Tail:
-    """Rows of one output after the last whole block, or since the request was admitted."""
+    """Computed rows of one output, for tokens `start` to `stop - 1`, that fill no block yet."""
 
     start: int
     stop: int
@@ -94,7 +94,8 @@ class StageRows:
         self._taken = outputs
         by_token = (name for name, output in self._outputs.items() if output.alignment.is_by_token)
         self._has_outputs = any(map(self._is_taken, by_token))
-        self._gives_rows = self._has_outputs or self._find_outputs  # until the first step
+        # Undeclared outputs are unknown until the first step.
+        self._gives_rows = self._has_outputs or self._find_outputs
 
     def _is_taken(self, name: str) -> bool:
         return self._taken is None or name in self._taken
@@ -121,10 +122,10 @@ class StageRows:
 
         Changes nothing. Blocks below the watermark need no rows. Other blocks need rows in the
         store, or must be computed by this step. With undeclared outputs, blocks of this step are
-        not usable: an output that first appears in this step has no rows for the blocks' earlier
-        tokens. While an alignment is undecided, stored rows are usable only if this request's pass
-        decides the alignment, before the rows are passed on. This requires that the request runs
-        alone and computes fewer tokens than every earlier pass.
+        not usable. If an output first appears in this step, it has no rows for tokens that earlier
+        steps computed. While an alignment is undecided, stored rows are usable only if this
+        request's pass decides the alignment, before the rows are passed on. This requires that the
+        request runs alone and computes fewer tokens than every earlier pass.
         """
         count = len(found.blocks)
         if not self._gives_rows:
@@ -362,7 +363,8 @@ class _BlockLayout(NamedTuple):
 class TierRows:
     """The declared rows of one stage as bytes for the tiers of its engine; a `BlockRows`.
 
-    like: the stage's outputs for one token, `[ratio, ...]`. store_name: its name in `cache`.
+    like: the stage's outputs for one token, `[ratio, ...]`. store_name: the stage's name in
+    `cache`.
     """
 
     def __init__(

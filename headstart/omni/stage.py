@@ -162,7 +162,7 @@ TOKENS = "tokens"
 
 
 class Input(NamedTuple):
-    """One output of one stage."""
+    """An output of one stage that another stage or the user takes."""
 
     stage: str
     output: str

@@ -111,11 +111,11 @@ class StageParts:
 
     text_model: the layers and token embeddings. head: maps hidden rows to logits. give: returns the
     outputs of a pass, `[tokens, ...]` by name. project: maps embeddings to the text model's width.
-    needs_layers: `give` reads `layers`. hidden_ids: tokens that are never sampled. num_deep: after
-    each of the first `num_deep` layers, a further row of the image is added to the hidden state
-    (DeepStack, https://arxiv.org/abs/2406.04334). So an image token's input row is its embedding
-    followed by `num_deep` rows of the same width. checkpoint: the checkpoint of the whole model;
-    None for a model in memory.
+    needs_layers: `give` reads `layers`. suppressed_ids: tokens that are never sampled. num_deep:
+    after each of the first `num_deep` layers, a further row of the image is added to the hidden
+    state (DeepStack, https://arxiv.org/abs/2406.04334). So an image token's input row is its
+    embedding followed by `num_deep` rows of the same width. checkpoint: the checkpoint of the whole
+    model; None for a model in memory.
     """
 
     text_model: PreTrainedModel
@@ -124,7 +124,7 @@ class StageParts:
     eos_token_ids: frozenset[int] = frozenset()
     project: nn.Module | None = None
     needs_layers: bool = False
-    hidden_ids: tuple[int, ...] = ()
+    suppressed_ids: tuple[int, ...] = ()
     num_deep: int = 0
     checkpoint: StageCheckpoint | None = None
 
@@ -153,7 +153,9 @@ class StageDecoder(TransformersDecoder):
         self._parts, self.eos_token_ids = parts, parts.eos_token_ids
         self._passes: list[HostCopy] = []
         self._begin_copy = host_copies(self.device)
-        self._hidden_ids = torch.tensor(parts.hidden_ids, dtype=torch.int64, device=self.device)
+        self._suppressed_ids = torch.tensor(
+            parts.suppressed_ids, dtype=torch.int64, device=self.device
+        )
 
     def take_passes(self) -> list[HostCopy]:
         """Return the outputs of each pass since the last call."""
@@ -218,8 +220,8 @@ class StageDecoder(TransformersDecoder):
             outputs = parts.give(PassTensors(embedded, is_own, layers, hidden))
             self._passes.append(self._begin_copy(outputs))  # overlaps with the head
             logits: Tensor = parts.head(hidden.index_select(0, logit_rows)).float()
-            if parts.hidden_ids:
-                logits.index_fill_(1, self._hidden_ids, -torch.inf)
+            if parts.suppressed_ids:
+                logits.index_fill_(1, self._suppressed_ids, -torch.inf)
         return logits
 
     def _deep_rows(self, embeddings: EmbeddingOverlay | None, is_own: Tensor) -> dict[str, Any]:

@@ -248,7 +248,7 @@ _BATCH = 32
 class ModelState(NamedTuple):
     """A model's blocks in a folder.
 
-    hits: number of loaded blocks. saved_seconds: the time to compute the loaded blocks. made: the
+    hits: number of loads of the blocks. saved_seconds: the time that these loads saved. made: the
     time when the oldest block was saved. used: the time of the last use of any block. Both times
     are in seconds since 1970.
     """

@@ -65,9 +65,9 @@ class DiskStore:
         self._to_truncate: set[ModelRecord] = set()  # models whose files must be truncated
         self._files: dict[Path, SlotFile] = {}
         # Two connections, so that a lookup does not wait for a save.
-        self._reading, self._writing = threading.RLock(), threading.RLock()
-        self._opening = threading.Lock()
-        self._opened: dict[str, DiskIndex] = {}  # by purpose, "lookups" or "changes"
+        self._lookup_lock, self._change_lock = threading.RLock(), threading.RLock()
+        self._files_lock = threading.Lock()
+        self._indexes: dict[str, DiskIndex] = {}  # by purpose, "lookups" or "changes"
         self._closed = False
         self._is_read_only = not make_folder(folder)
         with self._guard():
@@ -80,20 +80,20 @@ class DiskStore:
 
     def find(self, names: Sequence[BlockHash]) -> int:
         if not self._lacks_index:
-            with self._guard(), self._reading:
+            with self._guard(), self._lookup_lock:
                 return len(self._open("lookups").find(names))
         return 0
 
     def first(self, names: Sequence[BlockHash]) -> int:
         if not self._lacks_index:
-            with self._guard(), self._reading:
+            with self._guard(), self._lookup_lock:
                 stored = self._open("lookups").find_any(names)
                 return next((i for i, name in enumerate(names) if name in stored), len(names))
         return len(names)
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
         with self._guard():
-            with self._reading:
+            with self._lookup_lock:
                 slots = self._open("lookups").find(names)
                 if not slots:
                     return
@@ -118,7 +118,7 @@ class DiskStore:
 
     def _save(self, blocks: Sequence[StoredBlock]) -> int | None:
         """Save blocks; return the number of new ones, or None if the folder or its index failed."""
-        with self._guard(), self._writing:
+        with self._guard(), self._change_lock:
             saved = 0
             self._limit = self._max_bytes
             self._new.clear()
@@ -164,7 +164,7 @@ class DiskStore:
         """Return a slot for a block that was last used at `used`; evict other blocks if necessary.
 
         Return None if all other blocks were used later. Also return None if the disk lacks space
-        for a change of the index. Then a block would be evicted, but the new block not be saved.
+        for a change of the index: after evicting a block, the new block could not be listed.
         """
         size = slot_bytes(self.model.block_bytes)
         if self._free_space() < _INDEX_RESERVE:
@@ -244,14 +244,14 @@ class DiskStore:
                     self._file(record).truncate(count)
                     continue
                 path = slot_path(self.folder, record)
-                with self._opening:
+                with self._files_lock:
                     self._files.pop(path, None)
                 path.unlink(missing_ok=True)
                 index.forget_model(model)
 
     def touch(self, names: Sequence[BlockHash]) -> None:
         if not self._is_read_only:
-            with self._guard(), self._writing:
+            with self._guard(), self._change_lock:
                 index = self._open("changes")
                 with index.changing():
                     index.touch(names, slot_bytes(self.model.block_bytes))
@@ -259,7 +259,7 @@ class DiskStore:
     def remove(self, names: Sequence[BlockHash]) -> int:
         """Remove blocks; return the number of blocks that were stored."""
         removed = 0
-        with self._guard(), self._writing, self._changing() as index:
+        with self._guard(), self._change_lock, self._changing() as index:
             for name in names:
                 if (block := index.block(name)) is not None:
                     self._remove_block(index, block)
@@ -268,7 +268,7 @@ class DiskStore:
 
     def clear(self) -> bool:
         if not self._is_read_only:
-            with self._guard(), self._writing:
+            with self._guard(), self._change_lock:
                 with self._changing() as index:
                     if (model := self._model_id(index)) is not None:
                         index.drop_blocks(model)
@@ -288,7 +288,7 @@ class DiskStore:
         """Read a block that another process may have moved; remove it if it cannot be read."""
         if self._is_read_only:
             return None
-        with self._writing, self._changing() as index:
+        with self._change_lock, self._changing() as index:
             block = index.block(name)
             if block is None:
                 return None
@@ -302,7 +302,7 @@ class DiskStore:
             return None
 
     def close(self) -> None:
-        with self._reading, self._writing:
+        with self._lookup_lock, self._change_lock:
             self._closed = True
             self._close_indexes()
             for file in self._files.values():
@@ -332,9 +332,9 @@ class DiskStore:
 
     def _rebuild(self) -> None:
         try:
-            with self._reading, self._writing:
+            with self._lookup_lock, self._change_lock:
                 self._require_open()
-                broken = {index.inode for index in self._opened.values()}
+                broken = {index.inode for index in self._indexes.values()}
                 self._close_indexes()
                 describe_model(self.folder, self.model)
                 rebuild_index(self.folder, broken)
@@ -348,7 +348,7 @@ class DiskStore:
         """Describe the model; raise ValueError if the index lacks a model whose file has blocks."""
         if self._lacks_index:
             return
-        with self._writing:
+        with self._change_lock:
             index = self._open("changes")
             with index.changing():
                 if not self._is_read_only:
@@ -364,19 +364,19 @@ class DiskStore:
                     SlotFile.prepare_reading()
 
     def _open(self, name: str) -> DiskIndex:
-        """Return the connection for "lookups" or "changes"; call with `_reading` or `_writing`."""
+        """Return the connection for "lookups" or "changes". Call with its lock held."""
         self._require_open()
-        self._opened[name] = reopen(self.folder, self._opened.pop(name, None))
-        return self._opened[name]
+        self._indexes[name] = reopen(self.folder, self._indexes.pop(name, None))
+        return self._indexes[name]
 
     def _require_open(self) -> None:
         if self._closed:
             raise _Closed
 
     def _close_indexes(self) -> None:
-        for index in self._opened.values():
+        for index in self._indexes.values():
             index.close()
-        self._opened.clear()
+        self._indexes.clear()
 
     def _model_id(self, index: DiskIndex) -> int | None:
         """Return the model's id; None while it has no blocks."""
@@ -386,7 +386,7 @@ class DiskStore:
 
     def _file(self, record: ModelRecord) -> SlotFile:
         path = slot_path(self.folder, record)
-        with self._opening:
+        with self._files_lock:
             file = self._files.get(path)
             if file is None or not file.is_in_place:
                 file = SlotFile(path, record.block_bytes, read_only=self._is_read_only)

@@ -44,8 +44,8 @@ def is_accepted(state: os.stat_result) -> bool:
 def open_file(path: Path, flags: int, *, create: bool = False) -> int:
     """Return the descriptor of an accepted file.
 
-    create: replace anything but an accepted file by a new file; a link's target stays. Raises
-    OSError. Without `create`, raises FileNotFoundError if there is no accepted file.
+    create: replace anything but an accepted file by a new file; a link's target is not changed.
+    Raises OSError. Without `create`, raises FileNotFoundError if there is no accepted file.
     """
     for _ in range(_ATTEMPTS):
         with suppress(FileNotFoundError):
@@ -140,7 +140,7 @@ class SlotFile:
     """
 
     def __init__(self, path: Path, block_bytes: int, *, read_only: bool = False) -> None:
-        self._fd = -1  # for `__del__`, as the next line raises if the index is damaged
+        self._fd = -1  # for `__del__`: the next line raises for a size from a damaged index
         self.slot_bytes = slot_bytes(block_bytes)
         self._path = path
         self._fd = open_file(path, os.O_RDONLY if read_only else os.O_RDWR, create=not read_only)

@@ -160,7 +160,7 @@ class DiskIndex:
             self._execute(self._begin)
             yield
             self._execute("COMMIT")
-        except BaseException:  # a failed COMMIT too would leave the index locked
+        except BaseException:  # without ROLLBACK, a failed COMMIT would leave the index locked
             if self._connection.in_transaction:
                 self._execute("ROLLBACK")
             raise
@@ -299,33 +299,33 @@ class DiskIndex:
         could not be found without their parent. A block with a last use in the future is also a
         candidate: the system's clock was set back.
         """
-        continued: list[tuple[int, BlockHash]] = []
+        parents: list[tuple[int, BlockHash]] = []
         rows = self._execute(  # only columns of the index `order_of_eviction`
             "SELECT name, worth, depth, EXISTS "
-            "(SELECT 1 FROM blocks AS next WHERE next.parent = block.name) AS is_continued "
-            "FROM blocks AS block WHERE is_continued OR used < ? OR used > ? "
+            "(SELECT 1 FROM blocks AS next WHERE next.parent = block.name) AS has_children "
+            "FROM blocks AS block WHERE has_children OR used < ? OR used > ? "
             "ORDER BY worth, used, depth DESC",
             (before, time.time()),
         )
-        for name, worth, depth, is_continued in rows:
-            if is_continued:
-                continued.append((depth, name))
+        for name, worth, depth, has_children in rows:
+            if has_children:
+                parents.append((depth, name))
                 continue
             rows.close()  # an open query would see the changes below
-            self._place_behind(continued)
+            self._place_behind(parents)
             block = self.block(name)
             if block is None:
                 raise ValueError("the order of eviction has a missing block")
             return block, worth
         return None
 
-    def _place_behind(self, continued: list[tuple[int, BlockHash]]) -> None:
-        """Place blocks, given as (depth, name), after their children in the eviction order.
+    def _place_behind(self, parents: list[tuple[int, BlockHash]]) -> None:
+        """Place `parents`, given as (depth, name), after their children in the eviction order.
 
-        They cannot be evicted before their children. If they came earlier in the order, each
+        Parents cannot be evicted before their children. If parents came earlier in the order, each
         eviction would read all their rows.
         """
-        for _, name in sorted(continued, reverse=True):  # the end of a prompt first
+        for _, name in sorted(parents, reverse=True):  # the end of a prompt first
             self._execute(
                 "UPDATE blocks AS block SET (worth, used) = "
                 "(SELECT max(block.worth, max(next.worth)), max(block.used, max(next.used)) "
@@ -365,7 +365,8 @@ def make_folder(folder: Path) -> bool:
     """Make a folder that only its owner may enter; return True if it can be written.
 
     If other users could write an existing folder, its files are removed. Raises ConfigError if the
-    folder cannot be used, or if it has files but no file of headstart: its mode must not change.
+    folder cannot be used, or if it has files but no file of headstart. The mode of such a
+    folder must not be changed.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ class StateSearch:
     rest: Iterator[StateName] = field(default_factory=lambda: iter(()))
 
     def count_blocks(self, position: int) -> int:
-        """Return the number of blocks that need not be computed with a state at `position`."""
+        """Return the number of blocks that are skipped if a state at `position` is loaded."""
         return -(-(position - self.span.start) // self.block_size)
 
 
@@ -90,8 +90,8 @@ class LoadJob(Job):
         return bool(self.count or (self.state is not None and self.state.found))
 
     @property
-    def saved_blocks(self) -> int:
-        """Number of blocks that are not computed once everything has arrived."""
+    def skipped_blocks(self) -> int:
+        """Number of blocks that are skipped once everything has arrived."""
         state = self.state
         if state is None:
             return self.count
@@ -146,7 +146,7 @@ class Loader:
     ) -> LoadJob:
         """Look up these blocks, and load the number of blocks that `choose` returns.
 
-        With a state, `choose` takes the number of blocks that are not computed if it is loaded.
+        With a state, `choose` takes the number of blocks that are skipped if the state is loaded.
         """
         job = LoadJob(self._look_up, names=names, choose=choose, state=state)
         self._lookups.submit(job)
@@ -190,7 +190,7 @@ class Loader:
         self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
-        """Wait until, since the last call, blocks arrived, or a job ended or lacked space."""
+        """Wait until blocks have arrived, or a job ended or lacked space, since the last call."""
         with self._changed:
             wait_for(self._workers, lambda: self._has_news or self._loads.is_closed, timeout)
             self._has_news = False
@@ -232,7 +232,7 @@ class Loader:
             state.num_stored, state.rest = num_stored, state.candidates(num_stored)
         self._choose(job, num_stored)
         job.lookup_seconds = job.spent
-        job.limit = self._limit(job.saved_blocks)
+        job.limit = self._limit(job.skipped_blocks)
         if not job.has_work:
             return False
         job.work = self._load
@@ -255,7 +255,7 @@ class Loader:
                 continue
             state.rest = chain(names[index + 1 :], state.rest)
             state.found = names[index]
-            if job.choose(job.saved_blocks) > 0:
+            if job.choose(job.skipped_blocks) > 0:
                 job.count = state.found.num_blocks
             else:
                 state.found = None
@@ -278,14 +278,14 @@ class Loader:
                     return True
                 break
         if job.nbytes:
-            num_saved = job.num_loaded if job.state is None else job.saved_blocks
-            self._note_rate(num_saved, job.nbytes, job.spent - job.lookup_seconds)
+            num_skipped = job.num_loaded if job.state is None else job.skipped_blocks
+            self._note_rate(num_skipped, job.nbytes, job.spent - job.lookup_seconds)
         elif job.time_left() <= 0:
             self._note_rate(job.count, 0, job.spent)
         return False
 
     def _load_state(self, job: LoadJob, state: StateSearch) -> bool:
-        """Load a job's state unless it has arrived; return True if the job must be continued.
+        """Load a job's state unless it has arrived; return True if the job has more to load.
 
         If the state is damaged, load the next deepest one.
         """
@@ -328,7 +328,7 @@ class Loader:
             return True
 
     def _note_rate(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Average a measurement into the rate; if loading was slower than computing, replace it."""
+        """Update the average rate; if loading took longer than computing, replace the average."""
         rate = max(nbytes / max(seconds, 1e-9), _LEAST_RATE)
         if self.rate is None or (rate < self.rate and seconds > self._compute(blocks)):
             self.rate = rate

@@ -46,8 +46,8 @@ class _GivenUpError(BaseException):
 class _Call:
     """A call of a store.
 
-    seconds: its deadline. is_load: if the deadline is shorter than `DEADLINE`, a late call does not
-    pause the store.
+    seconds: its deadline. is_load: True if the call reads a chunk of a load. If such a call is
+    late, and its deadline was shorter than `DEADLINE`, the store is not paused.
     """
 
     store: "GuardedStore"
@@ -223,8 +223,8 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread | No
 class GuardedStore:
     """A store whose calls by jobs have a deadline.
 
-    answers ──late or failing──▶ pauses for 5 s to 5 min ──▶ answers
-       └──late──▶ stuck until the call has returned ──▶ answers
+    After a late call, the store is not called until the late call has returned. It is also paused
+    for 5 s to 5 min, unless the late call was a load with a deadline shorter than `DEADLINE`.
     """
 
     def __init__(self, store: BlockStore) -> None:

@@ -111,7 +111,7 @@ class Speech:
                 head=codes.lm_head,
                 give=lambda tensors: {},
                 eos_token_ids=frozenset([3]),
-                hidden_ids=(MASK, PAD, BOS),
+                suppressed_ids=(MASK, PAD, BOS),
             )
         )
         self.talker = EngineStage(

@@ -386,7 +386,7 @@ def test_a_disk_that_blocks_costs_no_answer(
     real = getattr(DiskStore, method)
 
     def block(store: DiskStore, *arguments: Any) -> Any:
-        with store._reading:  # as a thread in a system call holds it
+        with store._lookup_lock:  # as a thread in a system call holds it
             assert unblocked.wait(60)
         return real(store, *arguments)
 

@@ -78,7 +78,7 @@ def test_a_late_call_opens_nothing_of_a_closed_folder(tmp_path: Path) -> None:
     assert not store.clear()
     store.touch(names(range(4)))
     store.forget_damaged(names(range(4)))
-    assert not store._files and not store._opened
+    assert not store._files and not store._indexes
     assert not store.faults.counts
     with closing(disk(tmp_path)) as again:
         assert held(again, range(8)) == 4

@@ -59,7 +59,7 @@ def index_partial(pool: BlockPool, sequence: TokenSequence) -> None:
 
 
 def _drop_covered(pool: BlockPool, node: PrefixNode) -> None:
-    """Empty a free partial block whose rows are all in this node's block."""
+    """Drop the content of a free partial block if this node's block has all its rows."""
     covered = pool.index.covered_partial(node)
     if isinstance(covered, PartialNode) and covered.block and not covered.block.ref_cnt:
         pool.drop([covered.block])

@@ -260,8 +260,8 @@ def _opened(folder: str | None, *, new: bool = False, writes: bool = False) -> I
     """Yield the path of the folder. Raise CacheError if it or its index cannot be read.
 
     Print results outside of this context: inside, an output error would be reported as an error of
-    the folder. new: create the folder if it does not exist. writes: raise CacheError if
-    the folder is read-only.
+    the folder. new: create the folder if it does not exist. writes: raise CacheError if the folder
+    is read-only.
     """
     path = default_folder()
     if folder not in (None, "", "off"):

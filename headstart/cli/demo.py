@@ -62,7 +62,7 @@ def demo(svg: Path | None, model: str, **options: Any) -> None:
         )
         raise ConfigError(f"cannot write {svg}: {reason}")
     for name in ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"):
-        options.pop(name)  # it may be set in the environment, but the demo needs an empty cache
+        options.pop(name)  # the environment may set it; the demo needs an empty cache
     engine = sort_options(options).engine
     pool = {"num_blocks": POOL_TOKENS // max(1, engine.get("block_size", 16))}
     console = demo_console()

@@ -21,7 +21,7 @@ from headstart.cli.reply import RawWriter, printable
 
 _PARSER = MarkdownIt().disable("inline")  # `split_finished` needs only blocks
 _SPARE_ROWS = 2
-# Terminals do not report their background, so these are readable on black and on white.
+# Terminals do not report their background, so these colors are readable on black and on white.
 _BOLD, _BLUE, _GREEN, _PURPLE = "bold", "color(31)", "color(65)", "color(133)"
 _STYLES = {
     "markdown.code": f"bold {_BLUE}",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headstart.frontend.streams import RequestStream
 
 Content = str | list[dict[str, Any]]
-"""The content of a message: a text, or a list of OpenAI's parts if the message has images."""
+"""The content of a message: a text, or a list of OpenAI content parts if it has images."""
 
 _STDIN = "-"
 _MODEL_NAME = re.compile(
@@ -241,8 +241,8 @@ def names_model(prompt: str) -> bool:
 class Questions:
     """Prompts of `headstart run`, all about the same documents and images.
 
-    raw: complete the texts without the model's chat template. form: the format of the answers, if
-    it is prescribed.
+    raw: complete the texts without the model's chat template. form: the prescribed format of the
+    answers, if any.
     """
 
     texts: tuple[str, ...]
@@ -344,7 +344,8 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
 def _read_schema(path: Path) -> StructuredOutputsParams:
     """Return the answer format for a JSON schema in a file. Raises RequestError.
 
-    It excludes white space between JSON's tokens, which small models would generate endlessly.
+    The format excludes white space between JSON's tokens, since small models might generate white
+    space endlessly.
     """
     text = read_text(path)
     try:

@@ -106,7 +106,7 @@ _MORE_RAM = 1000  # MB for torch, the tokenizer, and buffers of a step
 def recommend() -> None:
     """List small models that chat, each with the command that downloads and runs it.
 
-    The RAM is an estimate that does not include cached prompts.
+    The RAM is an estimate, without the memory of cached prompts.
     """
     click.echo(f"{'download':>8}  {'RAM':>7}  {'license':<10}  command")
     for name, size, license in _RECOMMENDED:

@@ -331,7 +331,7 @@ class CachedShare:
         self._maps = [numpy.memmap(file, numpy.uint8, mode="r") for file in files]
 
     def read(self) -> float:
-        """Return the share, from 0 to 1, by a sample of pages. Raises OSError."""
+        """Return the share, from 0 to 1, estimated from a sample of pages. Raises OSError."""
         state, cached = (ctypes.c_ubyte * 1)(), 0.0
         for content in self._maps:
             pages = range(0, content.size, mmap.PAGESIZE)

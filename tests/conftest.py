@@ -137,8 +137,8 @@ TIER_LIMITS = {
     "drain_bytes": "tiers.transfers._DRAIN_BYTES",
     "remote_patience": "tiers.remote._TIMEOUT",
     "last_saves": "engine.tiering.tiers._LAST_SAVES",
-    "queued_bytes": "engine.tiering.tiers._QUEUED_BYTES",
-    "most_lookups": "engine.image_cache._MOST",
+    "queued_bytes": "engine.tiering.tiers._MAX_QUEUED_BYTES",
+    "most_lookups": "engine.image_cache._MAX_LOOKUPS",
 }
 
 

@@ -89,9 +89,9 @@ class Driver(Protocol):
     def awaited(self) -> AbstractContextManager[None]:
         """Return a context in which the caller waits for an answer.
 
-        Raises EngineError if the wait would never end. This is so in the engine's thread, in a
-        coroutine that the engine's work started, and in the work of another engine for which this
-        engine waits. The error is raised at the call or on entering the context.
+        Raises EngineError if the wait would never end. This is the case in the engine's thread,
+        in a coroutine that the engine's work started, and in the work of another engine for which
+        this engine waits. The error is raised at the call or on entering the context.
         """
 
     def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None:
@@ -115,9 +115,10 @@ class Driver(Protocol):
     def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; return its result.
 
-        An exception of `function` is raised here and does not reset the engine. So `function` must
-        leave the engine valid, like the methods of `EngineCore`. Raises EngineError if the engine
-        is closed or ends before the call, or if called in the engine's own thread.
+        The caller gets an exception that `function` raises, and the engine is not reset. So
+        `function` must leave the engine in a valid state even then, like the methods of
+        `EngineCore`. Raises EngineError if the engine is closed or ends before the call, or if
+        called in the engine's own thread.
         """
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:

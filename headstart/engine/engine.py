@@ -180,8 +180,8 @@ class EngineCore:
 
         If the model, a logits processor or the sampler fails, the step's requests end with an
         EngineError. If K/V or logits of a request are not finite, only that request ends. If an
-        image cannot be encoded, the requests that need it end, and the others wait again. Any other
-        exception ends all requests (`reset`).
+        image cannot be encoded, the requests that need it end, and the step's other requests are
+        queued again. Any other exception ends all requests (`reset`).
         """
         self.require_open()
         results: list[StepResult] = []

@@ -45,7 +45,7 @@ from headstart.models.decoder import ProcessedImage, VisionModel
 from headstart.tiers.transfers import ObjectStore
 from headstart.tiers.worker import Job, Worker
 
-_MOST = 16  # lookups at a time; further images are loaded within a step
+_MAX_LOOKUPS = 16  # lookups at a time; further images are loaded within a step
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -91,7 +91,7 @@ class ImageLoads:
         """Return True while an image is looked up; the first call starts the lookup."""
         job = self.lookups.get(key)
         if job is None:
-            if len(self.lookups) >= _MOST:
+            if len(self.lookups) >= _MAX_LOOKUPS:
                 return False
             job = self.lookups[key] = self._start(key)
         return not job.done

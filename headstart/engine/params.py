@@ -24,7 +24,7 @@ MAX_LOGPROBS = 1000
 MAX_ANSWERS = 64
 MAX_STOPS = 1024
 MAX_STOP_CHARACTERS = 2**14  # of all stop strings; the text is searched for them at each token
-_LEAST_TEMPERATURE = 1e-5
+_MIN_TEMPERATURE = 1e-5
 
 SEEDS = Number(int, -(2**63), 2**63 - 1)
 """Integers that a request or an engine may have as its seed."""
@@ -291,7 +291,7 @@ class SamplingParams:
 
         As in vLLM, this includes temperatures so low that logits divided by them may overflow.
         """
-        return self.temperature < _LEAST_TEMPERATURE
+        return self.temperature < _MIN_TEMPERATURE
 
     @property
     def changes_logits(self) -> bool:

@@ -52,9 +52,9 @@ from headstart.tiers.store import LoadedBlock, StoredBlock
 from headstart.tiers.transfers import Loader, LoadJob, Saver
 
 _BATCH = 32  # blocks that are copied and offered at once
-_LEAST_TOKENS = 32  # least tokens of a step whose speed is measured
+_MIN_TOKENS = 32  # steps with fewer tokens are not measured
 _WEIGHT = 0.3  # weight of the last step in the moving average
-_LONGEST_TEXT = 80  # characters stored with a block
+_MAX_TEXT = 80  # characters stored with a block
 
 BlockText = Callable[[Sequence[int]], str]
 """Returns the text of consecutive tokens of a prompt. Does not raise."""
@@ -127,7 +127,7 @@ def block_text(tokenizer: Tokenizer | None, is_on: bool) -> BlockText | None:
                 tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                 for ids in ([token_ids[0]], [token_ids[0], *token_ids])
             )
-            return str(text[len(anchor) : len(anchor) + _LONGEST_TEXT])
+            return str(text[len(anchor) : len(anchor) + _MAX_TEXT])
         except Exception:  # a tokenizer's error must not fail the step
             return ""
 
@@ -142,7 +142,7 @@ class ComputeRate:
 
     def add(self, tokens: int, seconds: float) -> None:
         """Add a step; steps with few tokens do not count, since they mostly decode."""
-        if tokens < _LEAST_TOKENS:
+        if tokens < _MIN_TOKENS:
             return
         rate = tokens / max(seconds, 1e-9)
         self.value = rate if self.value is None else self.value + _WEIGHT * (rate - self.value)

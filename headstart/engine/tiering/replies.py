@@ -19,8 +19,8 @@ from headstart.engine.request import Request, RequestGroup
 from headstart.tiers.transfers import ObjectStore
 from headstart.tiers.worker import Worker
 
-_LEAST = 16  # tokens; a shorter reply gains little
-_MOST = 2048  # tokens
+_MIN_TOKENS = 16  # tokens; a shorter reply gains little
+_MAX_TOKENS = 2048  # tokens
 _TOKEN = np.dtype("<u4")
 
 
@@ -41,7 +41,7 @@ class Replies:
     def queue(self, group: RequestGroup) -> None:
         """Look up the stored reply to a new request's prompt, in the worker's thread."""
         request, longest = group.requests[0], group.params.max_tokens
-        if longest is not None and longest < _LEAST:
+        if longest is not None and longest < _MIN_TOKENS:
             return
         identity = _identify(request.sequence, self.model, self.block_size)
         group.reply = StoredReply(self._load, identity=identity)
@@ -61,8 +61,8 @@ class Replies:
         reply, tokens = request.group.reply, request.sampling.output_token_ids
         if reply is None or reply.tokens or request.index or not request.group.params.is_stored:
             return
-        if request.finish_reason in ("stop", "length") and len(tokens) >= _LEAST:
-            data = np.array(tokens[:_MOST], dtype=_TOKEN).tobytes()
+        if request.finish_reason in ("stop", "length") and len(tokens) >= _MIN_TOKENS:
+            data = np.array(tokens[:_MAX_TOKENS], dtype=_TOKEN).tobytes()
             self.objects.save(reply.identity[:32], _mask(data, reply.identity), seconds)
 
 

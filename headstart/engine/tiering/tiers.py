@@ -22,8 +22,8 @@ from headstart.tiers.store import SILENT, SLOW, BlockStore, Faults, LoadedBlock
 from headstart.tiers.transfers import STATES_AT_ONCE, Loader, ObjectStore, Saver
 from headstart.tiers.worker import GuardedStore, StoreChain, Worker
 
-_QUEUED_BYTES = 256 << 20  # limit of each queue: blocks to save, blocks to take in
-_LEAST_QUEUED_BYTES = 16 << 20
+_MAX_QUEUED_BYTES = 256 << 20  # limit of each queue: blocks to save, blocks to take in
+_MIN_QUEUED_BYTES = 16 << 20
 _QUEUE_SHARE = 4  # a queue is the pool's bytes divided by this, between these limits
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
 _LAST_SAVES = 10.0  # seconds that closing may take, and that clearing waits for the current save
@@ -114,7 +114,7 @@ class Tiers:
     @staticmethod
     def bound_queue(pool_bytes: int) -> int:
         """Return the limit of a queue, in bytes, for a pool of this size."""
-        return min(max(pool_bytes // _QUEUE_SHARE, _LEAST_QUEUED_BYTES), _QUEUED_BYTES)
+        return min(max(pool_bytes // _QUEUE_SHARE, _MIN_QUEUED_BYTES), _MAX_QUEUED_BYTES)
 
     @property
     def stats(self) -> TierStats:
@@ -223,7 +223,7 @@ class Tiers:
                     request.group.loaded = segments
 
     def _note_load(self, request: Request, blocks: list[LoadedBlock]) -> None:
-        """Note the blocks of a load; save them in the nearest tier if some are not in it."""
+        """Note the blocks of a load; save them in the nearest tier unless it has them all."""
         is_saved = all(block.tier == self._tiers[0].tier for block in blocks)
         self._note(_wall_time(request.group.arrival_time), is_saved=is_saved)
 

@@ -234,13 +234,13 @@ def _linear_of(layer: DecoderLayer, name: str) -> nn.Linear:
     return linear
 
 
-def make_step(about: Description, windows: int, length: int) -> LayerStep:
+def make_step(description: Description, windows: int, length: int) -> LayerStep:
     """Return a step over `windows` windows of `length` tokens each."""
     positions = torch.arange(length).repeat(windows)
     like = torch.empty(0)
     angles = {
         kind: AngleTable(frequencies, like)(positions)
-        for kind, frequencies in about.frequencies.items()
+        for kind, frequencies in description.frequencies.items()
     }
     return LayerStep(_Windows(length), angles)  # type: ignore[arg-type]
 
@@ -313,7 +313,7 @@ class QuantizationPlan:
 
     source: Path
     target: Path
-    about: Description
+    description: Description
     names: frozenset[str]
     tokens: Tensor
     text: str
@@ -321,7 +321,7 @@ class QuantizationPlan:
     @property
     def layers(self) -> int:
         """The number of layers."""
-        return len(self.about.shape.layers)
+        return len(self.description.shape.layers)
 
 
 class QuantizationResult(NamedTuple):
@@ -349,17 +349,17 @@ def plan_quantization(
         )
     source = find_folder(model)
     check_files(source)
-    about, names = _check_model(source)
+    description, names = _check_model(source)
     content = _read_text(text)
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
         raise ModelError(f"{source} has no tokenizer, which is needed to read the calibration text")
     name = "Python's help topics" if text is None else str(text)
-    tokens = cut_windows(content, name, tokenizer, about.max_model_len)
-    if int(tokens.max()) >= about.shape.vocab_size:
+    tokens = cut_windows(content, name, tokenizer, description.max_model_len)
+    if int(tokens.max()) >= description.shape.vocab_size:
         raise UnsupportedModelError(f"{source} has a tokenizer with more tokens than embeddings")
     return QuantizationPlan(
-        source=source, target=target, about=about, names=names, tokens=tokens, text=name
+        source=source, target=target, description=description, names=names, tokens=tokens, text=name
     )
 
 
@@ -383,29 +383,29 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
         )
     outline = Outline()
     try:
-        about, _ = describe_decoder(source)
-        if any(layer.mixer is not None for layer in about.shape.layers):
+        description, _ = describe_decoder(source)
+        if any(layer.mixer is not None for layer in description.shape.layers):
             raise UnsupportedLayerError(
                 "it has recurrent layers; allowed: attention in every layer (quantization at "
                 "load allows both)"
             )
-        if "model" in about.shape.names:
+        if "model" in description.shape.names:
             raise UnsupportedLayerError("it has parts other than a decoder; allowed: a text model")
-        if about.shape.value_norm:
+        if description.shape.value_norm:
             raise UnsupportedLayerError("it has a norm of values, which cancels any scaling of v")
-        DenseModules(about.shape, outline)
+        DenseModules(description.shape, outline)
         with SafetensorsCheckpoint(weight_files(source)) as checkpoint:
-            check_tensors(checkpoint, outline, about.shape.tied)
+            check_tensors(checkpoint, outline, description.shape.tied)
     except UnsupportedLayerError as error:
         raise UnsupportedModelError(f"{source} cannot be quantized: {error}") from error
-    shape = about.shape
+    shape = description.shape
     for width in (shape.hidden_size, shape.intermediate_size, shape.heads * shape.head_dim):
         if width % GROUP:
             raise UnsupportedModelError(
                 f"{source} has layers of {width} inputs; allowed: multiples of {GROUP}, the size "
                 "of a group (quantization at load allows any width)"
             )
-    return about, frozenset(outline.shapes)
+    return description, frozenset(outline.shapes)
 
 
 def quantize(
@@ -443,24 +443,24 @@ def _write_layers(
     writer: "_Writer",
     progress: Callable[[int], None],
 ) -> None:
-    about = plan.about
+    description = plan.description
     read = TorchReader(checkpoint, torch.float32, torch.device("cpu"))
-    step = make_step(about, *plan.tokens.shape)
+    step = make_step(description, *plan.tokens.shape)
     rows = checkpoint.tensor("model.embed_tokens.weight")[plan.tokens.flatten()].float()
-    if about.shape.embedding_scale is not None:
-        rows *= about.shape.embedding_scale
+    if description.shape.embedding_scale is not None:
+        rows *= description.shape.embedding_scale
     float_rows = rows
     for index in range(plan.layers):
         prefix = f"{_LAYERS}{index}"
-        layer = DecoderLayer(about.shape, index, prefix, read)
+        layer = DecoderLayer(description.shape, index, prefix, read)
         dtypes = {
             name: checkpoint.dtypes([f"{prefix}.{name}"])[0] for name, _ in layer.named_parameters()
         }
-        first_names = [names[0] for names in stages(about.shape)]
+        first_names = [names[0] for names in stages(description.shape)]
         output, inputs = collect_inputs(layer, first_names, float_rows, step)
         assert output is not None
         float_rows = output
-        tensors = _round_layer(layer, about.shape, rows, inputs, step, dtypes)
+        tensors = _round_layer(layer, description.shape, rows, inputs, step, dtypes)
         writer.add({f"{prefix}.{name}": tensor for name, tensor in tensors.items()})
         rows = layer(rows, step)
         if not torch.isfinite(rows).all():

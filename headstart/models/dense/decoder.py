@@ -107,26 +107,27 @@ class DenseDecoder(DecoderModel):
 
     module: DenseModules
 
-    def __init__(self, about: Description, modules: DenseModules, dtype: torch.dtype) -> None:
-        shape = self._shape = about.shape
+    def __init__(self, description: Description, modules: DenseModules, dtype: torch.dtype) -> None:
+        shape = self._shape = description.shape
         layers: list[Any] = list(modules.body.layers)
         recurrent = [layer.mixer for layer in layers if layer.is_recurrent]
         # A layer that reads another layer's K and V has no K/V memory.
         owners = [index for index, layer in enumerate(shape.layers) if layer.source is None]
         self._first_reader = 1 + owners[-1]  # layers from this index on read K and V of others
         layouts = [_layout(shape, index) for index in owners if shape.layers[index].mixer is None]
-        super().__init__(tuple(layouts), about.folder)
+        super().__init__(tuple(layouts), description.folder)
         self.state_layouts = tuple(mixer.state for mixer in recurrent)
         self.module, self.dtype, self.output_layer = modules, dtype, "lm_head"
         self.device = modules.body.norm.weight.device
-        self.vocab_size, self.max_model_len = shape.vocab_size, about.max_model_len
-        self.eos_token_ids = about.eos_token_ids
+        self.vocab_size, self.max_model_len = shape.vocab_size, description.max_model_len
+        self.eos_token_ids = description.eos_token_ids
         self._backend: AttentionBackend | None = None
         self._states: StateMemory | None = None
         like = torch.empty(0, dtype=dtype, device=self.device)
         exact = like.float() if shape.exact_angles else like
         self._angles = {
-            kind: AngleTable(frequencies, exact) for kind, frequencies in about.frequencies.items()
+            kind: AngleTable(frequencies, exact)
+            for kind, frequencies in description.frequencies.items()
         }
         self._compiled = compile_layers(layers, shape, dtype)
         self._head: GreedyHead | None = None

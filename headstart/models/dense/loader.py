@@ -157,37 +157,37 @@ def load_dense(
     `OutOfMemoryError`.
     """
     files = stamp_files(folder)
-    about, stored = describe_decoder(folder)
+    description, stored = describe_decoder(folder)
     scheme = read_scheme(read_json(folder / "config.json"))
     try:
         outline = Outline()
-        DenseModules(about.shape, outline)
-        with _open_checkpoint(folder, scheme, about.shape, outline) as checkpoint:
-            check_tensors(checkpoint, outline, about.shape.tied, about.shape.ignored)
+        DenseModules(description.shape, outline)
+        with _open_checkpoint(folder, scheme, description.shape, outline) as checkpoint:
+            check_tensors(checkpoint, outline, description.shape.tied, description.shape.ignored)
             matrix_dtypes = set(checkpoint.dtypes(outline.matrices))
             stored = stored or checkpoint.dtypes(outline.shapes)[0]
             if scheme is not None and stored == torch.float16 and device.type == "cpu":
                 stored = torch.bfloat16  # there are no kernels for rows in float16
-            wanted = dtype
-            if not isinstance(wanted, torch.dtype):
-                wanted = auto_dtype(stored, matrix_dtypes, device)
+            rows_dtype = dtype
+            if not isinstance(rows_dtype, torch.dtype):
+                rows_dtype = auto_dtype(stored, matrix_dtypes, device)
             read = WeightReader(
                 checkpoint,
                 outline.matrices,
-                wanted,
+                rows_dtype,
                 device,
                 kind=weights,
-                tied=about.shape.tied,
+                tied=description.shape.tied,
                 ready_memory=ready_memory,
             )
-            modules = DenseModules(about.shape, read)
+            modules = DenseModules(description.shape, read)
             read.close()
     except (OSError, SafetensorError, MemoryError, RuntimeError) as error:
         check_memory(error, f"for the model in {folder}")
         if not isinstance(error, OSError | SafetensorError):
             raise
         raise DamagedModelError(f"the weights in {folder} cannot be read: {error}") from error
-    decoder = DenseDecoder(about, modules.eval(), wanted)
+    decoder = DenseDecoder(description, modules.eval(), rows_dtype)
     decoder.files = files
     if not decoder.has_its_files:
         raise DamagedModelError(f"the files in {folder} changed while they were read")
@@ -236,7 +236,7 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
         eos = read_json(path).get("eos_token_id") if path.is_file() else None
         eos = config.eos_token_id if eos is None else eos
         ends = frozenset(map(int, [eos] if isinstance(eos, int) else eos or ()))
-        about = Description(folder, shape, frequencies, context_length(config), ends)
+        description = Description(folder, shape, frequencies, context_length(config), ends)
     except (HeadstartError, UnsupportedLayerError, MemoryError):
         raise
     # Wrong or missing values raise exceptions of any kind.
@@ -246,7 +246,7 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     stored = config.dtype
     if stored is not None and (not isinstance(stored, torch.dtype) or stored not in FLOATS):
         raise UnsupportedLayerError(f"its weights are {stored}")
-    return about, stored
+    return description, stored
 
 
 def _read_text_config(content: Mapping[str, Any], family: NestedFamily) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def refuse(text: str, field: str | None = None, kind: str = "refused_field") -> 
 
     field: the wrong field within the value, for the error's `param`.
     """
-    about = {"text": shorten(text)} | ({"field": shorten(field)} if field is not None else {})
-    return PydanticCustomError(kind, "{text}", about)
+    context = {"text": shorten(text)} | ({"field": shorten(field)} if field is not None else {})
+    return PydanticCustomError(kind, "{text}", context)
 
 
 def at_most(name: str, most: int) -> BeforeValidator:
@@ -128,7 +128,7 @@ class Body(BaseModel):
 
 
 def hint(name: str, names: Iterable[str], refused: Mapping[str, RefusedField] = {}) -> str:
-    """Return the end of an error for an unknown name: the nearest name, or all names if few."""
+    """Return the end of an error for an unknown name: the nearest name, or up to `_FEW` names."""
     names = sorted(names)
     if len(name) > _LONGEST:
         return ""

@@ -14,7 +14,8 @@ def init_logger(name: str) -> logging.Logger:
     Python's `logging` configuration decides where the messages go.
     """
     logger = logging.getLogger(name)
-    if "info_once" not in vars(logger):  # transformers gives all loggers its own methods
+    # `hasattr` would find the methods that transformers adds to the class `Logger`.
+    if "info_once" not in vars(logger):
         for level in ("debug", "info", "warning", "error"):
             setattr(logger, f"{level}_once", _log_once(getattr(logger, level)))
     return logger

@@ -26,8 +26,8 @@ class LayerLayout:
     """The K and V of one token in one layer: `[kv_heads, key_dim]` and `[kv_heads, value_dim]`.
 
     The two widths differ if a model compresses keys and values differently (DeepSeek-V3). `window`
-    is the layer's sliding window; None if its rows see all tokens before them. `repr` leaves it
-    out, since `repr` is part of the identity of K/V in tiers.
+    is the layer's sliding window; None if the layer's rows see all tokens before them. `repr` omits
+    `window`, because tiers identify K/V by this `repr`, but not by the window.
     """
 
     kv_heads: int
@@ -77,8 +77,8 @@ class StepPlan:
     its context, not on other spans of the batch or on block ids.
 
     If the memory has a pool of window blocks, `window` is the plan of layers with a sliding window:
-    the same rows, with slots and block tables of that pool. In a span's table there, entries before
-    the windows of all rows are not read. They may be any block ids of the pool.
+    the same rows, with slots and block tables of that pool. In these tables, blocks before the
+    windows of all rows are not read. Their entries may be any block ids of the pool.
 
     `recurrence` has the slots of recurrent layers' states; None for a model without such layers.
     """
@@ -133,8 +133,8 @@ class AttentionBackend(Protocol):
         `[tokens, query_heads, value_dim]`. All rows are written before any is read, so two
         sequences of one step may share blocks that one of them is filling.
 
-        A position that a row does not see does not affect it, even if its K or V are not finite. A
-        row that sees K or V that are not finite is not finite itself.
+        If K or V of a position are not finite, the results of all rows that see the position are
+        not finite. Results of other rows are not affected.
         """
 
     def compiled(
@@ -142,8 +142,8 @@ class AttentionBackend(Protocol):
     ) -> tuple[int, int] | None:
         """Return structs for compiled code that replaces `attend`; None if not supported.
 
-        `rows` are the numbers of rows and of query heads. The rows are contiguous, in `dtype`. The
-        result has the addresses of the layer's `AttentionStep` and `AttentionCall`
+        `rows` has the number of rows and the number of query heads. The rows are contiguous, in
+        `dtype`. The result has the addresses of the layer's `AttentionStep` and `AttentionCall`
         (`native/attention/attention.h`), valid until the step ends. The call's query, key, value
         and out are not set.
         """

@@ -3,10 +3,10 @@
 K and V in bf16 need a CPU with AVX-512 bf16. K and V in float32 or 8 bits need AVX2. Layers that
 the kernel does not support use torch operations over the same memory.
 
-A step is cut into segments: rows, a block table, a range of keys. The kernel reads the keys of a
-segment in one pass and treats the query heads of a KV head as rows. A shared-prefix group is one
-segment with the rows of all members, and the rest of each member's keys is another. If a row is in
-several segments, the kernel merges their partial results.
+A step is cut into segments. A segment has rows, a block table and a range of keys. The kernel reads
+the keys of a segment in one pass and treats the query heads of a KV head as rows. A shared-prefix
+group is one segment with the rows of all members. Each member has further segments for the rest of
+its keys. If a row is in several segments, the kernel merges their partial results.
 """
 
 import ctypes
@@ -47,7 +47,8 @@ _FUNCTIONS = {
     torch.float32: "headstart_attend_float32",
     torch.int8: "headstart_attend_int8",
 }
-# If a part has at least this many keys, another thread for it saves more time than it costs.
+# The keys of a decoding row are split into parts of at least this many keys. For a shorter part, a
+# separate thread costs more time than it saves.
 SPLIT_KEYS = 512
 _GRAIN = 16  # the length of a part of keys is a multiple of this
 # Spans of at most this many rows, such as drafts, are computed row by row.
@@ -106,8 +107,10 @@ class NativeAttention:
         assert self._plan is not None, "call begin_step() first"
         call, memory, dtype = self._calls[layer_idx], self._memory, query.dtype
         rows = (query, key, value)
-        is_read = all(part.is_cpu and memory.dtype in (part.dtype, torch.int8) for part in rows)
-        if call is None or not is_read:
+        is_supported = all(
+            part.is_cpu and memory.dtype in (part.dtype, torch.int8) for part in rows
+        )
+        if call is None or not is_supported:
             if not self._fell_back:
                 self._torch.begin_step(self._plan)
                 self._fell_back = True
@@ -152,7 +155,7 @@ class NativeAttention:
     ) -> "NativeStep":
         """Fill the call's scalar fields; return the step for a layer with these options.
 
-        rows: the numbers of rows and of query heads.
+        rows: the number of rows and the number of query heads.
         """
         tokens, heads = rows
         if tokens != len(self._nonfinite) or heads < 1 or heads % call.kv_heads:
@@ -522,10 +525,10 @@ def _key_borders(first: int, stop: int, most: int) -> list[int]:
 def _row_borders(plan: StepPlan, span: Span) -> list[int]:
     """Return the first row of each segment of a span, then the span's number of rows.
 
-    The bf16 kernel rounds the rows of a long segment differently from a decoding row. The keys of a
-    decoding row may also be split. The logits of a prompt's last row and of a draft's rows choose
-    tokens. So each of these rows is a separate segment, like a decoding row. Prefix hits and drafts
-    then change no token.
+    The bf16 kernel rounds the rows of a long segment differently from a decoding row. Splitting the
+    keys of a decoding row also changes its rounding. Tokens are sampled from the logits of a
+    prompt's last row and of a draft's rows. So each of these rows is a separate segment, like a
+    decoding row. Prefix hits and drafts then change no token.
     """
     count = span.num_rows
     if plan.contiguous_gather:

@@ -7,8 +7,8 @@ updated in place. With different slots, a sequence resumes from a checkpoint wit
 Arithmetic is in float32, and the result has the dtype of the rows. The compiled kernels
 (`headstart/native/recurrent_kernels.h`) compute one token after another. So a sequence's result has
 the same bits in any batch, and however its prompt is split into steps. On other devices and CPUs,
-torch operations compute a recurrence in chunks, as matrix products. Chunks end at multiples of
-`CHUNK` positions of a sequence, in addition to the ends of steps.
+torch operations compute a recurrence in chunks, as matrix products. A chunk ends at a multiple of
+`CHUNK` positions of a sequence, at the end of the step, or at a row whose state is saved.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ class Recurrence:
     positions: Tensor
     """The position of each sequence's first row in the sequence: `[n]`."""
     saves: Tensor = field(default_factory=lambda: torch.empty((0, 2), dtype=torch.int32))
-    """Ascending row numbers, and the slots to which the states after them are written: `[m, 2]`."""
+    """Ascending row indices, and the slots to which the states after them are written: `[m, 2]`."""
 
     @cached_property
     def kernels(self) -> ctypes.CDLL | None:
@@ -260,18 +260,18 @@ def _delta_rule(
     group = value.shape[1] // key.shape[1]
     rate = -weights.a_log.float().exp()
 
-    def chunk(numbers: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk(indices: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         decay = (
-            (rate * F.softplus(_take(a, numbers) + weights.dt_bias.float()))
+            (rate * F.softplus(_take(a, indices) + weights.dt_bias.float()))
             .transpose(1, 2)
             .cumsum(-1)
         )
-        beta = torch.sigmoid(_take(b, numbers)).transpose(1, 2).unsqueeze(-1)
+        beta = torch.sigmoid(_take(b, indices)).transpose(1, 2).unsqueeze(-1)
         q, k = (
-            _normalize(_take(part, numbers)).repeat_interleave(group, 2) for part in (query, key)
+            _normalize(_take(part, indices)).repeat_interleave(group, 2) for part in (query, key)
         )
         q, k, v = (
-            part.transpose(1, 2) for part in (q * q.shape[-1] ** -0.5, k, _take(value, numbers))
+            part.transpose(1, 2) for part in (q * q.shape[-1] ** -0.5, k, _take(value, indices))
         )
         # The state's output for key t is subtracted from value t before the value is written. The
         # state includes the chunk's earlier writes, so written values solve a triangular system.
@@ -293,14 +293,14 @@ def _scan(
     group = x.shape[1] // b.shape[1]
     rate = -weights.a_log.float().exp()
 
-    def chunk(numbers: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk(indices: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         steps = (
-            F.softplus(_take(dt, numbers) + weights.dt_bias.float())
+            F.softplus(_take(dt, indices) + weights.dt_bias.float())
             .clamp(*weights.dt_limits)
             .transpose(1, 2)
         )
-        q, k = (_take(part, numbers).repeat_interleave(group, 2).transpose(1, 2) for part in (c, b))
-        v = _take(x, numbers).transpose(1, 2)
+        q, k = (_take(part, indices).repeat_interleave(group, 2).transpose(1, 2) for part in (c, b))
+        v = _take(x, indices).transpose(1, 2)
         decay = (rate.unsqueeze(-1) * steps).cumsum(-1)
         out, state = _read_chunk(q, k, steps.unsqueeze(-1) * v, decay, state.mT)
         return out + weights.d.float().view(-1, 1, 1) * v, state.mT
@@ -308,8 +308,8 @@ def _scan(
     return _in_chunks(x, states, recurrence, chunk)
 
 
-def _take(rows: Tensor, numbers: Tensor) -> Tensor:
-    return rows[numbers].float()
+def _take(rows: Tensor, indices: Tensor) -> Tensor:
+    return rows[indices].float()
 
 
 def _normalize(x: Tensor) -> Tensor:
@@ -348,8 +348,8 @@ def _in_chunks(
 ) -> Tensor:
     """Return the output of all rows, in the shape of `value`, and write the states.
 
-    chunk: takes numbers of rows `[n, rows]` and the states before them; returns the output
-        `[n, heads, rows, dv]` and the states after them.
+    chunk: takes row indices `[n, rows]` and the states before these rows; returns the output
+        `[n, heads, rows, dv]` and the states after these rows.
     """
     state, out = _load(states, recurrence), torch.empty_like(value)
     saves: dict[int, int] = dict(recurrence.saves.tolist())
@@ -367,7 +367,7 @@ def _in_chunks(
 
 
 def _cut(recurrence: Recurrence) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield indices of sequences and the numbers of their next rows `[n, rows]`.
+    """Yield indices of sequences and the indices of their next rows `[n, rows]`.
 
     Sequences whose next chunks have the same length are yielded together.
     """

@@ -21,7 +21,7 @@ from headstart.attention.backend import Span
 
 
 class SharingCost(NamedTuple):
-    """A backend's cost of sharing, in tokens that a decoding row reads in the same time.
+    """A backend's cost of sharing. The unit is the time in which a decoding row reads one token.
 
     A group of n members that share t tokens saves (n - 1) * t reads. It costs `group` once, for
     the additional segment, and `member` per member, for storing and merging a partial result.
@@ -110,8 +110,9 @@ def _common_blocks(first: list[int], second: list[int], least: int) -> int:
 class SharedPlanner:
     """Planner of a step's shared groups; reuses the last plan while its block tables only grow.
 
-    The check compares one pair of lists per span. If sequences begin to share blocks while they
-    decode, the plan includes these blocks only after the next change of the batch.
+    To check this, it compares each span's block table with that of the last plan. If sequences
+    begin to share blocks while they decode, the plan includes these blocks only after the next
+    change of the batch.
     """
 
     def __init__(self, block_size: int, cost: SharingCost) -> None:

@@ -10,10 +10,10 @@ product, a softmax and a batched product. On a CPU this is several times faster 
 separate path, since products over a strided view of the memory are slower than a gather.
 
 All layers with the same sliding window read the same memory rows, so the row numbers are computed
-once in a step. A prefix that decoding sequences share (`shared.py`) is read once. The rest of their
-contexts are grouped by similar length. One gather reads a group, padded to its longest context; at
-most a quarter is padding. Every other span is cut into chunks of rows; a chunk reads no key after
-its last row.
+once in a step. A prefix that decoding sequences share (`shared.py`) is read once. Their remaining
+contexts are grouped by similar length. One gather reads a group, padded to its longest context. The
+padding of a row is at most a quarter of this length, or `SMALL_GAP` tokens. Every other span is cut
+into chunks of rows; a chunk reads no key after its last row.
 """
 
 from collections.abc import Sequence

@@ -146,9 +146,11 @@ class AsyncLLM(Facade):
     ) -> RequestGroup:
         """Check and tokenize a request, and return it for a call of `outputs`.
 
-        template: required if `prompt` is a conversation. The work is done in another thread, but a
-        short list of token ids is checked in the calling thread. Waking another thread would take
-        longer. Raises RequestError.
+        template: required if `prompt` is a conversation.
+
+        Most prompts are checked and tokenized in another thread. A short list of token ids is
+        checked in the calling thread, because waking another thread takes longer. Raises
+        RequestError.
         """
         self.frontend.require_open()
         options = self._broadcast(1, sampling_params, adapter, lora_request, priority)

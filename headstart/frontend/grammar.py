@@ -403,9 +403,9 @@ def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
 class GrammarMask(TokenMask):
     """The position of one answer in its grammar. Applied after all other processors.
 
-    end_ids: tokens that end the answer where the grammar allows it to end or to continue. Where the
-    grammar allows no further text, all end tokens of the model end the answer instead.
-    special: the grammar may contain special tokens. complete: True if no further text is allowed.
+    end_ids: tokens that end the answer where the grammar allows both the end and further text.
+    Where it allows no further text, the model's end-of-text tokens end the answer. special: the
+    grammar may contain special tokens. complete: True if no further text is allowed.
     """
 
     rank = 4
@@ -416,8 +416,8 @@ class GrammarMask(TokenMask):
         self._matcher = matcher
         self._masks = masks
         self._ends = masks.pack(end_ids)
-        barred = masks.pack(masks.tokenizer.eos_tokens)
-        self._text_tokens = ~(barred if special else barred | masks.special)
+        eos_tokens = masks.pack(masks.tokenizer.eos_tokens)
+        self._text_tokens = ~(eos_tokens if special else eos_tokens | masks.special)
         self.complete = False
 
     @classmethod

@@ -1,7 +1,8 @@
 """Streams of one request's outputs: `OutputStream` for threads, `AsyncOutputStream` for asyncio.
 
-    the engine's thread     update ──▶ Mailbox, AsyncMailbox     a queue; `_Waker` wakes the loop
-    the reader              output ◀── get
+    the engine's thread ──`receive`──▶ Mailbox or AsyncMailbox ──`get`──▶ the reader
+
+An `AsyncMailbox` wakes its reader through the `_Waker` of the event loop.
 
 A stream submits its request when its first output is read, and cancels it when the stream is closed
 or garbage-collected. The driver refers only to mailboxes, so a stream without a reader is collected
@@ -33,7 +34,8 @@ Output = TypeVar("Output", bound="AnyOutput")
 
 PACE = 0.005
 """Least seconds between two deliveries of paced updates."""
-_PACE_PER_READER, _MAX_PACE = 0.002, 0.064  # seconds; a reader takes 0.1 ms for an update
+# Seconds. A reader takes 0.1 ms for an update, so 32 paced readers take 5 % of the loop's time.
+_PACE_PER_READER, _MAX_PACE = 0.002, 0.064
 _MAX_UNREAD = 256  # updates; more may be dropped, because each has the whole text so far
 
 
@@ -84,7 +86,8 @@ def run_all(
 ) -> list[Any]:
     """Run requests until all finish, and return their last outputs in the order of the requests.
 
-    report: called with each last output when it arrives. An error of one request cancels all.
+    report: called with the last output of each request when it arrives. An error of one request
+    cancels all requests.
     """
     outputs: dict[str, Any] = {}
     updates: Mailbox[Any] = Mailbox(driver, groups)

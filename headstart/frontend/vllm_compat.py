@@ -260,7 +260,7 @@ LOG_FLAGS = ("enable_log_requests", "disable_log_requests")  # only in `AsyncEng
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_COUNTED = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kmgt])|(\d{1,15})([KMGT])")
+_NUMBER_WITH_UNIT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kmgt])|(\d{1,15})([KMGT])")
 
 
 def _default_of(name: str) -> Any:
@@ -380,7 +380,7 @@ def read_value(text: str) -> Any:
     """
     if text in ("", "None"):
         return None
-    match = _COUNTED.fullmatch(text.strip())
+    match = _NUMBER_WITH_UNIT.fullmatch(text.strip())
     if match is not None:
         number, unit, whole, binary = match.groups()
         return int(float(number) * _UNITS[unit]) if unit else int(whole) * _BINARY_UNITS[binary]

@@ -55,8 +55,8 @@ def avx2_library() -> ctypes.CDLL | None:
 def required(kernels: ctypes.CDLL | None) -> ctypes.CDLL:
     """Return the result of `library` or `avx2_library`; raise `ModelError` for None.
 
-    A model that is loaded on this machine uses only kernels that are available. So the kernels can
-    be missing only if the weight was pickled on another machine.
+    A model that is loaded on this machine uses only kernels that are available here. So kernels can
+    be missing only for a model that was pickled on another machine.
     """
     if kernels is None:
         raise ModelError(

@@ -45,8 +45,8 @@ ENTRY_BYTES = 768
 SHARED = Namespace(None, None)
 """The namespace of turns without an adapter and without a salt."""
 
-# Tokens of context to decode before other tokens. A space at the beginning of a word depends on one
-# token before it, and a character on up to three tokens before its last byte.
+# Tokens of context to decode before other tokens. Decoders may drop a space at the beginning of a
+# text, so one token must precede a word. A character may extend over four tokens.
 _CONTEXT = 8
 _MAX_TEMPLATES = 16  # templates whose `TemplateOrder` is cached
 
@@ -231,9 +231,9 @@ class ConversationMemory:
     def encode(self, text: str, namespace: Namespace = SHARED) -> list[int]:
         """Return the ids of a rendered text: stored ids of its longest stored prefix, then new ids.
 
-        All ids together decode to the text. If the tokenizer changes texts (by a normalizer or a
-        dummy space), they decode to the same text as the ids of the whole text. If no tokenization
-        of the rest achieves this, return the ids of the whole text.
+        The returned ids decode to `text`. If the tokenizer changes texts (by a normalizer or a
+        dummy space), they decode to the same text as a new tokenization of `text`. If no
+        tokenization of the part after the stored prefix achieves this, return the new tokenization.
         """
         codec = self._codec
         head, rest = self._texts.longest(text, namespace)

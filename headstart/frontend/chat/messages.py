@@ -280,8 +280,9 @@ _PAIRS = {
     "CU": "UCU",
     "TU": "UCTU",
 }
-"""Test conversations for pairs of roles that some templates refuse in a row. C is an assistant's
-message with a tool call; the other letters are the first letters of the roles."""
+"""Test conversations by pair of roles. Some templates refuse these two roles one after the other.
+C is an assistant's message with a tool call; the other letters are the first letters of the roles.
+"""
 
 
 class TemplateOrder:
@@ -360,8 +361,8 @@ class TemplateOrder:
             shown = self._render(messages)
         except Exception:  # a template is a program, which may raise anything
             return False
-        places = [shown.find(f"turn{index}") for index in range(len(roles))]
-        return -1 not in places and all(first < second for first, second in pairwise(places))
+        positions = [shown.find(f"turn{index}") for index in range(len(roles))]
+        return -1 not in positions and all(first < second for first, second in pairwise(positions))
 
     def _example(self, role: str, text: str) -> dict[str, Any]:
         if role == "C":  # some templates drop the content of a call

@@ -120,9 +120,9 @@ def to_rgb(image: Image) -> Image:
     if image.mode == "La":
         image = image.convert("LA")
     colored = image.convert("RGBA")
-    ground = Image.new("RGB", image.size, "white")
-    ground.paste(colored, mask=colored.getchannel("A"))
-    return ground
+    background = Image.new("RGB", image.size, "white")
+    background.paste(colored, mask=colored.getchannel("A"))
+    return background
 
 
 def _scale_gray(image: Image) -> Image:
@@ -155,7 +155,10 @@ def _scale_gray(image: Image) -> Image:
 
 
 def read_source(source: ImageSource, limit: int) -> bytes:
-    """Return the bytes of a file, at most `limit`. Raises RequestError; OSError for a path."""
+    """Return the bytes of an image file.
+
+    Raises RequestError, also for more than `limit` bytes, and OSError if a path cannot be read.
+    """
     if isinstance(source, (bytes, bytearray, memoryview)):
         _check_bytes(memoryview(source).nbytes, limit)
         return bytes(source)
@@ -184,7 +187,10 @@ def is_data_url(text: str) -> bool:
 
 
 def read_data_url(url: str, limit: int) -> bytes:
-    """Return the bytes of a `data:` URL in base64, at most `limit`. Raises RequestError."""
+    """Return the bytes of a `data:` URL in base64.
+
+    Raises RequestError, also for more than `limit` bytes.
+    """
     comma = url.find(",")
     head = url[: max(comma, 0)]
     if not is_data_url(head) or not head.lower().endswith(";base64"):

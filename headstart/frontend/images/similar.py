@@ -48,7 +48,9 @@ FILTERS = ("BICUBIC", "LANCZOS", "BILINEAR", "HAMMING", "BOX", "NEAREST")
 TRIED_SCALINGS = 4  # scalings to try with all codecs, chosen with `ROUGH_CODECS`
 TRIED_JPEGS = 3  # JPEG codecs with which the whole picture is saved
 WEBP_PIXELS = 2**22  # pixels to save as WebP in a search; a million pixels take 0.1 s
-NEAR = 0.2  # of 255; allowed mean difference in a window, which is scaled without the whole picture
+# Allowed mean difference in a window, of 255. Pixels of a window that is scaled separately differ
+# slightly from those of the whole scaled picture.
+NEAR = 0.2
 BAND = 512  # rows in which details are searched at once
 DETAIL = 12  # of 255; least difference between a detail and the pixels around it
 FAINT = 3  # a detail is faint in a copy that retains at most 1 / FAINT of its contrast

@@ -201,7 +201,8 @@ def option(default: Any = MISSING, help_text: str = "", allowed: Allowed | None 
 def check_fields(options: Any, error: type[Exception], prefix: str = "") -> None:
     """Raise `error` if a field of a dataclass has a value outside its type or range.
 
-    A field with several types (besides None) is not checked. prefix: put before the field's name.
+    A field without `allowed` that has several types (besides None) is not checked. prefix: put
+    before the field's name.
     """
     kind: Any = type(options)
     for name, (allowed, is_optional, default) in _allowed_values(kind).items():

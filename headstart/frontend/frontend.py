@@ -324,7 +324,7 @@ def _encode_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | Non
 
 
 class ModelFacts(NamedTuple):
-    """Properties of a loaded model and its cache that requests and reports depend on.
+    """Properties of a loaded model and its cache, which requests and log messages need.
 
     vocab_size: the width of the logits. shares: the weight of each owner in the division of the
     cache. num_states, state_bytes: number and total bytes of the slots for states of recurrent

@@ -36,8 +36,8 @@ REPLACEMENT = "\ufffd"  # decoders return it for invalid bytes and incomplete ch
 # tokens have no text, or if their text begins within a character.
 _CONTEXT_SIZES = (5, 20, 80)
 _LONG = 1 << 16  # characters
-# The longest token is assumed to have at least this many bytes. So texts of up to this many bytes
-# for each of `max_model_len` tokens are accepted without reading the vocabulary.
+# The longest token is assumed to have at least this many bytes. So a text of up to `max_model_len`
+# times this many bytes is accepted without reading the vocabulary.
 _MIN_LONGEST = 16
 _SHRINK = 4  # a text may be this many times longer if the tokenizer loses bytes
 

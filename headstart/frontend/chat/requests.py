@@ -153,7 +153,7 @@ class ChatRequests:
             with self._lock:
                 text = self._memory.render(messages, template)
                 if self._frontend.facts.num_states and template.add_generation_prompt:
-                    # The next turn may differ from this one where the generation prompt begins.
+                    # The next turn's prompt may branch off where the generation prompt begins.
                     options = replace(template, add_generation_prompt=False)
                     with suppress(RequestError):  # some templates require the generation prompt
                         history = self._memory.render(messages, options)

@@ -133,7 +133,7 @@ class AdaptiveLru(EmptyFirstLru):
         """Put `blocks` on the queue, which holds up to `max_length`; default: `len(blocks)`."""
         super().__init__(blocks)
         self._num_blocks = len(blocks) if max_length is None else max_length
-        # Oldest first. In a dict, finding the first entry would pass over all deleted entries.
+        # Oldest first. To find the first entry, a dict would scan all deleted entries.
         self._partial: OrderedDict[KVCacheBlock, None] = OrderedDict()
         self._limit = 0
         self._marks = marks

@@ -47,9 +47,10 @@ TOKEN_BYTES = 4
 _BIG_ENDIAN = sys.byteorder == "big"
 _MARKER = b"\xff\xff\xff\xff"
 _FRAME_HEAD = struct.Struct("<4sIII")
-# `Any`, because compiled code would abort the process if memory for the long integer runs out.
+# `Any`, so that mypyc uses Python integers. Its native integers abort the process if memory runs
+# out.
 _to_integer: Any = int.from_bytes
-# `Any`, because compiled code would raise TypeError for a digest of another type.
+# `Any`, so that `MultiModalItem` reports a digest of another type. mypyc would raise TypeError.
 _get_digest: Any = attrgetter("digest")
 _SALT_HEAD = _FRAME_HEAD.pack(_MARKER, 0, 0, 0)[:12]  # an item has a length of at least 1
 

@@ -1,9 +1,9 @@
 """The prefix index: the tree of prefixes that are cached, or were evicted recently.
 
 A node whose block was evicted stays as a ghost, so that a miss can be explained as an eviction. The
-latest `max_ghosts` ghosts stay. Older ghosts stay only if they are the first evicted block of their
-prefix, because a lookup of the prefix ends there. Up to `OLD_GHOSTS * max_ghosts` of these stay. An
-evicted node also stays while one of its descendants is cached or a ghost.
+latest `max_ghosts` ghosts stay. An older ghost stays only if its parent is cached or a root: only
+there can a lookup end. An evicted node also stays while it has descendants. If there are more than
+`OLD_GHOSTS * max_ghosts` older ghosts and such ancestors, the oldest of these ghosts are removed.
 
 The node of a partial block (the last block of a finished request, if it is not full) has no
 children and no hash. Its rows can only be copied.
@@ -69,7 +69,7 @@ class PrefixTree:
                 self._roots[namespace.salt] = {namespace.adapter: root}
             elif isinstance(roots, OrderedDict):
                 roots[namespace.adapter] = root
-            else:  # reversed iteration of a dict would pass over deleted entries
+            else:  # a dict's `reversed` would scan deleted entries
                 entries = [*roots.items(), (namespace.adapter, root)]
                 self._roots[namespace.salt] = OrderedDict(entries)
         return root
@@ -198,7 +198,7 @@ class PrefixIndex(PrefixTree):
         self.unwritten: set[KVCacheBlock] = set()
         self._unordered: list[PrefixNode] = []  # nodes that `commit` adds to an `order`
         self._ghosts: deque[PrefixNode] = deque()
-        self._old_ghosts: deque[PrefixNode] = deque()  # the first evicted blocks of prefixes
+        self._old_ghosts: deque[PrefixNode] = deque()  # where lookups end
         self._ancestors: set[PrefixNode] = set()  # evicted nodes that stay for their descendants
 
     def clear(self) -> None:
@@ -314,7 +314,7 @@ class PrefixIndex(PrefixTree):
             self._drop_ghosts(len(ghosts) - self.max_ghosts)
 
     def _drop_ghosts(self, count: int) -> None:
-        """Drop the oldest `count` ghosts, but not the first evicted blocks of prefixes."""
+        """Remove the oldest `count` ghosts, except where lookups end and where children follow."""
         ghosts, ancestors, old_ghosts = self._ghosts, self._ancestors, self._old_ghosts
         for _ in range(count):
             node = ghosts.popleft()
@@ -329,7 +329,7 @@ class PrefixIndex(PrefixTree):
                 self._prune(node)
             else:  # the common case: an only child whose parent is a ghost
                 parent.child = None
-        # Ancestors count as well, because a single old ghost may need a whole path of them.
+        # The limit includes ancestors, because a single old ghost may need a whole path of them.
         while old_ghosts and len(old_ghosts) + len(ancestors) > OLD_GHOSTS * self.max_ghosts:
             node = old_ghosts.popleft()
             if node.block is None:

@@ -163,9 +163,10 @@ def find_continuation(index: PrefixIndex, sequence: TokenSequence, count: int) -
 
 
 def find_branch(sequence: TokenSequence, count: int) -> list[int]:
-    """Return up to `count` tokens that follow this sequence's hit in another sequence.
+    """Return up to `count` tokens that another sequence has after this sequence's hit.
 
-    They are read from the latest branch in the same namespace. Without a hit, the list is empty.
+    Read them from the latest branch of the same namespace after the hit. Return an empty list if
+    there was no hit.
     """
     node, depth = sequence.node, sequence.num_reused
     for _ in range(sequence.num_indexed - depth):
@@ -270,9 +271,11 @@ def _has_more(index: PrefixIndex, root: RootNode, keys: list[BlockKey], depth: i
 def _keys_of_others(
     index: PrefixIndex, root: RootNode, computed: ComputedBlocks
 ) -> Iterator[list[BlockKey]]:
-    """Yield the keys that the hit and the next block would have for other salts below this root.
+    """Yield the lists of keys that the same content would have under other salts below this root.
 
-    For the public root, yield one list of keys for each other salt after the public prefix.
+    The content is the hit and the next block. Below the root of another salt, no key contains a
+    salt. Below the public root, the first key after the public blocks contains the salt. So one
+    list is yielded for each other salt of the blocks there.
     """
     sequence, public = computed.sequence, computed.sequence.num_public
     own_salt = sequence.namespace.salt

@@ -327,10 +327,10 @@ class KVCacheManager:
     ) -> list[KVCacheBlock]:
         """Take new blocks. The rows of a partial hit, if any, will be copied to the first of them.
 
-        The copy counts as a use of its source block. The source is held meanwhile, so that it is
-        not one of the new blocks. If all free blocks are needed, the source is not held, and it
-        becomes a new block. This is safe because the copy reads its rows before the step overwrites
-        them.
+        The copy counts as a use of its source block. While the new blocks are taken, the source is
+        held, so that it is not one of them. If the sequence needs all free blocks, the source is
+        not held and becomes a new block. This is safe because the copy reads its rows before the
+        step overwrites them.
         """
         if partial is None:
             return self.pool.take(count, sequence.namespace.salt)
@@ -566,11 +566,12 @@ class KVCacheManager:
 def _copy_head(
     sequence: TokenSequence, index: int, partial: PartialHit, source_window: int
 ) -> tuple[RowCopy, ...]:
-    """Return the copy of a partial hit to the sequence's block `index`; empty if none is needed.
+    """Return the copy of a partial hit's rows to the sequence's block `index`, if it is needed.
 
-    If the sequence has switched to a cached block, this block has the rows already. Then only the
-    rows of the window block are copied, unless the target's window block is cached too.
-    source_window: the source's window block.
+    The rows of the window block are copied too, unless the sequence uses a cached window block. If
+    the sequence has switched to a cached block, this block has the rows already. Then only window
+    rows are copied, and the source block is its own target. source_window: the window block of the
+    partial hit's block.
     """
     source, window = partial.block.block_id, sequence.window
     target_window = window.ids[index] if window is not None and index not in window.shared else -1

@@ -121,8 +121,8 @@ class BlockPool:
     def _drop_copies(self, freed: list[KVCacheBlock]) -> list[KVCacheBlock]:
         """Empty the copies among freed blocks; return the blocks to release, in order.
 
-        The end of a request that held a copy counts as a use of the original block. So the original
-        block is released again if it is free.
+        The end of a request that held a copy counts as a use of the original block. So if the
+        original block is free, it is withdrawn from the queue, to be released with these blocks.
         """
         to_release = []
         for block in freed:

@@ -26,7 +26,7 @@ from headstart.validation import Name, check_name
 
 
 class Mark(NamedTuple):
-    """A mark of the full blocks of the first `num_tokens` tokens, to retain them for `seconds`.
+    """A mark that retains the full blocks of the first `num_tokens` tokens for `seconds`.
 
     The time starts when the sequence releases the blocks.
     """
@@ -39,8 +39,8 @@ class SequenceWindow:
     """The window blocks of a running sequence; see `headstart.cache.windows`.
 
     ids: the window block of each block; 0 before block `first`, where the window begins. shared:
-    indices of blocks whose window block was cached, so the sequence does not write to it. The
-    windows before positions in `wanted` and before multiples of `interval` are evicted last.
+    indices of blocks whose window block was cached, so the sequence does not write to it. A window
+    that ends at a position in `wanted`, or at a multiple of `interval`, is evicted last.
     """
 
     def __init__(self, first: int, wanted: Sequence[int], interval: int) -> None:
@@ -64,7 +64,7 @@ class TokenSequence:
     forks: positions where later prompts may branch off.
     is_stored: if False, nothing that the sequence computes is cached.
     is_counted: if False, statistics leave the sequence out.
-    is_loaded: if True, a tier has its K/V and its state, so it resumes from no checkpoint.
+    is_loaded: if True, a tier supplies its K/V and its state, so it needs no checkpoint.
 
     `namespace` has the adapter and the salt. `root` is the namespace of the first block. It differs
     from `namespace` if this block is public. `public` has the public blocks; None without a salt.

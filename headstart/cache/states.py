@@ -45,9 +45,9 @@ class SequenceState:
     if a step has written the working slot. step_start: the first token of its last step. wanted:
     positions of checkpoints, in ascending order. next_regular: the next multiple of `interval`.
     last_regular: the last multiple that is at least half an interval before the end of the prompt.
-    announced: checkpoints that later steps will write, at positions with cached K/V. saves:
-    checkpoints that the step under way writes. is_saved: True if a tier has the working slot's
-    state.
+    announced: checkpoints that later steps will write at forks, for which other requests can wait.
+    saves: checkpoints that the step under way writes. is_saved: True if a tier has the working
+    slot's state.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class StatePool(LayerGroup):
     def find(
         self, computed: ComputedBlocks, known_tokens: int
     ) -> tuple[int, Checkpoint | None, str | None]:
-        """See `LayerGroup.find`. A deeper checkpoint must save at least `MIN_GAIN` more tokens."""
+        """See `LayerGroup.find`. Ignore a writer that saves fewer than `MIN_GAIN` more tokens."""
         sequence, blocks = computed.sequence, computed.blocks
         writer: str | None = None
         position_of_writer = 0
@@ -225,7 +225,7 @@ class StatePool(LayerGroup):
         checkpoint.slot = self._take(gain)
         if checkpoint.slot < 0:
             self._drop(checkpoint)
-            self._clock += LAST * gain  # otherwise new checkpoints might never get a slot
+            self._clock += LAST * gain  # raises the value of later checkpoints, so they get slots
             return False
         state.saves.append(checkpoint)
         return True

@@ -47,7 +47,7 @@ class UnsavedBlocks:
         self._hasher = hasher
         self._with_tokens = with_tokens
         self._filling: dict[PrefixNode, float] = {}
-        # Oldest first. In a dict, finding the first entry would pass over all deleted entries.
+        # Oldest first. To find the first entry, a dict would scan all deleted entries.
         self._pending: OrderedDict[PrefixNode, float] = OrderedDict()
 
     def __len__(self) -> int:

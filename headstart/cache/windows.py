@@ -82,6 +82,7 @@ class WindowPool(LayerGroup):
     def find(
         self, computed: ComputedBlocks, known_tokens: int
     ) -> tuple[int, Checkpoint | None, str | None]:
+        """Search backward for a position whose window is cached; see `LayerGroup.find`."""
         blocks, partial = computed.blocks, computed.partial
         end = known_tokens
         if partial is not None and not self._is_written(partial.block):

@@ -409,7 +409,7 @@ def _show_prefixes(prefixes: Sequence[StoredPrefix], model: ModelRecord, max_lin
 
 
 def _in_order(prefixes: Sequence[StoredPrefix]) -> Iterator[tuple[int, StoredPrefix]]:
-    """Yield each prefix before its continuations, with the number of forks on the way to it."""
+    """Yield each prefix before its continuations, with the number of forks before it."""
     pending = [(0, prefix) for prefix in reversed(prefixes)]
     while pending:
         depth, prefix = pending.pop()

@@ -474,7 +474,7 @@ def explain_turn(output: RequestOutput, changed: str = "") -> str:
 
 
 def piped_messages() -> Iterator[str]:
-    """Yield the messages of stdin, and print each line as if it was typed."""
+    """Yield the messages of stdin, and print each line as if it were typed."""
     text = ""
     with reading_stdin():
         for line in sys.stdin:

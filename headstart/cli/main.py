@@ -59,7 +59,7 @@ class _Commands(click.Group):
     """A group of commands that shows each of headstart's errors as one line."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command. For a name from another program, fail with headstart's name."""
+        """Return a command. For a name of another program, fail and report headstart's name."""
         if cmd_name in _OTHER_NAMES:
             ctx.fail(f"no such command {cmd_name!r}; use headstart {_OTHER_NAMES[cmd_name]}")
         return super().get_command(ctx, cmd_name)
@@ -76,12 +76,12 @@ class _Commands(click.Group):
             sys.exit(1)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _ending_with_reader():
+        with _exiting_on_broken_pipe():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _ending_with_reader():
+            with _exiting_on_broken_pipe():
                 return super().invoke(ctx)
         except HeadstartError as error:
             show_error(error)
@@ -97,7 +97,7 @@ class _Commands(click.Group):
 
 
 @contextmanager
-def _ending_with_reader() -> Iterator[None]:
+def _exiting_on_broken_pipe() -> Iterator[None]:
     """End the program quietly if the reader of its output, such as `head`, closes the pipe."""
     try:
         yield
@@ -251,8 +251,8 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     "--generation-config",
     **_path,
     group=SAMPLING,
-    help="Default sampling of requests: auto (the model's own), vllm (none), or a folder with a "
-    "generation_config.json.",
+    help="Default sampling of requests: auto (the model's own), vllm (vLLM's defaults), or a "
+    "folder with a generation_config.json.",
 )
 @flags(ServerOptions)
 @flags(ReplicaConfig)

@@ -273,7 +273,7 @@ class Questions:
     def check_model(self, folder: Path, config: EngineConfig) -> None:
         """Raise RequestError if the model in `folder` takes no images, or if a text is too long.
 
-        It is called before the model is loaded, and counts tokens without the chat template.
+        Call it before the model is loaded. Tokens are counted without the chat template.
         """
         settings = folder / "config.json"
         content = read_json(settings) if settings.is_file() else None

@@ -74,7 +74,7 @@ def pull(name: str) -> None:
     """Download a model from the Hugging Face hub; complete files are not downloaded again.
 
     NAME is OWNER/NAME. For a GGUF file, a quantization may follow: OWNER/NAME:Q4_K_M. The default
-    quantization is Q4_K_M, or that of the only GGUF file.
+    is Q4_K_M. If the repository has only one GGUF file, the default is that file.
     """
     name = as_typed(name)
     if name in NOTES:
@@ -127,7 +127,8 @@ def rm(name: str) -> None:
         raise ModelNotFoundError(f"{name!r} is not downloaded; {allowed}")
     repo = matches[0].repo
     if len(matches) == sum(row.repo == repo for row in rows):
-        # Search only this repository, since a copy under another name has the same commits.
+        # `delete_revisions` finds commits in all repositories that it is given, and a copy under
+        # another name has the same commits. So give it only this repository.
         cached = replace(hub.scan_cache_dir(hub.constants.HF_HUB_CACHE), repos=frozenset([repo]))
         cached.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
     else:

@@ -170,8 +170,8 @@ def check_adapter(adapter: Path, model: Path) -> None:
 def exiting_on_interrupt() -> Iterator[None]:
     """Let Ctrl-C end the process at once during a download.
 
-    An exception would wait for the hub's threads, which may still download gigabytes. The partial
-    files are removed, because another process cannot resume them.
+    After KeyboardInterrupt, the process would wait for the hub's threads, which may still download
+    gigabytes. The partial files are removed, because another process cannot resume them.
     """
 
     def end(number: int, frame: object) -> None:

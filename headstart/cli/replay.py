@@ -53,7 +53,7 @@ _option = partial(click.option, cls=GroupedOption)
     multiple=True,
     default=[DEFAULT_POLICY],
     show_default=True,
-    help="Routing policy; may be given several times. The value all compares all policies.",
+    help="Routing policy, or all to compare them; may be given several times.",
 )
 @_option(
     "--prefill-replicas",

@@ -42,10 +42,10 @@ if sys.platform != "win32":
 
 # Spaces that do not follow a comma or a middle dot.
 _BETWEEN_WORDS = re.compile(r"(?<![,\N{MIDDLE DOT}]) ")
-_GLUE = "\N{NO-BREAK SPACE}"
+_NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 MAX_WIDTH = 80  # columns of a picture
-_PATIENCE = 0.3  # seconds before a progress line appears
-_FEW = 0.02  # until this share of the files is read, the speed is not estimated
+_PROGRESS_DELAY = 0.3  # seconds before a progress line appears
+_MIN_READ_SHARE = 0.02  # the speed is estimated after this share of the files was read
 _SAMPLES = 256  # pages of each file in the sample
 
 
@@ -106,8 +106,8 @@ def note(text: str, indent: str = "", *, in_parts: bool = False) -> None:
     dots.
     """
     if in_parts:
-        text = _BETWEEN_WORDS.sub(_GLUE, text)
-    click.secho(_fit(text, sys.stderr, indent).replace(_GLUE, " "), dim=True, err=True)
+        text = _BETWEEN_WORDS.sub(_NO_BREAK_SPACE, text)
+    click.secho(_fit(text, sys.stderr, indent).replace(_NO_BREAK_SPACE, " "), dim=True, err=True)
 
 
 def show_error(text: object) -> None:
@@ -162,7 +162,7 @@ def hiding_typed() -> AbstractContextManager[None]:
 
 
 def keeping_typed() -> AbstractContextManager[None]:
-    """Retain input that was typed before Ctrl-C, which the terminal would discard."""
+    """Keep the terminal from discarding typed input at Ctrl-C."""
     return _changed_terminal(lambda flags: flags | termios.NOFLSH)
 
 
@@ -297,7 +297,7 @@ def waiting(message: str | Callable[[float], str]) -> Iterator[None]:
     def line() -> Text:
         elapsed = time.perf_counter() - start
         text = f"{message}: {duration(elapsed)}" if isinstance(message, str) else message(elapsed)
-        return Text(text if elapsed >= _PATIENCE else "", style="dim")
+        return Text(text if elapsed >= _PROGRESS_DELAY else "", style="dim")
 
     live = Live(get_renderable=line, console=console, transient=True, redirect_stdout=False)
     with hiding_typed(), live:
@@ -355,7 +355,7 @@ def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]
         first = cached.read() if cached else 1.0
     except (OSError, ValueError):  # the system has no mincore, or the file is empty
         cached, first = None, 1.0
-    began, share_before = 0.0, first  # the start of reading, and the share that was cached before
+    began, share_before = 0.0, first  # when reading began, and the share that was cached then
 
     def describe(elapsed: float) -> str:
         nonlocal began, share_before
@@ -363,7 +363,7 @@ def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]
         if cached and first < 1:
             with suppress(OSError):
                 share = cached.read()
-        if share <= first + _FEW:  # modules are still being imported
+        if share <= first + _MIN_READ_SHARE:  # modules are still being imported
             began, share_before = elapsed, share
         if share_before < share < 1:
             left = _roughly((elapsed - began) * (1 - share) / (share - share_before))

@@ -134,7 +134,7 @@ class WindowPool(LayerGroup):
         marks = [mark.num_tokens for mark in sequence.marks]
         wanted = [length - 1, known_tokens, *sequence.forks, *marks]
         per_window = self.width // self.block_size + 2
-        max_windows = max(1, self.num_blocks // (4 * per_window))  # windows at intervals
+        max_windows = max(1, self.num_blocks // (4 * per_window))  # regular windows of a prompt
         interval = max(4 * self.width, -(-length // (max_windows + 1)))
         window = SequenceWindow(self.first(start), wanted, interval)
         sequence.window = self._sequences[sequence] = window

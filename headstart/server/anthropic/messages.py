@@ -63,7 +63,7 @@ class Breakpoint(NamedTuple):
 
 
 def read_breakpoints(body: CountTokensRequest) -> list[Breakpoint]:
-    """Return the breakpoints in order. A `cache_control` of the whole request marks its end.
+    """Return the breakpoints in order. The request's own `cache_control` is at the end.
 
     Raises ApiError for more than four, or for a longer time to live after a shorter one.
     """
@@ -83,7 +83,7 @@ def _read_marks(body: CountTokensRequest) -> Iterator[Breakpoint]:
     tools = [tool for tool in body.tools or () if isinstance(tool, ToolDefinition)]
     for marked in (*tools, *system):
         if marked.cache_control is not None:
-            # Chat templates need a message, so an empty message follows the prefix.
+            # Chat templates need a message, so an empty message follows the tools and system text.
             yield Breakpoint(marked.cache_control.ttl, [MessageParam(role="user", content="")])
     for index, message in enumerate(body.messages):
         content = message.content if isinstance(message.content, list) else []
@@ -118,11 +118,11 @@ def created_tokens(lengths: Mapping[str, int], usage: Usage) -> dict[str, int]:
 async def apply_breakpoints(
     service: Service, body: CountTokensRequest, call: ChatCall, prepared: PreparedChat
 ) -> dict[str, int]:
-    """Retain the blocks before a prompt's breakpoints, for their time to live after each use.
+    """Retain a prompt's blocks up to each breakpoint, for the breakpoint's time to live.
 
-    Return, for each time to live, the number of tokens in full blocks before the last breakpoint
-    with this time. To find that number, tokenize the messages before the breakpoint separately, and
-    compare their tokens with the prompt's tokens.
+    Return, by time to live, the number of tokens up to the last breakpoint; tokens after the last
+    full block are not counted. To find the position of a breakpoint in the prompt, tokenize the
+    messages up to the breakpoint separately, and count the common tokens.
     """
     lengths: dict[str, int] = {}
     if not prepared.request.params.is_stored:

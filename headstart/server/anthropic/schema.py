@@ -281,10 +281,10 @@ class MessageParam(Body):
         return ApiError(400, f"a message of role {self.role!r} has a block of type {block.type!r}")
 
 
-def count_blocks(turns: Sequence[MessageParam]) -> int:
-    """Return the number of messages and their blocks."""
-    blocks = (len(turn.content) for turn in turns if isinstance(turn.content, list))
-    return len(turns) + sum(blocks)
+def count_blocks(messages: Sequence[MessageParam]) -> int:
+    """Return the number of messages plus the number of their blocks."""
+    contents = (message.content for message in messages)
+    return len(messages) + sum(len(blocks) for blocks in contents if isinstance(blocks, list))
 
 
 class ToolDefinition(Marked, ClientTool):
@@ -386,7 +386,7 @@ class CountTokensRequest(ChatFields):
     workspace_id: Label | None = None
 
     def read_messages(self) -> list[dict[str, Any]]:
-        """Return the conversation, its system text first. Raises ApiError."""
+        """Return the messages of the chat, the system message first. Raises ApiError."""
         system = [self.system] if isinstance(self.system, str) else self.system or []
         texts = [block if isinstance(block, str) else block.text for block in system]
         shown = [part for text in texts if text for part in text_parts(text)]
@@ -430,7 +430,7 @@ class MessagesRequest(CountTokensRequest):
             "the name is `stop_sequences`": "stop",
             "the name is `max_tokens`": "max_completion_tokens",
             'give `output_config`: {"format": ...}': "response_format",
-            "no code and no skills run here": "container",
+            "the server runs no code and no skills": "container",
         }
     )
     max_tokens: Whole

@@ -17,10 +17,10 @@ from headstart.server.cache.traffic import Closest, PastPrompt, Tokens, Traffic,
 _BEFORE, _AFTER = 64, 512  # tokens to decode before and after a difference
 _MOST_CAUSES = 10
 _LONGEST_WORD = 16  # tokens
-# Prompts with retrieved passages may differ only in the order of the passages. The passage at the
-# difference counts as moved if its tokens from `_NUMBER` to `_HEAD` occur in the other prompt, at
-# least `_MOVED` tokens after the difference. The tokens before `_NUMBER` are skipped, because they
-# may be the number of the passage, such as "[1]".
+# Prompts with retrieved passages may differ only in the order of the passages. Then each prompt has
+# the other prompt's next passage at least `_MOVED` tokens after the difference. The comparison uses
+# the tokens `_NUMBER` to `_HEAD` of the passage. The tokens before `_NUMBER` may be the number of
+# the passage, such as "[1]".
 _NUMBER, _HEAD, _MOVED = 8, 40, 64
 
 
@@ -88,8 +88,8 @@ class Adviser:
             for side in sides
         )
         difference = describe_difference(before, here, there)
-        # Passages are longer than these texts, so compare tokens. If two passages were swapped,
-        # each passage occurs later in the other prompt. After an edit, at most one of them does.
+        # A passage may be longer than the decoded texts, so compare tokens. After a swap, both
+        # passages occur later in the other prompt. After an edit, at most one passage does.
         if difference.looks_like == OTHER and all(
             count_repeated(mine[start + _NUMBER : start + _HEAD], theirs[start + _MOVED :])
             for mine, theirs in (sides, sides[::-1])
@@ -219,7 +219,7 @@ _REMEDIES = {
 _AROUND = 80  # characters to show before and after a difference
 _NEAR = 24  # characters to search for a date or an id
 _FAR = 2000  # characters to search for the same entries in another order
-_MOST = 0.75  # share of the entries that must be in both texts; the last may be cut off
+_MIN_MOVED = 0.75  # share of the entries that must be in both texts; the last entry may be cut off
 _MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
 _DAYS = "mon|tue|wed|thu|fri|sat|sun"
 _TIMES = re.compile(
@@ -232,7 +232,7 @@ _IDS = re.compile(
 )
 _KEYS = re.compile(r'"([^"\\]{1,80})"\s*:')
 _TOOL_WORDS = re.compile(r'"(parameters|input_schema|function)"')
-_NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # tools have equal keys, but not names
+_NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # of tools, whose keys are all the same
 
 
 class Difference(NamedTuple):
@@ -310,7 +310,7 @@ def _is_moved(mine: list[str], theirs: list[str]) -> bool:
     mine, theirs = mine[num_same:], theirs[num_same:]
     if not mine or not theirs or mine[0] not in theirs or theirs[0] not in mine:
         return False
-    return (Counter(mine) & Counter(theirs)).total() >= _MOST * min(len(mine), len(theirs))
+    return (Counter(mine) & Counter(theirs)).total() >= _MIN_MOVED * min(len(mine), len(theirs))
 
 
 _MOST_SAMPLES = 256  # evicted prompts to examine, evenly spaced
@@ -334,8 +334,9 @@ def _number_blocks(
 ) -> list[int]:
     """Return numbers for the blocks of a prompt and its answer. Equal blocks have equal numbers.
 
-    The tokens of answers are unknown. The first later prompt that continues this prompt is assumed
-    to contain the answer, so its next blocks get the numbers of the answer's blocks.
+    The tokens of answers are unknown. The first later prompt that begins with this prompt is
+    assumed to continue with the answer. So the blocks of the continuation get the numbers of the
+    answer's blocks.
     """
     step = block_size * prompt.tokens.itemsize
     data = prompt.tokens[: len(prompt.tokens) // block_size * block_size].tobytes()

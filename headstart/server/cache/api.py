@@ -118,7 +118,7 @@ async def reset_cache(request: Request, body: CacheResetRequest | None = None) -
     """Empty the cache. Status 409 while requests run, unless `reset_running_requests` is set."""
     service = service_of(request)
     options = body or CacheResetRequest()
-    is_empty = True  # if the call raises: a tier fails only after the pool was emptied
+    is_empty = True  # also if the call raises, since only a tier fails, after the pool was emptied
     try:
         is_empty = await service.llm.reset_prefix_cache(
             reset_running_requests=options.reset_running_requests,

@@ -269,9 +269,9 @@ def count_hits(
 ) -> Counter[int]:
     """Count the prompts that hit the first block of each segment, by the segment's index.
 
-    indices: the segments to count, parents first; must include all parents. Only blocks of
-    plain tokens are compared. Keys with an image, or with a salt after a public prefix, cannot be
-    rebuilt from a stored prompt.
+    indices: the segments to count and all their parents, parents first. The keys of a segment are
+    compared with the tokens of the prompts. So a segment has no hits if its keys contain more than
+    tokens: an image, or the salt after a public prefix.
     """
     cached: dict[Namespace, list[bytes]] = {segments[index].namespace: [] for index in indices}
     for prompt in prompts:
@@ -292,7 +292,7 @@ def count_hits(
             continue  # a partial block
         begin, prefixes = paths[segment.parent], cached[segment.namespace]
         first = begin + segment.keys[0]
-        after = first + b"\xff" * TOKEN_BYTES  # greater than all that begin with `first`
+        after = first + b"\xff" * TOKEN_BYTES  # greater than any prefix that begins with `first`
         hits[index] = bisect_left(prefixes, after) - bisect_left(prefixes, first)
         paths[index] = begin + b"".join(segment.keys)
     return hits

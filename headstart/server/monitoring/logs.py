@@ -8,9 +8,9 @@ quotes a part of a body, the quotation is left out. Traces never contain texts. 
     ├ prefill                  until its first token
     └ decode                   until its last
 
-Spans are made when a request ends, from the times that the engine recorded, so they cost nothing
-while it runs. Attributes have the names of OpenTelemetry's conventions for generative AI and of
-vLLM.
+Spans are made when a request ends, from the times that the engine recorded. So they cost nothing
+while the request runs. Attributes have the names of OpenTelemetry's conventions for generative AI
+and of vLLM.
 """
 
 from __future__ import annotations

@@ -82,9 +82,10 @@ class _Registry:
         self._model = model
 
     def make(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
-        """Return a metric. A metric without `labels` already has the label of the model.
+        """Return a metric with the label `model_name` and then `labels`.
 
-        Increase a metric with one more label by `count`, which sets the model and this label.
+        Without `labels`, the model's name is already set. If `labels` has one name, increase the
+        metric by `count`.
         """
         metric = kind(name, text, ["model_name", *labels], registry=self.registry, **options)
         return metric if labels else metric.labels(self._model)
@@ -96,7 +97,7 @@ class _Registry:
         return {key: self.make(kind, *row, *labels, **options) for key, row in table.items()}
 
     def count(self, metric: Any, label: str, value: float = 1) -> None:
-        """Add `value` to the counter of one label, such as one finish reason."""
+        """Add `value` to a counter from `make`. label: the value of its label, such as "stop"."""
         metric.labels(self._model, label).inc(value)
 
 
@@ -226,7 +227,7 @@ class Watch:
     """Recorder of ended requests, in a thread. Thread-safe."""
 
     def __init__(self, llm: AsyncLLM, name: str, *, by_tenant: bool) -> None:
-        """Record the requests of `llm`. name: of the model. by_tenant: see `TenantTraffic`."""
+        """Record the requests of `llm`. name: the model's name. by_tenant: see `TenantTraffic`."""
         tokenizer = llm.tokenizer
         self.decode: Callable[[Sequence[int]], str] | None = None
         if tokenizer is not None:
@@ -255,7 +256,7 @@ class Watch:
             self.flush(1)
         if not self._is_due:
             self._is_due = True
-            # An empty context has no `TENANT`, so recording does not wait for a tenant's jobs.
+            # No tenant is set in an empty context, so `flush` does not wait for a tenant's jobs.
             loop = asyncio.get_running_loop()
             loop.call_later(_DELAY, self._flush_in_thread, context=Context())
 
@@ -263,13 +264,13 @@ class Watch:
         self._is_due = False
         asyncio.get_running_loop().run_in_executor(None, self.flush)
 
-    def flush(self, most: int | None = None) -> None:
-        """Record all ended requests, or at most `most`.
+    def flush(self, limit: int | None = None) -> None:
+        """Record all ended requests, or at most `limit`.
 
         Methods that return records call `flush` first. `flush` takes the lock even if no request
         waits, since another thread may be recording the last request.
         """
-        for _ in range(most or max(1, len(self._ended))):
+        for _ in range(limit or max(1, len(self._ended))):
             with self._lock:
                 if not self._ended:
                     return

@@ -111,9 +111,8 @@ def completion_logprobs(
     """Return log-probabilities in the format of completions, and the end of the last token's text.
 
     num_top: how many of the likeliest tokens to add to each token. offset: the position of the
-    first token in the choice's text. It is negative if the prompt's text lacks the beginning of its
-    first token; see `_prompt_start`. first: the id and text of a prompt's first token, whose entry
-    is None.
+    first token in the choice's text; may be negative, see `_prompt_start`. first: the id and text
+    of a prompt's first token, whose entry is None.
     """
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     columns: dict[str, list[Any]] = {name: [] for name in names}
@@ -132,9 +131,9 @@ def completion_logprobs(
 
 
 def prompt_logprobs(output: RequestOutput, num_top: int) -> list[dict[str, Any] | None] | None:
-    """Return the log-probabilities of a prompt's tokens in vLLM's form; None for the first.
+    """Return the log-probabilities of a prompt's tokens in vLLM's form, if there are any.
 
-    num_top: how many of the likeliest tokens to add to each token.
+    The first token's entry is None. num_top: how many of the likeliest tokens to add to each token.
     """
     if output.prompt_logprobs is None:
         return None
@@ -414,8 +413,8 @@ class _TextAnswers(Chunks):
             entries = [*(output.prompt_logprobs or ()), *entries]
         logprobs = None
         start = self._offsets.get(index, 0)
-        # With log-probabilities, `end` is the position after the texts of all tokens so far. `text`
-        # may be shorter: text that may be the beginning of a stop string is sent later.
+        # With log-probabilities, `end` is the end of the texts of all tokens so far. The sent text
+        # may end earlier: text that may be the beginning of a stop string is held back.
         end = start + len(text)
         if body.logprobs is not None:
             first = (0, "")
@@ -456,8 +455,8 @@ class _TextAnswers(Chunks):
     def _prompt_start(self, output: RequestOutput, first: str) -> int:
         """Return the position of the first token's text in the prompt's text.
 
-        It is negative if decoding the prompt dropped a BOS token, or the space before the first
-        word.
+        The position is negative if the prompt's text lacks the beginning of the first token's text:
+        decoding may drop a BOS token, or the space before the first word.
         """
         if not first:
             return 0

@@ -64,9 +64,9 @@ _REFUSED = refusals(
         ),
         "give `frequency_penalty` or `repetition_penalty`": "no_repeat_ngram_size=0",
         "give `temperature`: 0 is greedy, any other value samples": "do_sample",
-        "a stream sends the new tokens after every step": "stream_interval=1",
+        "the server chooses the interval of a stream's events": "stream_interval=1",
         "the name is `max_tokens`": "max_new_tokens max_length",
-        "give its fields directly; it is an argument of the Python client": "extra_body",
+        "put its fields into the body, as the Python client does": "extra_body",
         "give `n`": "best_of=1 num_return_sequences=1",
     }
 )
@@ -244,7 +244,7 @@ class SamplingFields(CacheFields):
 
     @property
     def names(self) -> dict[str, str]:
-        """Map each field of `SamplingParams` that has another name in this API to that name."""
+        """Return the names in this API of the fields of `SamplingParams`, where they differ."""
         return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
 
@@ -420,7 +420,10 @@ class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
         return super().names | {"max_tokens": "max_completion_tokens"}
 
     def read_sampling(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams`; by default `max_tokens` fills the context."""
+        """Return the fields of `SamplingParams`. Raises ApiError, RequestError.
+
+        If `max_tokens` is None, only the context limits the answer.
+        """
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         params = super().read_sampling()

@@ -68,7 +68,7 @@ _TEXTS = {
 
 
 def read_partial(arguments: str) -> Mapping[str, Any]:
-    """Return the possibly incomplete arguments of a call; empty if they are not an object.
+    """Return a call's arguments, which may be incomplete; empty if they are not an object.
 
     >>> read_partial('{"input": "a')
     {'input': 'a'}
@@ -302,7 +302,8 @@ class ResponseAnswer(AnswerEvents):
     def _count(self) -> dict[str, Any]:
         """Return the usage.
 
-        Reasoning tokens are counted by tokenizing the text, so the number may differ a little.
+        Reasoning tokens are counted by tokenizing the reasoning again. So their number may differ
+        a little from the number of tokens that the model generated.
         """
         usage = self._usage
         full = usage.prompt - usage.prompt % self._service.llm.block_size
@@ -383,13 +384,13 @@ async def _read_call(
 ) -> tuple[ChatCall, list[dict[str, Any]]]:
     """Return the call for a conversation, and its messages without the instructions."""
     report_hosted(body.tools, request, "function")
-    earlier = body.previous_response_id
-    before = _find(request, earlier, "previous_response_id").messages if earlier else ()
+    previous_id = body.previous_response_id
+    earlier = _find(request, previous_id, "previous_response_id").messages if previous_id else ()
     items = body.input if isinstance(body.input, list) else []
     if any(isinstance(item, ItemReference) for item in items):
         items = await asyncio.to_thread(_resolve, items, *_store_of(request))
         body = body.model_copy(update={"input": items})
-    messages, paths = await read_many(len(items), partial(body.read_messages, before))
+    messages, paths = await read_many(len(items), partial(body.read_messages, earlier))
     shown = messages
     if body.instructions:
         shown = [{"role": "system", "content": body.instructions}, *messages]

@@ -33,7 +33,7 @@ _COMMAND = {
 
 
 class InputText(Body):
-    """A text of any role; `parsed` is a copy of it that OpenAI's client makes."""
+    """A text in a message of any role; `parsed` is a copy that OpenAI's client makes."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -261,7 +261,7 @@ def encode_reasoning(text: str) -> str:
 
 
 def decode_reasoning(content: str) -> str:
-    """Return the reasoning in an item's `encrypted_content`; empty if another server made it."""
+    """Return the reasoning in an item's `encrypted_content`; empty if it is from another server."""
     if not content.startswith(_PREFIX):
         return ""
     try:
@@ -304,7 +304,7 @@ def as_items(items: list[dict[str, Any]]) -> list[Item]:
 
 
 class CallKind(NamedTuple):
-    """The type, name and namespace that the items of a tool's calls have."""
+    """The type, name and namespace of the items that are calls of a tool."""
 
     type: str
     name: str

@@ -106,7 +106,7 @@ class AdapterNames(ABC):
         """
 
     def unload(self, name: str) -> None:
-        """Remove the name. Requests that use the adapter finish. Raises RequestError."""
+        """Remove the name. Requests that already use the adapter continue. Raises RequestError."""
         self.find(name)
         self._named = {n: adapter for n, adapter in self._named.items() if n != name}
 

@@ -138,8 +138,8 @@ def _quotas(root: Path) -> Iterator[float]:
         _, controllers, group_path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # In a container, `group_path` may be a path of the host that is missing below the mount.
-        # The last parent is the mount itself. In this case, the mount is the container's group.
+        # In a container, `group_path` may be a path of the host that does not exist below the
+        # mount. Then only the last parent, the mount itself, has a quota: that of the container.
         group = Path(group_path.lstrip("/"))
         for part in (group, *group.parents):
             if controllers:

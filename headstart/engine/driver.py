@@ -89,9 +89,10 @@ class Driver(Protocol):
     def awaited(self) -> AbstractContextManager[None]:
         """Return a context in which the caller waits for an answer.
 
-        Raises EngineError if the wait would never end. This is the case in the engine's thread,
-        in a coroutine that the engine's work started, and in the work of another engine for which
-        this engine waits. The error is raised at the call or on entering the context.
+        Raises EngineError if the wait would never end, at the call or on entering the context.
+        It never ends if the caller runs in the engine's thread, or in a coroutine that the
+        engine's current work started. It also never ends if the caller belongs to the work of
+        another engine, and this engine waits for that engine.
         """
 
     def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None:
@@ -115,8 +116,8 @@ class Driver(Protocol):
     def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; return its result.
 
-        The caller gets an exception that `function` raises, and the engine is not reset. So
-        `function` must leave the engine in a valid state even then, like the methods of
+        An exception of `function` is raised in the caller. It does not reset the engine, so
+        `function` must leave the engine in a valid state even when it raises, like the methods of
         `EngineCore`. Raises EngineError if the engine is closed or ends before the call, or if
         called in the engine's own thread.
         """
@@ -158,10 +159,11 @@ _current: ContextVar[_Work | None] = ContextVar("_current", default=None)
 
 
 class WaitGraph:
-    """The current work of one engine, to detect calls that would deadlock.
+    """One engine in the graph of engines that wait for each other, to detect deadlocks.
 
-    A coroutine inherits the context of the work that creates it, so its waits count as waits of
-    this work. A thread inherits no context, so waits in threads that the work starts do not count.
+    current: the engine's current work; its `awaited` are the edges. A coroutine inherits the
+    context of the work that creates it, so its waits count as waits of this work. A thread inherits
+    no context, so waits in threads that the work starts do not count.
     """
 
     def __init__(self) -> None:
@@ -187,7 +189,7 @@ class WaitGraph:
         if (caller := _current.get()) is None:
             yield
             return
-        # Append before the search, so that of two simultaneous waits one finds the other.
+        # Append before the search. Then, if two waits begin at once, at least one finds the other.
         caller.awaited.append(self)
         try:
             visited: set[_Work | None] = {None}
@@ -206,8 +208,8 @@ class WaitGraph:
 
 def _would_deadlock() -> EngineError:
     return EngineError(
-        "a call from a step of the engine, such as from a logits processor, would wait for this "
-        "step; call the engine after the step"
+        "the engine was called during its own step, for example by a logits processor, and would "
+        "wait for this step forever; call it after the step"
     )
 
 
@@ -368,7 +370,7 @@ class LocalDriver:
             raise self.ended()
         self._require_thread()
         self._orders.put(order)
-        if self._ended is not None:  # the thread may have refused all orders before this one
+        if self._ended is not None:  # the thread may have ended without this order
             self._refuse_orders()
             self._orders.put(None)  # wakes the thread if it still waits
 

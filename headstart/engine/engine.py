@@ -84,11 +84,13 @@ class EngineCore:
             self.images = EncoderBudget(cache, config.block_size if config.deterministic else None)
         self.adapters = AdapterStore(self.model, config)
         self._runner = Runner(parts, backend, self.adapters, deterministic=config.deterministic)
-        self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
-        # Limits on inputs come first. While a request waits for its inputs, the scheduler does not
-        # query the other limits. Otherwise they could make other requests wait for this request.
-        inputs = [hooks, self.tiers.loads if self.tiers is not None else None]
-        limits: list[Limit | None] = [*inputs, self.adapters, self.images, self._turns]
+        self._sampler = Sampler(self.model.vocab_size)
+        self._fair_share = FairShare(self.manager, config)
+        # Hooks and loads come first. While a request waits for its inputs, the scheduler does not
+        # query the later limits. If it did, a later limit could make other requests wait for this
+        # request.
+        loads = self.tiers.loads if self.tiers is not None else None
+        limits: list[Limit | None] = [hooks, loads, self.adapters, self.images, self._fair_share]
         self.drafting: Drafting | None = None
         on_cpu = self.model.device.type == "cpu"
         self._clock = time.thread_time if on_cpu else time.perf_counter  # CPU time is less noisy
@@ -100,7 +102,7 @@ class EngineCore:
             self.manager,
             config,
             limits=[limit for limit in limits if limit is not None],
-            max_prompt_tokens=self._turns.max_prompt_tokens,
+            max_prompt_tokens=self._fair_share.max_prompt_tokens,
             hooks=hooks,
             drafting=self.drafting,
         )
@@ -120,10 +122,10 @@ class EngineCore:
             if self.drafting is not None:
                 self.tiers.replies.queue(group)
             self.tiers.loads.queue(group)
-        if self._turns.catch_up():
+        if self._fair_share.catch_up():
             self._scheduler.reorder()
         for request in group.requests:
-            self._scheduler.add(self._turns.queue(request))
+            self._scheduler.add(self._fair_share.queue(request))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Remove a request; return its output, with finish reason "abort", or None if unknown."""
@@ -134,7 +136,7 @@ class EngineCore:
         return group.output() if group is not None else None
 
     def unload_adapter(self, name: str) -> None:
-        """Remove an adapter's name. Requests that use the adapter finish.
+        """Remove an adapter's name. Requests that already use the adapter continue.
 
         Raises RequestError for a name that is not loaded.
         """
@@ -145,7 +147,7 @@ class EngineCore:
     def reset_prefix_cache(
         self, *, reset_running_requests: bool = False, reset_tiers: bool = False
     ) -> bool:
-        """Empty the cache; return False, and change nothing, while a request runs.
+        """Empty the cache and return True. If a request runs, change nothing and return False.
 
         reset_running_requests: preempt running requests first; they are computed again.
         reset_tiers: clear the tiers too; raises TierError if blocks may be left in a tier.
@@ -170,7 +172,7 @@ class EngineCore:
 
     @property
     def requests(self) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Running and waiting answers. Do not change them."""
+        """The running and the waiting requests, one `Request` per answer. Do not change them."""
         return self._scheduler.running, self._scheduler.waiting
 
     # Steps
@@ -214,7 +216,7 @@ class EngineCore:
     def _step(self, results: list[StepResult]) -> None:
         """Schedule, compute and commit one step; add the results of its requests to `results`.
 
-        A failure before `commit_step` rolls the step back.
+        If `_compute` returns failed requests, the step is rolled back.
         """
         if self.adapters.has_unnamed:
             self.adapters.forget_unnamed(self._groups.values())
@@ -248,10 +250,11 @@ class EngineCore:
     def _compute(
         self, batch: Batch
     ) -> tuple[list[Choice], dict[Any, EngineError], StepLogits | None]:
-        """Return the batch's tokens and logits, or the errors of failed requests by request.
+        """Return the choice of each part, the errors by failed request, and the logits.
 
-        If an image cannot be encoded, the requests with this image fail before the model runs. If
-        the model, a logits processor or the sampler raises, all requests of the batch fail.
+        If a request failed, there are no choices and no logits. If an image cannot be encoded, the
+        requests with this image fail before the model runs. If the model, a logits processor or the
+        sampler raises, all requests of the batch fail.
         """
         try:
             if self.tiers is not None:
@@ -364,7 +367,9 @@ class EngineCore:
             row += 1
             choice = choose_row(self._sampler, logits, row, request.sampling)
             if not isinstance(choice, SampledToken):
-                raise choice  # a retry in the next step would call the logits processors again
+                # Do not reject the draft instead: the next step would sample this token again, and
+                # call the logits processors twice for it.
+                raise choice
             token = choice
             num_accepted += 1
             request.append(token, now)
@@ -419,7 +424,7 @@ def load_engine(
     large enough. Raises ConfigError, ModelError or OutOfMemoryError after freeing all memory.
     """
     config = make_config(options)
-    # Load with all cores, even if steps use fewer: they allocate the weights' memory faster.
+    # Load with all cores, even if steps use fewer, since more threads allocate memory faster.
     torch.set_num_threads(max(config.threads, count_cores()))
     try:
         tokenizer = load_tokenizer(tokenizer_folder or model)

@@ -1,27 +1,38 @@
-"""Fair shares: the next request comes from the owner with the least service per weight.
+"""Fair shares of the engine among owners, by start-time fair queueing.
 
-Start-time fair queueing (Goyal, Vin, Cheng, 1996). Every request gets a turn when it is queued. A
-turn is a point in virtual time; turns determine the order of requests of one priority:
+Source: Goyal, Vin, Cheng, 1996. The unit of virtual time is a computed token of an owner with
+weight 1. Each owner has a service: the virtual time at which its queued requests end. A request
+gets its turn, the algorithm's start tag, when it is queued:
 
-    turn  = max(now - credit, service of its owner / weight of its owner)
+    turn    = max(now - credit, service of its owner)
+    service = turn + (tokens of the prompt + expected tokens of the answer) / weight of its owner
 
-The position of a request in virtual time begins at its turn. It advances by the request's computed
-tokens, divided by the weight of the owner. When a request is scheduled, `now` rises to its
+The scheduler orders requests of the same priority by their turns. The turns of an owner's requests
+follow one another, so an owner that floods the queue delays only itself. The credit is the number
+of tokens in `CREDIT_STEPS` steps. With it, an owner with few requests goes before requests that
+another owner has queued earlier.
+
+The service is corrected later. Cached tokens are subtracted when the request is admitted. Tokens
+that are computed again after a preemption are added. The expected length of the answer, estimated
+from the owner's earlier answers, is replaced by its actual length.
+
+Each request has a position in virtual time. It begins at the turn, and advances by the request's
+computed tokens, divided by the weight of the owner. When a request is scheduled, `now` rises to its
 position, or to the position of its owner's first unfinished prompt if this is smaller.
 
-So an owner that floods the queue delays only itself. The credit is the number of tokens in
-`CREDIT_STEPS` steps. It lets an owner with few requests go before an earlier flood of another
-owner. The service of an owner is the number of tokens computed for it: prompts without their cached
-part, and answers. Until an answer ends, its length is estimated from the owner's earlier answers.
-
-The order of the queue does not suffice, since prompts are computed in chunks over many steps and
+The order of the queue does not suffice, since prompts are computed in chunks over many steps, and
 better hits are admitted first. So `FairShare` is also a limit: a prompt waits while another owner
-has a prompt with an earlier turn. Decoding is never delayed.
+has a prompt with a smaller position that can be computed now. Decoding is never delayed.
 
-A request is admitted only if it can run together with all running requests. Some places for running
-requests, and some blocks, are reserved for owners without running requests. The cached blocks of
-recently served owners are reserved too, up to each owner's share of the pool. While an owner waits
-for space, its turns are moved forward to `now`.
+The limit also reserves space for requests of other owners. A request of an owner without running
+requests may use all free space. Any other request is admitted only if, besides the space that the
+running requests will still need, enough places and blocks stay free:
+
+    places    one in `RESERVE`
+    blocks    one in `RESERVE`, or the free cached blocks that belong to the shares of other,
+              recently served owners, if these are more
+
+While an owner waits for space, its turns are moved forward with `now` (`catch_up`).
 
 A request that arrives during a step waits for the end of the step. So while several owners are
 active, only 1 / `STEP_SHARE` of a step's tokens may be prompt tokens. An owner is active while it
@@ -34,14 +45,16 @@ limited.
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from headstart.cache import KVCacheManager
 from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request
 
 CREDIT_STEPS = 8
-RESERVE = 8  # one in 8 places and blocks is reserved for owners without running requests
-MEMORY = 8  # pool sizes; after this many computed tokens, an idle owner's reservation ends
+RESERVE = 8  # one in 8 places and one in 8 blocks are reserved
+# An owner was recently served if, since then, fewer tokens were computed than 8 pools hold.
+MEMORY = 8
 STEP_SHARE = 32
 SHORTEST_STEP = 64  # prompt tokens; smaller chunks are inefficient
 ACTIVE_SECONDS = 120.0
@@ -55,23 +68,39 @@ _Entry = tuple[int, float, int, Request]
 class _Owner:
     """The state of an owner.
 
-    service: tokens computed for it, per unit of its weight. expected: estimated tokens of an
-    answer. unread: requests whose prompts are not fully computed. order: a heap of these requests,
-    with stale entries. lacks_space: the last attempt to admit one of its requests failed.
-    last_served: number of tokens that had been computed for all owners when this owner was last
-    served or queued a request. last_arrival: time of its latest request.
+    service: the virtual time at which its queued requests end. expected: estimated tokens of an
+    answer. answers: number of its finished answers. prefills: requests whose prompts are not fully
+    computed. order: a heap of these requests, with stale entries. most_entries: length at which
+    stale entries are removed from the heap. lacks_space: a request could not be admitted for lack
+    of space, and no request was admitted since. last_served: the value of `FairShare._computed`
+    when the owner was last served or queued a request. last_arrival: time of its latest request.
     """
 
     service: float = 0.0
     expected: float = _FIRST_GUESS
     answers: int = 0
     running: set[Request] = field(default_factory=set)
-    unread: set[Request] = field(default_factory=set)
+    prefills: set[Request] = field(default_factory=set)
     order: list[_Entry] = field(default_factory=list)
     most_entries: int = _SLACK
     lacks_space: bool = False
     last_served: int = 0
     last_arrival: float = 0.0
+
+
+class _Admission(NamedTuple):
+    """The last admission of a request.
+
+    num_preemptions: of the request before this admission. charged: tokens added to the service of
+    the owner, negative for cached tokens. start: position of the first computed token.
+    """
+
+    num_preemptions: int = -1
+    charged: int = 0
+    start: int = 0
+
+
+_NOT_ADMITTED = _Admission()
 
 
 class FairShare:
@@ -87,16 +116,15 @@ class FairShare:
         self._memory = MEMORY * manager.config.num_blocks * manager.block_size
         self._step = config.max_num_batched_tokens
         self._shared_step = min(self._step, max(SHORTEST_STEP, self._step // STEP_SHARE))
-        self._computed = 0  # tokens, for all owners
-        self._now = 0.0
+        self._computed = 0  # tokens, of all owners since the start
+        self._now = 0.0  # virtual time
         self._last_arrival = 0.0  # the latest of all owners
         self._owners: dict[str, _Owner] = {}
         self._guesses: dict[Request, float] = {}  # estimated tokens of answers, already charged
         self._pending: dict[Request, int] = {}  # tokens that running requests still need space for
         self._pending_by_owner: dict[str, int] | None = None  # None until it is needed
-        # For each request, its last admission: earlier preemptions, charged tokens, first token.
-        self._admissions: dict[Request, tuple[int, int, int]] = {}
-        self._numbers = count()
+        self._admissions: dict[Request, _Admission] = {}
+        self._numbers = count()  # for heap entries of the same rank, in the order of their pushes
 
     def _name(self, request: Request) -> str:
         """Return the name of the request's owner; "" without an owner."""
@@ -110,11 +138,11 @@ class FairShare:
         owner.last_served = self._computed
         owner.last_arrival = self._last_arrival = request.group.arrival_time
         owner.service = request.turn = max(self._now - self._credit, owner.service)
-        most = request.group.params.max_tokens
-        guess = owner.expected if most is None else min(owner.expected, most)
+        limit = request.group.params.max_tokens
+        guess = owner.expected if limit is None else min(owner.expected, limit)
         self._guesses[request] = guess
         self._charge(name, len(request.sequence.token_ids) + guess)
-        self._wait(owner, request)
+        self._add_prefill(owner, request)
         return request
 
     def max_prompt_tokens(self) -> int:
@@ -128,10 +156,13 @@ class FairShare:
         return self._step
 
     def catch_up(self) -> bool:
-        """Move the turns of owners that lack space to now; return True if any turn moved.
+        """Move the turns of owners that lack space forward; return True if any turn moved.
 
-        An owner without space cannot be served, so its turns fall behind those of other owners. If
-        they did not move, only this owner would be served after the wait, for as long as it waited.
+        If the smallest position of their waiting requests is not after `now`, move their turns by
+        an equal distance, so that this position is one step after `now`.
+
+        While an owner lacks space, `now` advances with the other owners. If the owner's turns
+        stayed, it would go before all other owners once there is space, until it has caught up.
         """
         lacking = [owner for owner in self._owners.values() if owner.lacks_space]
         delayed = {owner: first for owner in lacking if (first := self._first(owner)) is not None}
@@ -139,13 +170,13 @@ class FairShare:
         lag = self._now + self._step - min(turns, default=self._now + self._step)
         if lag < self._step:
             return False
-        # No turn moves beyond this bound. Otherwise, `now` would jump to the moved turn when its
-        # request runs, and the lag of the other owners would double.
+        # An owner's first turn does not move beyond this bound. When its request runs, `now` jumps
+        # to its position. Beyond the bound, this jump would double the lag of the other owners.
         bound = self._now + self._step + self._credit
         for owner, first in delayed.items():
             shift = min(lag, max(0.0, bound - self._rank(first)[1]))
             owner.service += shift
-            for request in owner.unread - owner.running:
+            for request in owner.prefills - owner.running:
                 request.turn += shift
             owner.order = [(*r.rank, number, r) for *_, number, r in owner.order]
             heapify(owner.order)
@@ -155,24 +186,24 @@ class FairShare:
     def _charge(self, name: str, tokens: float) -> None:
         self._owners[name].service += tokens / self._shares.weight(name)
 
-    def _wait(self, owner: _Owner, request: Request) -> None:
-        owner.unread.add(request)
+    def _add_prefill(self, owner: _Owner, request: Request) -> None:
+        owner.prefills.add(request)
         heappush(owner.order, (*request.rank, next(self._numbers), request))
         if len(owner.order) > owner.most_entries:
-            owner.order = [entry for entry in owner.order if self._is_unread(owner, entry[-1])]
+            owner.order = [entry for entry in owner.order if self._is_prefill(owner, entry[-1])]
             heapify(owner.order)
             owner.most_entries = 2 * len(owner.order) + _SLACK
 
-    def _is_unread(self, owner: _Owner, request: Request) -> bool:
+    def _is_prefill(self, owner: _Owner, request: Request) -> bool:
         """Return True if the prompt is not fully computed; forget a request that has ended."""
-        if request in owner.unread and request.finish_reason is not None:
-            owner.unread.discard(request)
-            _, charged, _ = self._admissions.pop(request, (0, 0, 0))
+        if request in owner.prefills and request.finish_reason is not None:
+            owner.prefills.discard(request)
+            charged = self._admissions.pop(request, _NOT_ADMITTED).charged
             guess = self._guesses.pop(request, 0.0)
             name = self._name(request)
             if request.missed is None and name:  # the request never ran
                 self._charge(name, -len(request.group.prompt_token_ids) - guess - charged)
-        return request in owner.unread
+        return request in owner.prefills
 
     # As a limit
 
@@ -186,7 +217,7 @@ class FairShare:
         """
         owner = self._owners[self._name(request)]
         runs = request in owner.running
-        if len(self._owners) == 1 or (runs and request not in owner.unread):
+        if len(self._owners) == 1 or (runs and request not in owner.prefills):
             return stop
         if not runs and not self._has_space(owner, request):
             owner.lacks_space = True
@@ -196,7 +227,8 @@ class FairShare:
             if other is owner:
                 continue
             # A prompt of another owner goes first if it has a lower rank and can be computed now.
-            # A prompt that waits for a block cannot: this request may be computing the block.
+            # While another request computes its next block, it cannot. That other request may be
+            # `request`, and then the two would wait for each other.
             first = self._first(other)
             if first is None or self._rank(first) >= rank or first.awaits_writer:
                 continue
@@ -205,28 +237,29 @@ class FairShare:
         return stop
 
     def _rank(self, request: Request) -> tuple[int, float]:
-        """Return the scheduler's rank, with a turn that grows with the computed tokens.
+        """Return the request's rank, with its position in virtual time instead of its turn.
 
-        Hits do not count: they were computed for other requests, or before a preemption.
+        Cached tokens do not advance the position: they were computed for other requests, or before
+        a preemption.
         """
-        _, _, start = self._admissions.get(request, (0, 0, 0))
+        start = self._admissions.get(request, _NOT_ADMITTED).start
         computed = request.sequence.num_computed_tokens - start
         weight = self._shares.weight(self._name(request))
         return request.group.priority, request.turn + max(0, computed) / weight
 
     def _first(self, owner: _Owner) -> Request | None:
-        """Return the unread request of an owner that is next by rank."""
+        """Return the owner's first request, by rank, whose prompt is not fully computed."""
         order = owner.order
-        while order and not self._is_unread(owner, order[0][-1]):
+        while order and not self._is_prefill(owner, order[0][-1]):
             heappop(order)
         return order[0][-1] if order else None
 
     def _fits(self, request: Request) -> bool:
-        """Return True if a waiting request could run together with all running requests.
+        """Return True if the free places, blocks and states suffice for a waiting request.
 
-        If not, other requests do not wait for it. The window blocks must suffice for the window and
-        a step's tokens. Two more blocks are needed, since these tokens may begin and end within a
-        block.
+        Other requests do not wait for a request that could not be admitted anyway. If layers with a
+        sliding window have separate blocks, these must suffice for the window and the tokens of a
+        step. Two blocks are added, since the tokens may begin and end within a block.
         """
         if len(self._manager.sequences) >= self._places:
             return False
@@ -257,29 +290,33 @@ class FairShare:
             }
         tokens = sum(self._pending_by_owner.values()) + self._expected_length(request)
         blocks = tokens // self._manager.block_size + running + 1
-        start, size = self._computed - self._memory, self._manager.block_size
-        recent = {
+        oldest, size = self._computed - self._memory, self._manager.block_size
+        pending_blocks = {
             name: -(-self._pending_by_owner[name] // size)
             for name, other in self._owners.items()
-            if other is owner or other.last_served >= start
+            if other is owner or other.last_served >= oldest
         }
-        reserved = max(
-            self._reserved_blocks, self._manager.count_protected(self._name(request), recent)
-        )
+        protected = self._manager.count_protected(self._name(request), pending_blocks)
+        reserved = max(self._reserved_blocks, protected)
         return blocks + reserved <= self._manager.num_free_blocks
 
     def _expected_length(self, request: Request) -> int:
         """Return a request's expected length; its maximum length if its owner has no answer yet."""
-        most = request.group.params.max_tokens
+        limit = request.group.params.max_tokens
         owner = self._owners[self._name(request)]
-        answer = owner.expected
-        if most is not None:
-            answer = min(answer, most) if owner.answers else most
+        answer_length = owner.expected
+        if limit is not None:
+            answer_length = min(answer_length, limit) if owner.answers else limit
         tokens, prompt = request.sequence.token_ids, request.group.prompt_token_ids
-        return max(len(tokens), len(prompt) + int(answer))
+        return max(len(tokens), len(prompt) + int(answer_length))
 
     def enter(self, request: Request, start: int, stop: int) -> None:
-        """Charge the owner for the tokens, unless they were charged before."""
+        """Correct the owner's service, and advance `now`.
+
+        At the first step after an admission, subtract the cached tokens; after a preemption, add
+        the tokens that are computed again. While a request decodes, add the tokens of its answer
+        that exceed the estimate.
+        """
         name = self._name(request)
         owner = self._owners[name]
         self._computed += stop - start
@@ -288,12 +325,13 @@ class FairShare:
             owner.lacks_space = False
             owner.running.add(request)
             # If a failed step rolled back the last admission, replace the charge for it.
-            times = request.num_preemptions
-            cost = (len(request.sequence.token_ids) if times else 0) - start
-            last_times, charged, _ = self._admissions.get(request, (-1, 0, 0))
-            self._charge(name, cost - charged if last_times == times else cost)
-            self._admissions[request] = times, cost, start
-        elif request not in owner.unread:
+            preemptions = request.num_preemptions
+            cost = (len(request.sequence.token_ids) if preemptions else 0) - start
+            last = self._admissions.get(request, _NOT_ADMITTED)
+            is_repeated = last.num_preemptions == preemptions
+            self._charge(name, cost - last.charged if is_repeated else cost)
+            self._admissions[request] = _Admission(preemptions, cost, start)
+        elif request not in owner.prefills:
             num_tokens = len(request.sampling.output_token_ids)  # a draft may have added several
             if (excess := num_tokens - self._guesses.get(request, num_tokens)) > 0:
                 self._charge(name, excess)
@@ -303,7 +341,7 @@ class FairShare:
         first = self._first(owner) or request
         self._now = max(self._now, min(self._rank(first)[1], self._rank(request)[1]))
         if stop == len(request.sequence.token_ids):
-            owner.unread.discard(request)
+            owner.prefills.discard(request)
 
     def leave(self, request: Request) -> None:
         """Queue a preempted request again, or forget a request that has ended."""
@@ -314,9 +352,9 @@ class FairShare:
         if request not in owner.running:
             return
         owner.running.discard(request)
-        owner.unread.discard(request)
+        owner.prefills.discard(request)
         if request.finish_reason is None:
-            self._wait(owner, request)
+            self._add_prefill(owner, request)
             return
         self._admissions.pop(request, None)
         num_tokens = len(request.sampling.output_token_ids)

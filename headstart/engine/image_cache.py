@@ -453,7 +453,7 @@ class SentImage(NamedTuple):
 
 
 class SentImages(NamedTuple):
-    """A prompt's images in order, and the fingerprint of the vision model behind their digests."""
+    """A prompt's images in order, and the vision model's fingerprint, which their digests cover."""
 
     fingerprint: bytes
     images: tuple[SentImage, ...]

@@ -158,7 +158,7 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
 # A million tokens in blocks of 16. Creating more blocks takes seconds.
 DEFAULT_MAX_BLOCKS = 65_536
 MIN_STATES = 16
-_SAVED_PER_STATE = 32  # stored states are at least `tokens_per_state` / 32 apart (4 to 64)
+_SAVED_PER_STATE = 32  # stored states are `tokens_per_state` / 32 tokens apart or more
 _LOG = logging.getLogger("headstart.tiers")
 _MOST_PREPARED = 8192  # maximum positions for `prepare`, which would otherwise delay the start
 
@@ -240,9 +240,9 @@ def has_stores(config: EngineConfig) -> bool:
 def window_width(config: EngineConfig, decoder: DecoderModel) -> int:
     """Return the widest sliding window of a layer; 0 if window blocks are not used.
 
-    They are not used if every layer has a window, since prefixes are found by the blocks of the
-    other layers. Recurrent states and stores exclude them, since these need blocks with the K/V of
-    all layers.
+    Window blocks need layers without a window too, since prefixes are found by the blocks of these
+    layers. They are not used with recurrent states or with stores, since both need blocks with the
+    K/V of all layers.
     """
     windows = {layout.window for layout in decoder.layouts}
     if decoder.state_layouts or has_stores(config) or None not in windows:

@@ -283,9 +283,10 @@ class RequestGroup:
         return self.requests[0].sequence.namespace
 
     def retain(self, num_tokens: int, seconds: float) -> None:
-        """Retain its first tokens for `seconds` after its end; call before it is submitted.
+        """Retain the K/V of the first `num_tokens` tokens for `seconds` after the request ends.
 
-        Does nothing for a request that stores no blocks: the blocks it hits belong to others.
+        Call before the request is submitted. Does nothing for a request that stores no blocks,
+        since the blocks that it hits belong to other requests.
         """
         for request in self.requests if self.params.is_stored else ():
             request.sequence.marks = [*request.sequence.marks, Mark(num_tokens, seconds)]
@@ -311,7 +312,7 @@ class RequestGroup:
 
     @property
     def lora_request(self) -> LoRARequest | None:
-        """The adapter as in vLLM; its number is always 1."""
+        """The adapter as a `LoRARequest`, as in vLLM; its `lora_int_id` is always 1."""
         return LoRARequest(self.adapter.name, 1, self.adapter.path) if self.adapter else None
 
     def output(self) -> RequestOutput:

@@ -4,9 +4,9 @@
        ▲                  │
        └────preempt───────┘   its blocks are freed; it resumes by hitting them
 
-Running requests come first, in the order of their admission. Each computes all of its uncomputed
-tokens, within the step's token budget: one token when it decodes, a chunk of a long prompt. When
-blocks run out, the request admitted last is preempted.
+Running requests come first, in the order of their admission. Each computes as many of its
+uncomputed tokens as the step's token budget allows. A decoding request has one such token; a long
+prompt is computed in chunks. When blocks run out, the request admitted last is preempted.
 
 Waiting requests are admitted first come first served, except that among the first 16 the best cache
 hit goes first. A request that was bypassed `max_bypassed` times is not bypassed again. A request is
@@ -17,11 +17,14 @@ This order applies to requests of the same priority, usually 0. Requests with a 
 first: they are admitted and computed earlier, and preempted later. If owners share the engine,
 requests of the same priority are in the order of their turns (`fair_share.py`).
 
-A limit (`step.py`) may allow fewer tokens of a request in a step, or none. A running request then
-waits in its place. A waiting request that a limit stops is bypassed, as above. A waiting request
-that lacks blocks is not bypassed, unless limits stop all running requests. These running requests
-may be waiting for a request further back in the queue. If the step stays empty, the request
-admitted last is preempted.
+A limit (`step.py`) may reduce a request's tokens in a step, or stop the request for the step. A
+running request that is stopped keeps its place and its blocks. A waiting request that is stopped is
+bypassed.
+
+A waiting request that lacks blocks ends the admissions of the step, so that later requests do not
+take blocks before it. There is one exception: a limit has stopped a running request, and the step
+is still empty. Then later requests are tried too, since the running request may wait for one of
+them. If the step stays empty, the request admitted last is preempted.
 
 While several owners are active, a step has fewer prompt tokens, so that a new request waits only
 for a short step. This does not limit the tokens of decoding requests.
@@ -95,7 +98,7 @@ class Scheduler:
             self._leave_limits(request)  # ends its load, which may hold blocks
             self.waiting.remove(request)
         self._limited.pop(request, None)
-        request.drafts.clear()  # megabytes for a long prompt, and outputs may hold the request
+        request.drafts.clear()  # megabytes for a long prompt; the caller may retain the request
 
     def restart(self) -> None:
         """Queue the requests of a failed step again, after the manager has freed their blocks.
@@ -214,7 +217,7 @@ class Scheduler:
         self.waiting.insert(bisect_left(self.waiting, request.rank, key=_rank), request)
 
     def preempt_all(self) -> None:
-        """Make all requests wait without blocks. Call only between steps."""
+        """Preempt all running requests, and end all loads. Call only between steps."""
         while self.running:
             self._preempt(self.running.pop())
         for request in self.waiting:
@@ -237,8 +240,9 @@ class Scheduler:
                 if not self._can_admit_more(budget):
                     return
                 computed = self._look_up(request)
-                is_saved = self._manager.save_fork(computed)
-                request.awaits_writer = is_saved or computed.writer is not None
+                # If this step saves a state for the request, the request resumes there later.
+                saves_state = self._manager.save_fork(computed)
+                request.awaits_writer = saves_state or computed.writer is not None
                 if request.awaits_writer:
                     continue
                 start, length = computed.num_tokens, len(request.sequence.token_ids)

@@ -76,7 +76,10 @@ class Limit(Protocol):
         """Note that tokens `start` to `stop - 1` are in the step, as `reach` allowed."""
 
     def leave(self, request: Request) -> None:
-        """Note that the request no longer runs or waits. Idempotent."""
+        """Release what the limit holds for the request. Idempotent.
+
+        Called when the request ends or is preempted. A preempted request waits again.
+        """
 
 
 class EngineHooks(Limit, Protocol):
@@ -89,7 +92,7 @@ class EngineHooks(Limit, Protocol):
     @property
     def stored_rows(self) -> BlockRows | None: ...
 
-    def usable_blocks(self, request: Request, found: ComputedBlocks) -> int:
+    def usable_blocks(self, request: Request, computed: ComputedBlocks) -> int:
         """Return the number of leading cached blocks that the request may hit. Changes nothing."""
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:

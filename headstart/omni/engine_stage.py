@@ -396,8 +396,8 @@ class EngineStage(Stage):
     def leave(self, request: Request) -> None:
         pass
 
-    def usable_blocks(self, request: Request, found: ComputedBlocks) -> int:
-        return self.rows.usable(request.sequence, found)
+    def usable_blocks(self, request: Request, computed: ComputedBlocks) -> int:
+        return self.rows.usable(request.sequence, computed)
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         self.rows.admitted(request.sequence, num_cached_tokens)

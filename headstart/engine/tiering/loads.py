@@ -14,9 +14,9 @@ them. A load takes blocks only if the free blocks suffice for its whole request.
 
     queue     a request arrives: look up the blocks that the pool lacks, in the loader's thread
     take_in   between two steps: write arrived blocks to the pool
-    reach     as a limit: the request waits for its load while other requests run. If the pool lacks
-              space for the load, the number of times that they bypass the request is limited. A
-              preempted request, once there is space for it, looks up its evicted blocks again
+    reach     as a limit: the request waits for its load, and other requests bypass it. If the pool
+              lacks space for the load, the number of bypasses is limited. When there is space for a
+              preempted request, its evicted blocks are looked up again
 
 A model with recurrent layers resumes only from a state (`headstart/engine/tiering/states.py`). Its
 load first loads the deepest stored state, and then only the blocks before this state. The state is
@@ -168,10 +168,10 @@ class Offers:
         self._unsaved = UnsavedBlocks(self.manager.hasher, with_tokens=self.text is not None)
 
     def note(self, requested_at: float, *, is_saved: bool = False) -> None:
-        """Offer the blocks that the step will overwrite; call before the step writes.
+        """Record the blocks that the step adds, and offer the blocks that it will overwrite.
 
-        requested_at: the arrival of the step's oldest request, in seconds since 1970. is_saved: the
-        store has the blocks that the step adds.
+        Call before the step writes. requested_at: the arrival of the step's oldest request, in
+        seconds since 1970. is_saved: the store has the added blocks, so they are not offered.
         """
         events = self.manager.take_events()
         leaving = self._unsaved.note(events, requested_at, is_saved=is_saved)
@@ -217,10 +217,11 @@ class Load:
 
     key: identifies the prefix to load. first: index in the prompt of the first block that the job
     loads. start: number of tokens that would hit without the load. known: number of tokens whose
-    K/V the pool has. next: index of the block that is written to the pool next. written: the tiers
-    of the blocks written so far. state_tier: the tier of the state that was written to the pool.
-    sequence: holds the blocks; None before anything has arrived. requests: the requests that wait
-    for the load. lacks_space: the free blocks do not suffice for its request.
+    K/V the pool has; more than `start` if the pool has K/V after its deepest state. next: index of
+    the block that is written to the pool next. written: the tiers of the blocks written so far.
+    state_tier: the tier of the state that was written to the pool. sequence: holds the blocks; None
+    before anything has arrived. requests: the requests that wait for the load. lacks_space: the
+    free blocks do not suffice for its request.
     """
 
     def __init__(self, request: Request, key: BlockHash, computed: ComputedBlocks, job: LoadJob):
@@ -282,8 +283,10 @@ class Load:
 class Loads:
     """The current loads; a `Limit` of the engine's scheduler.
 
-    waiting: the load that each request waits for. before_writing: called when a load has taken
-    blocks, before it overwrites them. states: None for a model without recurrent layers.
+    choose: takes the number of blocks that need not be computed if the load is made, and the bytes
+    of the load; returns the number of blocks to load, or 0 if computing is faster. before_writing:
+    called when a load has taken blocks, before it overwrites them. states: None for a model without
+    recurrent layers. waiting: the load that each request waits for.
     """
 
     manager: KVCacheManager
@@ -348,10 +351,10 @@ class Loads:
         if load is None:
             search = search_states(computed, num_tokens, hashes, size, has_tail=has_tail)
 
-            def choose(num_saved: int) -> int:
+            def choose(num_skipped: int) -> int:
                 count = search.found.num_blocks if search.found is not None else 0
                 nbytes = states.payload.nbytes + count * self.payload.nbytes
-                return self.choose(num_saved, nbytes)
+                return self.choose(num_skipped, nbytes)
 
             job = self.loader.start(hashes[len(computed.blocks) :], choose, search)
             load = self._loads[key] = Load(request, key, computed, job)
@@ -374,8 +377,9 @@ class Loads:
         """Load the lost blocks of a preempted request; return True if it waits for them.
 
         A load begins only when there is space for the request, since other requests would otherwise
-        take the blocks again. Each preemption causes one load only: if the store does not have the
-        blocks, the request must not wait again.
+        take the blocks again. A request that has loaded after a preemption loads again only if it
+        hits fewer tokens than before that load. Otherwise, it could wait forever for blocks that
+        the store does not have.
         """
         manager, sequence = self.manager, request.sequence
         if manager.is_known(sequence):

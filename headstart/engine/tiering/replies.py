@@ -1,9 +1,10 @@
 """Replies in tiers: the source of drafts for prompts that are repeated after a restart.
 
-In memory, the tree of cached prefixes has the tokens that followed a prompt. The stores have no
-tree and look up blocks by hashes. So a reply is stored as a separate object, under a hash of its
-whole prompt: the model, the namespace, the tokens and the images. Its bytes are masked by another
-part of that hash. So only a request with the same prompt and salt can find or read the reply.
+A reply is the finished answer to a prompt. In memory, the tree of cached prefixes has the tokens
+that followed a prompt. The stores have no tree and look up blocks by hashes. So a reply is stored
+as a separate object, under a hash of its whole prompt: the model, the namespace, the tokens and the
+images. Its bytes are masked by another part of that hash. So only a request with the same prompt
+and salt can find or read the reply.
 
 A stored reply is not replaced; it stays until it is evicted.
 """

@@ -6,8 +6,8 @@ Its bytes are the states, followed by the K/V of the tokens after the block, sin
 have the K/V of full blocks only.
 
 The stores get the checkpoints before the last token of a prompt, at the end of a reply, at marks,
-and at forks. They also get one of a prompt's checkpoints at regular intervals, near the end of the
-prompt; see `headstart/cache/states.py`. A checkpoint that is less than `min_gain` tokens after the
+and at forks. Of the checkpoints at regular intervals within a prompt, they get only one near its
+end (`headstart/cache/states.py`). A checkpoint that is less than `min_gain` tokens after the
 previous stored checkpoint of its path is not stored. A checkpoint is offered to the stores when the
 K/V of its last tokens can be read: when these tokens fill a block, or when their request ends.
 """
@@ -146,9 +146,10 @@ def search_states(
     *,
     has_tail: bool,
 ) -> StateSearch:
-    """Return a search for states within the first `num_tokens` that are deeper than the pool's.
+    """Return a search for states that are deeper than the deepest state in the pool.
 
-    computed: the lookup in the pool. hashes: the hashes of all full blocks of the sequence.
+    num_tokens: the largest number of tokens before a state. computed: the lookup in the pool.
+    hashes: the hashes of all full blocks of the sequence.
     """
     sequence, size = computed.sequence, block_size
     start, first = computed.num_tokens, len(computed.blocks)

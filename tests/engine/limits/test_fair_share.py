@@ -151,7 +151,7 @@ def test_nothing_is_remembered_of_requests_that_are_gone() -> None:
         if request.finish_reason is None:
             simulation.end(request)
     [owner] = simulation.fair._owners.values()
-    assert len(owner.order) + len(simulation.fair._guesses) + len(owner.unread) < 300
+    assert len(owner.order) + len(simulation.fair._guesses) + len(owner.prefills) < 300
 
 
 @pytest.mark.parametrize("is_answered", [True, False])

@@ -181,7 +181,7 @@ class NativeAttention:
 class PoolSteps:
     """The kernels' steps over one pool of blocks, for the layers that use the pool.
 
-    window: the widest window of these layers, if blocks before it may be freed.
+    window: the widest window of these layers in the pool of window blocks; None in the main pool.
     """
 
     def __init__(

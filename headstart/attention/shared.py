@@ -24,7 +24,8 @@ class SharingCost(NamedTuple):
     """A backend's cost of sharing. The unit is the time in which a decoding row reads one token.
 
     A group of n members that share t tokens saves (n - 1) * t reads. It costs `group` once, for
-    the additional segment, and `member` per member, for storing and merging a partial result.
+    computing the group separately. It costs `member` per member, for storing and merging a partial
+    result.
     """
 
     group: int
@@ -59,9 +60,9 @@ class SharedPlan:
 def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> SharedPlan:
     """Return the shared-prefix groups of decoding spans that save more than they cost.
 
-    Sorted by block table, spans with a common prefix are neighbors, and a prefix of the first and
-    last span of a run is common to the whole run. So the trie need not be built. The cost is
-    O(spans log spans) comparisons of tables.
+    Spans are sorted by block table, so spans with a common prefix are neighbors. A prefix that the
+    first and the last of several neighbors share is common to all of them. So the trie need not be
+    built. The cost is O(spans log spans) comparisons of tables.
 
     >>> tables = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]]
     >>> spans = [Span(row, 1, len(table) * 64, table) for row, table in enumerate(tables)]

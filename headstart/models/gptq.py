@@ -3,8 +3,8 @@
 Each layer is read in float32 and runs over a calibration text. Its weights are scaled (see below),
 and rounded by GPTQ in four stages: q, k and v; o; gate and up; down. A stage runs over the outputs
 of the layers and stages before it, whose weights are already rounded. Memory holds the float
-weights of one layer, and the hidden states of the text. Layers are headstart's own. Attention is
-over whole windows of the text, without paged memory.
+weights of one layer, and the hidden states of the text. The layers are headstart's own modules.
+They attend over whole windows of the text, without paged memory.
 
 The scales of inputs are AWQ's (Lin et al. 2023, https://arxiv.org/abs/2306.00978). They are called
 units here, because a checkpoint's scales are quantization steps. Units reduce the rounding error
@@ -136,7 +136,8 @@ def apply_units(
 def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """Return units `[inputs]` around 1, for layers with the same input.
 
-    The range of units is limited, so that divided numbers are in the range of float16.
+    Units are limited to the range 1/16 to 16, so that the norms and weights that they change stay
+    in the range of float16.
     """
     weights = [
         layer.weight / layer.weight.abs().amax(dim=1, keepdim=True).clamp_min(_EPSILON)
@@ -222,7 +223,7 @@ def cut_windows(text: str, name: str, tokenizer: PreTrainedTokenizerBase, longes
 
 
 def stages(shape: DecoderShape) -> list[list[str]]:
-    """Return the names of a layer's linear layers, in one list for each input."""
+    """Return the names of a layer's linear layers, grouped by the input that they share."""
     qkv = [f"self_attn.{part}_proj" for part in (["qkv"] if shape.fused else ["q", "k", "v"])]
     gate_up = [f"mlp.{part}_proj" for part in (["gate_up"] if shape.fused else ["gate", "up"])]
     return [qkv, ["self_attn.o_proj"], gate_up, ["mlp.down_proj"]]

@@ -1,9 +1,9 @@
 """LoRA adapters in PEFT's files. An adapter that is not fully supported is refused.
 
 `adapter_config.json` has the layers that an adapter changes, their ranks and scales. Training
-options are ignored. Options that do more than add `B @ A` to linear layers are refused, and so
-are unknown options of a later PEFT, unless they are off. Source: PEFT 0.18, `LoraConfig`,
-`check_target_module_exists`, `get_pattern_key`.
+options are ignored. Options that do more than add `B @ A` to linear layers are refused unless their
+value is false or empty. The same holds for options that are unknown, such as those of a later PEFT.
+Source: PEFT 0.18, `LoraConfig`, `check_target_module_exists`, `get_pattern_key`.
 
 An adapter's identity is a digest of the names, shapes, scales and bytes of its matrices, each field
 with its length in front. It does not cover the adapter's name, path and training settings. So the
@@ -275,7 +275,8 @@ def _read_matrices(file: Path, model: DecoderModel) -> dict[str, dict[str, Tenso
     return matrices
 
 
-# The decoder's prefix in models with other parts, in their old format, and in text models.
+# Prefixes of the decoder's layers: in models with other parts, in old files of such models, and in
+# text models.
 _BODIES = ("model.language_model.", "language_model.model.", "model.")
 
 

@@ -213,7 +213,7 @@ class LoraLayers:
     def __init__(self, model: DecoderModel) -> None:
         self._model = model
         self._hooks: dict[str, RemovableHandle] = {}
-        self._mixed: tuple[ResidentAdapter, ...] = ()
+        self._mixed: tuple[ResidentAdapter, ...] = ()  # the adapters in `_mixed_stack`
         self._mixed_stack: AdapterStack | None = None
         self._body: list[_Piece] = []
         self._head: list[_Piece] = []
@@ -250,7 +250,7 @@ class LoraLayers:
         self._model.calls_each_layer = False
 
     def forget(self, adapter: ResidentAdapter) -> None:
-        """Release the stack of several adapters if it contains `adapter`. Call between steps."""
+        """Release the stack of mixed adapters if it contains `adapter`. Call between steps."""
         if adapter in self._mixed:
             self._mixed, self._mixed_stack = (), None
 

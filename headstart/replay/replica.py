@@ -18,7 +18,7 @@ from headstart.errors import ConfigError
 from headstart.validation import Number, check_fields, option
 
 MAX_SKIPPED = 16
-"""Greatest number of queued requests that wait for other requests' blocks and are bypassed."""
+"""Most queued requests that a step bypasses because they wait for another request's blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class SpeedModel:
     chunk: int = option(2048, "maximum prompt tokens per step", Number(int, 1))
     max_running: int = option(128, "maximum running requests", Number(int, 1))
     transfer_rate: float = option(
-        100_000.0, "tokens per second whose K/V a prefill replica sends", Number(float, 1)
+        100_000.0, "K/V that a prefill replica sends, in tokens per second", Number(float, 1)
     )
 
     def __post_init__(self) -> None:
@@ -82,10 +82,12 @@ class ReplayRequest:
 
 @dataclass(slots=True)
 class _Step:
+    """A step with prefill, or `count` decode steps that are simulated as one event."""
+
     start: float
-    seconds: float  # duration of one repetition
+    seconds: float  # duration of each of the `count` steps
     count: int
-    num_tokens: int
+    num_tokens: int  # prompt tokens computed
 
 
 class Replica:
@@ -100,7 +102,7 @@ class Replica:
         self.computed_tokens = 0
         self.num_requests = 0
         self._prompts: list[ReplayRequest] = []  # running prefills
-        # A heap of the last decode step, a ticket, and the request.
+        # A heap of (number of the request's last decode step, ticket, request).
         self._decoding: list[tuple[int, int, ReplayRequest]] = []
         self._decoded = 0  # decode steps so far
         self._ticket = 0
@@ -180,7 +182,7 @@ class Replica:
         return min(num_units * self.grain, job.num_tokens)
 
     def _chunk(self, job: ReplayRequest, start: int, budget: int) -> int:
-        """Return the units to compute next: at least one, even if it exceeds the budget."""
+        """Return how many units to compute next: at least one, even if it exceeds the budget."""
         return min(max(budget // self.grain, 1), len(job.sequence.token_ids) - start)
 
     def _compute(self, job: ReplayRequest, budget: int) -> int:

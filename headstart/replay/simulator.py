@@ -52,7 +52,7 @@ class Fleet:
 
     @property
     def computing(self) -> int:
-        """Number of replicas that compute prompts. They are the first replicas."""
+        """Number of replicas that compute prompts. These replicas have the lowest indices."""
         return self.prefill_replicas or self.replicas
 
     def cache_config(self, grain: int, share: int = 1, *, events: bool = False) -> CacheConfig:
@@ -142,7 +142,7 @@ class Transfers:
         self._rate = speed.transfer_rate
         self._free_at = [0.0] * senders  # when each sender has sent its last prompt
         self._incoming = [0] * len(receivers)
-        # A heap of time, ticket and receiver.
+        # A heap of (time, ticket, receiver, request).
         self._arrivals: list[tuple[float, int, int, ReplayRequest]] = []
         self._ticket = 0
 
@@ -391,7 +391,7 @@ def _unlimited(trace: Trace, fleet: Fleet) -> float:
     hit = 0
     for number, request in enumerate(trace.requests):
         units = request.units()
-        last = (request.num_tokens - 1) // trace.grain  # one token at least is computed
+        last = (request.num_tokens - 1) // trace.grain  # at least one token is computed
         node, depth, is_hit = 0, 0, True
         for depth, key in enumerate(TokenSequence(str(number), units or [0]).cut(size)):
             old_node = nodes.get((node, key))

@@ -25,7 +25,7 @@ WeightKind = Literal["int8", "int5", "int4"]
 """The bits of quantized weights."""
 
 REVISIONS: dict[WeightKind, int] = {"int8": 6, "int5": 3, "int4": 4}
-"""Versions of the rounding of weights and input rows. Increase one when its results change."""
+"""Versions of the rounding of weights and input rows. A change of results needs a new version."""
 
 PREQUANTIZED_REVISION = 4
 """Version of the reader for already quantized weights. Increase it when its results change."""

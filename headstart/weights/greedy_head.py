@@ -88,9 +88,12 @@ def mask_logits(logits: Tensor, allowed: np.ndarray) -> None:
             np.fmin(row, buffer.reshape(-1)[:size], out=row)
 
 
-def _tokens_of(indices: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    """Return the tokens of the set bits. indices: positions in the mask. bits: the bytes there."""
-    row, bit = np.nonzero(np.unpackbits(bits[:, None], axis=1, bitorder="little"))
+def _tokens_of(indices: np.ndarray, selected: np.ndarray) -> np.ndarray:
+    """Return the tokens of the set bits in some bytes of a mask.
+
+    indices: the indices of these bytes in the mask. selected: the bytes.
+    """
+    row, bit = np.nonzero(np.unpackbits(selected[:, None], axis=1, bitorder="little"))
     return np.asarray(indices[row] * 8 + bit)
 
 

@@ -53,7 +53,7 @@ class PackedForm(NamedTuple):
 
     @property
     def zero(self) -> int:
-        """The value of a weight that is equal to its group's start."""
+        """The stored value of a weight that equals its group's start."""
         return 128 if self.bits == 8 else 0
 
     @property
@@ -293,7 +293,7 @@ class GroupedWeight(WeightFormat):
         return out[:, : self.outputs] * self.scales
 
     def _make_tile(self, first: int, last: int) -> Tensor:
-        """Return some outputs, padded to whole groups, without `scales` and `columns`."""
+        """Return outputs `first` to `last - 1`, in whole groups, without `scales` and `columns`."""
         form, blocks = self.form, self._panels[first // _PANEL : last // _PANEL]
         panels, groups, _ = blocks.shape
         steps, starts = form.grid(blocks).permute(2, 0, 3, 1).float().unsqueeze(-1).unbind(0)

@@ -122,7 +122,7 @@ def _check_types(
 
 
 def _check_parts(parts: Mapping[str, Entry], values: str, scheme: Scheme, text: str) -> None:
-    """Raise an error for tensors that do not fit the scheme, apart from their shapes."""
+    """Raise an error for missing, unexpected or unsupported tensors of a weight."""
     is_packed = values == "weight_packed"
     packed = frozenset({"I8" if values == "weight" else "I32"})
     _, scales, zeros, group_index = NAMES[scheme.method]

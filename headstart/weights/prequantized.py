@@ -6,9 +6,9 @@ The layouts of a weight's integers. A field is an integer of 4 or 8 bits within 
                         0 2 4 6 1 3 5 7 of eight; qzeros [groups, outputs / 8] has the same order
     GPTQ                qweight int32 [inputs / fields, outputs], qzeros [groups, outputs / fields],
                         the lowest field first; g_idx [inputs]: the group of each input
-    compressed-tensors  weight_packed int32 [outputs, inputs / fields], weight_zero_point
-                        [outputs / fields, groups]: signed values plus half their range; or
-                        weight int8 [outputs, inputs], not packed
+    compressed-tensors  weight_packed int32 [outputs, inputs / fields] and weight_zero_point
+                        [outputs / fields, groups], where a field is a signed value plus half
+                        the range; or weight int8 [outputs, inputs], not packed
     torchao             _weight_qdata int8 [outputs, inputs], _weight_zero_point int8
                         [outputs / rows, groups]: neighboring outputs may share a step
 
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # fields of a word, in the order of the outputs
 _TINY = 1e-30
 # Exponents by bits. A step divided by its output's unit (see `in_groups`) is below 2**exponent. A
-# start is at most 16 (4 bits) or 128 (8 bits) times as large, so float16 can store it.
+# start is at most 16 steps with 4 bits, or 128 steps with 8 bits, so float16 can store it.
 _STEP_EXPONENTS = {4: 11, 8: 8}
 _MIDDLE = 128
 _MOST = 512.0  # twice the largest distance of a value from its zero point
@@ -92,9 +92,10 @@ class Grouped(NamedTuple):
         """Return the weight with the same values; None if its bits or groups are not supported.
 
         Each output has a unit, a power of two. Steps and starts are divided by it and rounded to
-        float16. Divided by the unit, the largest step is at least 1024 and below 2048 (with 8 bits,
-        128 and 256), so that float16 can store the starts. Steps that were float16 stay exact
-        unless the output's largest step is more than 2**24 (with 8 bits, 2**21) times as large.
+        float16. The unit brings the output's largest step into the range 1024 to 2048, so that
+        float16 can store the starts. With 8 bits, the range is 128 to 256. A step that was float16
+        stays exact unless the output's largest step exceeds it by a factor of more than 2**24. With
+        8 bits, the factor is 2**21.
         """
         inputs = len(self.groups)
         padded = nn.functional.pad(self.groups, (0, -inputs % GROUP), value=-1).view(-1, GROUP)

@@ -64,8 +64,8 @@ class CompiledLayers:
     dtype: the dtype of the rows between layers. product_dtype: the dtype in which linear layers
     multiply rows. Products in float32 need AVX2, products in bfloat16 need AVX-512.
 
-    If `dtype` is float32, a step of `MANY_ROWS` or more runs the modules instead. The modules run
-    40 torch operations per layer, but with so many rows the products take most of the time.
+    If `dtype` is float32, the modules compute a step of `MANY_ROWS` rows or more. They run 40 torch
+    operations per layer, but with so many rows the products take most of the time.
 
     With products in bfloat16, a layer whose attention is not compiled runs as two compiled calls,
     before and after attention. The last layer also runs as two calls if only some rows are needed
@@ -81,13 +81,13 @@ class CompiledLayers:
     ) -> None:
         self._layers, self._shape = layers, shape
         self._dtype, self._product_dtype = dtype, product_dtype
-        self._is_float = product_dtype == torch.float32
+        self._in_float32 = product_dtype == torch.float32
         self._row_limit = MANY_ROWS if dtype == torch.float32 else math.inf
-        kernels = avx2_library() if self._is_float else library()
+        kernels = avx2_library() if self._in_float32 else library()
         assert kernels is not None
         self._kernels = kernels
         self._run = kernels.headstart_layers
-        if self._is_float:
+        if self._in_float32:
             self._run = kernels.headstart_float_layers
             if dtype == torch.bfloat16:
                 self._run = kernels.headstart_half_layers
@@ -111,10 +111,10 @@ class CompiledLayers:
         rows to return; None for all.
         """
         rows = len(hidden)
-        if self._is_float and not 0 < rows < self._row_limit:
+        if self._in_float32 and not 0 < rows < self._row_limit:
             return None
-        count = len(self._layers) - (output_rows is not None and not self._is_float)
-        if self._is_float:
+        count = len(self._layers) - (output_rows is not None and not self._in_float32)
+        if self._in_float32:
             angles = {kind: (cos.float(), sin.float()) for kind, (cos, sin) in angles.items()}
         if self._prepare(count, rows, angles, backend):
             hidden = hidden.to(
@@ -127,12 +127,12 @@ class CompiledLayers:
                 rows,
                 torch.get_num_threads(),
             )
-        elif self._is_float:
+        elif self._in_float32:
             return None
         else:
             for index in range(count):
                 hidden = self._layer(index, hidden, angles, backend, None)
-        if self._is_float:
+        if self._in_float32:
             hidden = hidden.to(self._dtype)
             return hidden if output_rows is None else hidden.index_select(0, output_rows)
         for index in range(count, len(self._layers)):

@@ -20,7 +20,7 @@ class DecoderLayer(FamilyModule):
 
     The family decides whether each has a norm before it, after it, or both. With
     `DecoderShape.layer_inputs`, each token also has a second embedding. It is multiplied by a gate
-    that is computed from the rows, projected, and added last.
+    that is computed from the rows. The product is projected, normalized and added to the rows last.
     """
 
     def __init__(self, shape: DecoderShape, index: int, name: str, read: Reader) -> None:

@@ -161,7 +161,7 @@ def leave_file(tensors: Iterable[Tensor], replaced_bytes: int) -> None:
     """Copy the weights that were not replaced, so that their file can be unmapped.
 
     A single view of a mapped file keeps the whole file mapped. Nothing is copied if these weights
-    have more bytes than the replaced weights (experts of a mixture).
+    have more bytes than the replaced weights, as in a mixture of experts.
     """
     left = list(filter(has_memory, tensors))
     if sum(tensor.nbytes for tensor in left) < replaced_bytes:

@@ -2,8 +2,8 @@
 
 Weights are compared with the configuration twice. Before a model is built, the shapes in the
 headers of the files must include the configuration's hidden size and vocabulary size. Afterwards,
-transformers' loading report must list no parameter that was initialized randomly, and no weight of
-a layer that was not loaded.
+transformers' loading report must not list a parameter that was initialized randomly. It must not
+list a weight of one of the model's layers as unused.
 """
 
 import re

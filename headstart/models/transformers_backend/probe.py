@@ -9,10 +9,11 @@
    layers).
 4. The same prompt without explicit positions. The logits must equal those with positions 0, 1, ...
 5. A few rows at the last positions of the context. A result may depend on a row's position, but not
-   on its index in the batch, which holds rows of many sequences. In Llama 4, layers without rotary
-   positions scale queries by the index plus the length of transformers' cache, with an effect from
-   about position 8,192 on. The reference is transformers' own decoding, with a cache that reports
-   all earlier tokens. Each row attends only to itself, so the earlier tokens need not exist.
+   on its index in the batch, which holds rows of many sequences. For example, Llama 4 scales the
+   queries of layers without rotary positions. It computes the scale from the row's index plus the
+   length of transformers' cache. The scale differs from 1 only from about position 8,192 on. The
+   reference is transformers' own decoding, with a cache that reports all earlier tokens. Each row
+   attends only to itself, so the earlier tokens need not exist.
 
 The tolerance depends on depth, width and dtype, so it is measured: one step runs again, with the
 results of attention changed by two units in the last place.
@@ -223,7 +224,7 @@ def probe_model(model: PreTrainedModel) -> ProbedLayers:
     """
     accepted = signature(model.forward).parameters
     for name, reason in (
-        ("position_ids", "its positions (ALiBi, or a recurrence) are not arguments"),
+        ("position_ids", "it computes its positions itself (ALiBi, or a recurrence)"),
         ("logits_to_keep", "it cannot compute the logits of chosen rows only"),
     ):
         if name not in accepted and (name != "position_ids" or takes_positions(model)):

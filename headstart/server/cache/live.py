@@ -50,7 +50,7 @@ class Live:
         self._tenants = tenants
         self._lock = asyncio.Lock()
         self._began = -1e9  # start of the last snapshot, by `time.monotonic`
-        self._took = 0.0  # its duration in seconds, in the engine's thread and in a worker
+        self._took = 0.0  # seconds that it took, in the engine's thread and then in a worker
         self._shown: dict[str, Any] = {}
         self._segments: list[PathSegment] = []
         self.num_watchers = 0  # open streams of snapshots
@@ -217,7 +217,7 @@ def _count(
 
 
 def _count_checkpoints(manager: KVCacheManager) -> Counter[int]:
-    """Return the number of recurrent layers' checkpoints after each block, by block id."""
+    """Count the checkpoints of recurrent layers, by the id of the block that each belongs to."""
     checkpoints = manager.states.checkpoints if manager.states is not None else ()
     nodes = (checkpoint.node for checkpoint in checkpoints)
     return Counter(node.block.block_id for node in nodes if node is not None and node.block)

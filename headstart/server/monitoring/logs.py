@@ -70,7 +70,7 @@ def open_tracer(endpoint: str | None, model: str) -> Tracer | None:
 
 
 class Tracer:
-    """Maker of the spans of ended requests."""
+    """Tracer of ended requests, with OpenTelemetry."""
 
     def __init__(self, processor: SpanProcessor, model: str) -> None:
         """Pass spans to `processor`; `model` is the model's name in the API."""

@@ -6,4 +6,7 @@ Glossary:
     row             one entry of an output's first axis; belongs to one token
     watermark       the number of a request's tokens whose rows were passed to later stages
     feed            the inputs of one request to one stage
+    thinker         the stage that generates the text of the answer
+    talker          the stage that generates codes of speech from the thinker's rows
+    vocoder         the stage that makes the waveform from the codes
 """

@@ -108,9 +108,10 @@ class TalkerFeed(Feed):
     aligns with a block of the thinker gets that block's identity. Any other block is identified by
     a digest of its rows.
 
-    rows: the thinker's output to read. bos, eos, pad: rows `[width]` that do not come from the
-    thinker. voice: requests with different voices share no block. positions: None if they are
-    consecutive from 0 on. anonymous: the request shares no block, as in a stage without caching.
+    rows: the thinker's output to read. bos, eos, pad: constant rows `[width]`. They mark the
+    beginning and the end of the thinker's answer, and fill the positions after it. voice: requests
+    with different voices share no block. positions: None if they are consecutive from 0 on.
+    anonymous: give the blocks a random identity, so that no other request hits them.
     """
 
     request: OmniRequest
@@ -131,7 +132,7 @@ class TalkerFeed(Feed):
         self._buffer: Tensor | None = None  # its size doubles when it is full
         self._num_buffered = 0  # rows in the buffer; later rows are `pad`
         self._items: list[MultiModalItem] = []  # the identities of all whole blocks so far
-        self._names: Sequence[bytes] = ()  # identities of the aligned blocks of the thinker
+        self._aligned_blocks: Sequence[bytes] = ()  # identities of the thinker's aligned blocks
         self._sequence: TokenSequence | None = None
         self._tokens: Sequence[int] = ()  # token ids of the prompt, then of the sequence
         self._count = 0  # positions whose rows have arrived
@@ -142,7 +143,7 @@ class TalkerFeed(Feed):
         if isinstance(event, StageStarted):
             self._prompt_tokens = event.prompt_tokens
             if event.block_size == self.block_size:
-                self._names = self._aligned(event.names)
+                self._aligned_blocks = self._aligned(event.block_identities)
         elif event.chunk.output == self.rows.output:
             self._take_rows(event.chunk.rows)
 
@@ -212,13 +213,13 @@ class TalkerFeed(Feed):
     def _identify(self, stop: int, digest: bytes | None = None) -> None:
         """Give an identity to each whole block before `stop` that has none yet.
 
-        digest: the identity of these blocks if they contain only padding.
+        digest: the identity of the blocks, if they contain only padding; None computes it.
         """
         size = self.block_size
         while (block := len(self._items)) * size + size <= stop:
             identity = self._private or digest
-            if identity is None and block < len(self._names):
-                identity = b"block" + self._names[block]
+            if identity is None and block < len(self._aligned_blocks):
+                identity = b"block" + self._aligned_blocks[block]
             if identity is None:
                 identity = b"rows" + _rows_digest(self._rows_of(block * size, block * size + size))
             item = MultiModalItem(identity, block * size, size)
@@ -228,9 +229,9 @@ class TalkerFeed(Feed):
 
     # Overridden by each family
 
-    def _aligned(self, names: Sequence[bytes]) -> Sequence[bytes]:
+    def _aligned(self, identities: Sequence[bytes]) -> Sequence[bytes]:
         """Return the identities of the thinker's blocks that align with the talker's blocks."""
-        return names
+        return identities
 
     def _take_rows(self, rows: Tensor) -> None:
         """Take the thinker's next rows."""
@@ -269,7 +270,7 @@ class _State:
 
     @property
     def is_ready(self) -> bool:
-        """True if the inputs of all known tokens have arrived."""
+        """True if the inputs of the prompt and of all tokens generated so far have arrived."""
         if self.group is None:
             return False
         return self.feed.is_ready(len(self.group.requests[0].sequence.token_ids))
@@ -321,7 +322,7 @@ class EngineStage(Stage):
         self.frontend = make_frontend(self.engine, tokenizer)
         # Without tiers, block hashes do not cover the model's fingerprint. A random prefix makes
         # them unique to this stage.
-        self._name_prefix = b"" if self.engine.tiers is not None else os.urandom(8)
+        self._hash_prefix = b"" if self.engine.tiers is not None else os.urandom(8)
 
     # Stage
 
@@ -387,7 +388,7 @@ class EngineStage(Stage):
         return True
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """Return `stop` once the inputs of all the request's known tokens have arrived."""
+        """Return `stop` if the inputs of all the request's tokens have arrived; otherwise None."""
         return stop if self._states[request.group.request_id].is_ready else None
 
     def enter(self, request: Request, start: int, stop: int) -> None:
@@ -473,9 +474,9 @@ class EngineStage(Stage):
         self.rows.open(sequence)
         manager = self.engine.manager
         hashes = manager.block_hashes(sequence) if self._passes_block_hashes else []
-        names = [self._name_prefix + name for name in hashes]
+        identities = [self._hash_prefix + block_hash for block_hash in hashes]
         length = len(sequence.token_ids)
-        self._events.append(StageStarted(request_id, length, manager.block_size, names))
+        self._events.append(StageStarted(request_id, length, manager.block_size, identities))
 
     def _join(self, parts: list[ScheduledRows], passes: list[HostCopy]) -> Mapping[str, Tensor]:
         """Wait for the outputs of a step's passes, and concatenate them.

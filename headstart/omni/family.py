@@ -33,13 +33,13 @@ from headstart.omni.stage_decoder import StageCheckpoint, StageDecoder
 
 
 class OmniModel:
-    """A checkpoint of an omni model, loaded in transformers' modules.
+    """A checkpoint of an omni model, loaded into transformers' modules.
 
     Makes the pipeline's stages, and prepares prompts for these stages.
 
     kind: the model's class in transformers. audio, codes: the outputs with the waveform and the
-    codes. spelling: placeholder texts, by the kind of item ("audio" or "image"). The stage `talker`
-    takes the option `voice` of a request. Embeddings of audio and images are cached in
+    codes. spelling: placeholder texts, by the kind of item ("audio" or "image"). A request's option
+    `voice` for the stage `talker` selects its voice. Embeddings of audio and images are cached in
     `cache`, and in the thinker's tiers if it has any. Raises ConfigError or ModelError.
     """
 
@@ -101,15 +101,15 @@ class OmniModel:
         features = read_features(inputs.get("features", {}))
         images = [as_rgb(image) for image in as_items(inputs.get("images", []))]
         sounds = as_items(inputs.get("audio", []))
-        for name, encoded_items in (
-            ("audio", self.media.encode_audio(sounds)),
-            ("images", self.media.encode_images(images)),
+        for name, extracted in (
+            ("audio", self.media.extract_audio(sounds)),
+            ("images", self.media.extract_images(images)),
         ):
-            if encoded_items.keys() & features.keys():
+            if extracted.keys() & features.keys():
                 raise RequestError(
                     f"the prompt has {name}, and features of {name}; allowed: one of them"
                 )
-            features |= encoded_items
+            features |= extracted
         token_ids, placed = self.media.place(text.token_ids, features)
         items, rows = [], []
         for item in placed:

@@ -45,12 +45,19 @@ class StageCall(NamedTuple):
 
 @dataclass(slots=True)
 class _State:
+    """One request in a stage.
+
+    rows: the rows of each input that have arrived. open_sources: the earlier stages that may send
+    more rows. In a `FramesStage`, num_done: number of codes whose frames were passed on. keys: the
+    cache keys of the whole blocks so far.
+    """
+
     request: OmniRequest
     rows: dict[Input, list[Tensor]] = field(default_factory=dict)
     open_sources: set[str] = field(default_factory=set)
     metrics: StageMetrics = field(default_factory=StageMetrics)
     keys: list[BlockKey] = field(default_factory=list)
-    done: int = 0
+    num_done: int = 0
 
     def joined(self, source: Input) -> Tensor:
         parts = self.rows[source]
@@ -225,19 +232,19 @@ class FramesStage(_FunctionStage):
         self._plan = plan
 
     def _can_run(self, state: _State) -> bool:
-        waiting = sum(map(len, state.rows[self._codes])) - state.done
+        waiting = sum(map(len, state.rows[self._codes])) - state.num_done
         return waiting >= self._plan.block or not state.open_sources
 
     def _run(self, state: _State) -> list[Event]:
         codes = state.joined(self._codes)
         name = state.request.request_id
-        stop = min(state.done + self._plan.block, len(codes))
+        stop = min(state.num_done + self._plan.block, len(codes))
         events: list[Event] = []
-        if stop > state.done:
+        if stop > state.num_done:
             rows = self._frames(state, codes, stop)
             ratio = self._output.alignment.ratio
-            events.append(OutputEvent(name, Chunk(self._output.name, state.done, rows, ratio)))
-            state.done = stop
+            events.append(OutputEvent(name, Chunk(self._output.name, state.num_done, rows, ratio)))
+            state.num_done = stop
             if self._cache is not None:
                 self._cache.touch(self._path(state))
         if stop == len(codes) and not state.open_sources:
@@ -246,20 +253,20 @@ class FramesStage(_FunctionStage):
         return events
 
     def _frames(self, state: _State, codes: Tensor, stop: int) -> Tensor:
-        """Return the frames of codes `done` to `stop - 1`; cache the frames of a whole block."""
-        is_whole = stop - state.done == self._plan.block
+        """Return the frames of the next codes, before `stop`; cache the frames of a whole block."""
+        is_whole = stop - state.num_done == self._plan.block
         index = len(state.keys)
         if is_whole and self._cache is not None:
-            state.keys.append(BlockKey(content_bytes(codes[state.done : stop])))
+            state.keys.append(BlockKey(content_bytes(codes[state.num_done : stop])))
             blocks = self._cache.find(self._path(state), index)
             if blocks:
                 state.metrics.cached_tokens += self._plan.block
                 state.metrics.hit_rows[self._output.name] += self._plan.block
                 return blocks[0][self._output.name]
         segment = self._plan.segment or self._plan.block
-        first = max(0, state.done // segment * segment - self._plan.context)
-        rows = self._plan.function(state.request, codes[first:stop], state.done - first)
-        [rows] = self._checked({self._output.name: rows}, stop - state.done).values()
+        first = max(0, state.num_done // segment * segment - self._plan.context)
+        rows = self._plan.function(state.request, codes[first:stop], state.num_done - first)
+        [rows] = self._checked({self._output.name: rows}, stop - state.num_done).values()
         if is_whole and self._cache is not None:
             self._cache.put(self._path(state), index, {self._output.name: rows})
         return rows

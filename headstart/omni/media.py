@@ -76,7 +76,7 @@ class Media:
         """Samples per second of sounds. Raises ModelError if the model has no feature extractor."""
         return int(self._extractor.sampling_rate)
 
-    def encode_audio(self, sounds: Sequence[Any]) -> dict[str, Tensor]:
+    def extract_audio(self, sounds: Sequence[Any]) -> dict[str, Tensor]:
         """Return features of sounds, arrays `[samples]` at the extractor's rate.
 
         Raises RequestError for an invalid sound, ModelError if the model has no feature extractor.
@@ -105,7 +105,7 @@ class Media:
             "feature_attention_mask": mask[:, :longest],
         }
 
-    def encode_images(self, images: Sequence[Any]) -> dict[str, Tensor]:
+    def extract_images(self, images: Sequence[Any]) -> dict[str, Tensor]:
         """Return features of Pillow images or arrays.
 
         Raises RequestError for an invalid image, ModelError if the model has no image processor.

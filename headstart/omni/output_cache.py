@@ -5,11 +5,11 @@ maps (block identity, stage, output) to the rows of one block in host memory, an
 overwritten. When the store is full, it evicts the least recently used entry. Entries of the prefix
 that is being stored are not evicted; if only these are left, the rest of the prefix is not stored.
 
-    only K/V evicted           the rows stay until they are evicted; they are used again once a
-                               request computes the block's K/V again
+    only K/V evicted           the rows stay, and serve hits again once a request has computed the
+                               block's K/V again
     only rows evicted          the block is not a hit in a stage that must pass rows on
-    rows in use                the caller of `find` holds the tensors, so neither eviction from the
-                               store nor reuse of the KV block affects it
+    rows in use                the caller of `find` holds the tensors, so the rows outlive their
+                               eviction from the store and the reuse of the KV block
 
 A block is identified by its stage, its namespace, and every key from the root on, compared by
 content as in the KV cache. The store does not use block ids, so a stage may have any number of KV
@@ -67,20 +67,21 @@ class OutputCacheStats(NamedTuple):
 class _Node(PrefixNode):
     """One block identity. A node without rows stays while it has children.
 
-    needed: the outputs that must be stored to make the block a hit. nbytes: size of node and rows.
+    required: the outputs that must be stored to make the block a hit. nbytes: size of the node and
+    its rows.
     """
 
-    __slots__ = ("nbytes", "needed", "rows")
+    __slots__ = ("nbytes", "required", "rows")
 
     def set_fields(self, parent: PrefixNode | None, key: BlockKey) -> None:
         super().set_fields(parent, key)
         self.rows: dict[str, Tensor] = {}
-        self.needed: frozenset[str] = frozenset()
+        self.required: frozenset[str] = frozenset()
         self.nbytes = NODE_BYTES + len(key)
 
     @property
     def is_whole(self) -> bool:
-        return bool(self.rows) and self.needed <= self.rows.keys()
+        return bool(self.rows) and self.required <= self.rows.keys()
 
 
 class OutputCache:
@@ -93,7 +94,7 @@ class OutputCache:
         if max_bytes not in _BYTES:
             raise ConfigError(f"cache_bytes is {describe(max_bytes)}; allowed: {_BYTES}")
         self.max_bytes = max_bytes
-        self._tree = PrefixTree()  # per namespace: stages, then blocks
+        self._tree = PrefixTree()  # below a namespace's root: stages, then blocks
         self._order: OrderedDict[tuple[_Node, str], int] = OrderedDict()  # sizes; oldest first
         self._bytes = 0
         self._written = self._evicted = self._refused = 0
@@ -117,7 +118,7 @@ class OutputCache:
         return stage if count == 1 else f"{stage} ({count})"
 
     def find(self, path: BlockPath, start: int = 0) -> list[Mapping[str, Tensor]]:
-        """Return the rows of blocks from `start` up to the first that lacks a needed output.
+        """Return the rows of blocks from `start` up to the first that lacks a required output.
 
         Changes nothing. The rows are never overwritten, so the result stays valid after eviction.
         """
@@ -149,7 +150,7 @@ class OutputCache:
         the last block of a prefix.
         """
         node = self._make(path, index)
-        node.needed = frozenset(rows if required is None else required)
+        node.required = frozenset(rows if required is None else required)
         for name, tensor in rows.items():
             if name in node.rows:
                 self._order.move_to_end((node, name))
@@ -175,7 +176,7 @@ class OutputCache:
             while top.parent is not None and top.parent.parent is not None:
                 top = top.parent
             if top.key == stage.encode():
-                node.needed -= {name}
+                node.required -= {name}
                 self._remove(node, entry)
 
     def clear(self) -> None:

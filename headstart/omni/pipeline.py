@@ -171,7 +171,7 @@ _NOT_IN_STAGES = {
 }
 _ONLY_FOR_ALL_STAGES = dict.fromkeys(
     ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"),
-    "all stages must store their blocks or none: set it in the options for all stages",
+    "either all stages store their blocks or none: set it in the options for all stages",
 )
 
 
@@ -332,7 +332,7 @@ class Pipeline:
         EngineError if requests wait for inputs that will never arrive.
         """
         self.require_open()
-        moved: dict[Progress, None] = {}
+        changed: dict[Progress, None] = {}
         busy = False
         for stage in self._order:
             if not stage.has_work:
@@ -341,11 +341,11 @@ class Pipeline:
             for event in stage.step():
                 progress = self._requests.get(event.request_id)
                 if progress is not None:
-                    moved[progress] = None
+                    changed[progress] = None
                     self._handle(stage.spec.name, progress, event)
         if self._requests and not busy:
             raise EngineError(f"{len(self._requests)} requests wait, and no stage has work")
-        return [(progress, progress.error) for progress in moved]
+        return [(progress, progress.error) for progress in changed]
 
     def abort(self, request_id: str) -> Progress | None:
         """Abort a request in every stage; return its progress, or None if it is unknown."""

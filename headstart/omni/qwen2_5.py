@@ -64,9 +64,10 @@ class _Cached(nn.Module):
 class CodecTalkerFeed(TalkerFeed):
     """One request's feed. The thinker must be one row ahead of the talker.
 
-    mask_id, lead_ids: the prompt's token ids; `lead_ids` are the last two. embed: maps token ids,
-    int64 `[n]`, to embeddings `[n, width]`. positions: the rotary positions of the thinker's prompt
-    and of `lead_ids`. limit: maximum number of tokens.
+    mask_id: the token id of all positions of the prompt except the last two. lead_ids: the token
+    ids of the last two positions. embed: maps token ids, int64 `[n]`, to embeddings `[n, width]`.
+    positions: the rotary positions of the thinker's prompt and of `lead_ids`. limit: maximum number
+    of tokens.
     """
 
     mask_id: int
@@ -172,7 +173,7 @@ class Qwen25Omni(OmniModel):
         """
 
         def give(tensors: PassTensors) -> dict[str, Tensor]:
-            return {"spoken": tensors.hidden + tensors.embedded * tensors.is_own[:, None]}
+            return {"spoken": tensors.hidden + tensors.embedded * tensors.is_token[:, None]}
 
         eos = self._thinker.generation_config.eos_token_id
         return StageDecoder(

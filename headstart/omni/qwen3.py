@@ -82,8 +82,8 @@ def thinker_decoder(
     """
 
     def give(tensors: PassTensors) -> Mapping[str, Tensor]:
-        is_own = tensors.is_own[:, None]
-        return {"handed": torch.where(is_own, tensors.layers[0], tensors.layers[accept_layer])}
+        is_token = tensors.is_token[:, None]
+        return {"handed": torch.where(is_token, tensors.layers[0], tensors.layers[accept_layer])}
 
     return StageDecoder(
         StageParts(
@@ -102,8 +102,9 @@ class CausalVocoder:
     """A causal vocoder that runs block by block; the function of a `FramesStage`.
 
     A frame of codes becomes `ratio` samples. The last `delay` samples of a frame depend on the next
-    frame. So the convolutions return `n * ratio - delay` samples for `n` frames. To join blocks
-    without a gap, the wave begins with `delay` samples of silence.
+    frame, so the convolutions return only `n * ratio - delay` samples for `n` frames. The vocoder
+    shifts all samples by `delay`: the wave begins with `delay` samples of silence, and each block
+    begins with the samples that the block before it could not compute.
 
     The transformer before the convolutions has a longer context and is cheaper. So it runs over all
     codes of a call, and the convolutions run only over the block and the `reach` frames before it.
@@ -143,7 +144,9 @@ class CausalVocoder:
 def _reach(code2wav: Qwen3OmniMoeCode2Wav, delay: int) -> int:
     """Return the number of earlier frames on which the samples of a frame depend.
 
-    Sample 0 of frame i is sample `i * ratio - delay` of the convolutions' output.
+    Go from the output of the convolutions back to their input, and compute the first position that
+    each layer reads. In the output, the samples of frame 0 begin at position `-delay`, because
+    `CausalVocoder` shifts them.
     """
     position = -delay
     for part in (code2wav.decoder, code2wav.upsample):
@@ -195,9 +198,9 @@ class FrameTalkerFeed(TalkerFeed):
         self._num_user = len(self.is_media)  # rows of the user's turns
         self._num_prompt = self._num_user + _NUM_HEADER + len(self.lead_ids)
 
-    def _aligned(self, names: Sequence[bytes]) -> Sequence[bytes]:
+    def _aligned(self, identities: Sequence[bytes]) -> Sequence[bytes]:
         is_prefix = bool(self.is_user[: self._num_user].all())
-        return names[: self._num_user // self.block_size] if is_prefix else ()
+        return identities[: self._num_user // self.block_size] if is_prefix else ()
 
     def _take_rows(self, rows: Tensor) -> None:
         first, mask = self._num_rows, self.is_user
@@ -245,7 +248,7 @@ class FrameTalkerFeed(TalkerFeed):
         return self.eos if index == len(self._answer) else self.pad
 
     def _with_others(self, rows: Tensor, codes: Tensor | None = None) -> Tensor:
-        """Append the other codes of frames to their rows; float32 represents both exactly."""
+        """Append the other codes of frames to their rows, in float32, which is exact for both."""
         if codes is None:
             codes = torch.zeros(len(rows), self.model.num_others)
         return torch.cat([rows.float().cpu(), codes.float()], dim=1)
@@ -348,7 +351,7 @@ _SEGMENT, _CONTEXT = 300, 25
 
 
 def vocoder_plan(vocoder: CausalVocoder) -> FramesPlan:
-    """Return a plan of small blocks with the same samples as the longer passes of transformers."""
+    """Return a plan whose small blocks give the same samples as transformers' longer passes."""
     return FramesPlan(function=vocoder, block=_BLOCK, context=_CONTEXT, segment=_SEGMENT)
 
 
@@ -466,8 +469,8 @@ class Qwen3Omni(OmniModel):
     def encode(self, placed: PlacedItem) -> Tensor:
         """Return the rows of an item's placeholders, `[length, hidden * (1 + deep layers)]`.
 
-        A row is the placeholder's embedding, followed by the vectors that are added after the
-        first layers. For audio these vectors are zeros.
+        A row is the placeholder's embedding, followed by the vectors that DeepStack adds to the
+        outputs of the first layers. For audio these vectors are zeros.
         """
         content = self._on_device(placed.content)
         with torch.inference_mode():
@@ -552,7 +555,11 @@ class Qwen3Omni(OmniModel):
         return roles == config.user_token_id, int(starts[-1])
 
     def _positions(self, user: list[int], prompt: SpokenPrompt) -> RotaryPositions | None:
-        """Return the thinker's rotary positions of the user's turns and nine more tokens."""
+        """Return the rotary positions of the talker's prompt, as the thinker computes them.
+
+        The prompt has the user's turns, then 3 tokens for the header and 6 lead tokens. Return None
+        for a prompt without images, whose positions are consecutive.
+        """
         if "image_grid_thw" not in prompt.features:
             return None
         ids = [*user, *[self.config.tts_pad_token_id] * 9]

@@ -120,12 +120,15 @@ class StageRows:
     def usable(self, sequence: TokenSequence, found: ComputedBlocks) -> int:
         """Return the number of found blocks, from the first on, that the request may skip.
 
-        Changes nothing. Blocks below the watermark need no rows. Other blocks need rows in the
-        store, or must be computed by this step. With undeclared outputs, blocks of this step are
-        not usable. If an output first appears in this step, it has no rows for tokens that earlier
-        steps computed. While an alignment is undecided, stored rows are usable only if this
-        request's pass decides the alignment, before the rows are passed on. This requires that the
-        request runs alone and computes fewer tokens than every earlier pass.
+        Changes nothing. Blocks below the watermark need no rows, because their rows were passed
+        on. Later blocks are usable up to the first block without stored rows. If all outputs are
+        declared, the next blocks that other requests compute in this step are usable too.
+
+        With undeclared outputs, blocks of this step are not usable. An output may first appear in
+        this step, and then has no rows for the tokens of a block that an earlier step computed.
+        Stored rows are usable only if all alignments are decided, or if this request's pass will
+        decide them before the rows are passed on. The pass will decide them if the request runs
+        alone and computes fewer tokens than every earlier pass.
         """
         count = len(found.blocks)
         if not self._gives_rows:
@@ -167,33 +170,33 @@ class StageRows:
         belong to tokens are ignored. Raises EngineError if an output differs from its declaration;
         then nothing of the step is cached.
         """
-        named = self._sort(outputs, parts)
-        ratios = {name: self._detector.ratio(name) for name in named}
-        shares, start = [], 0
+        selected = self._select(outputs, parts)
+        ratios = {name: self._detector.ratio(name) for name in selected}
+        part_rows, start = [], 0
         for part in parts:
             stop = start + part.stop - part.start
-            shares.append(
+            part_rows.append(
                 {
                     name: rows[start * ratios[name] : stop * ratios[name]]
-                    for name, rows in named.items()
+                    for name, rows in selected.items()
                 }
             )
             start = stop
         filled: dict[int, Mapping[str, Tensor]] = {}  # by block id
         if self._cache is not None:
-            self._find_nonfinite(parts, named)
-            # A hit also needs outputs whose alignment is undecided.
+            self._find_nonfinite(parts, selected)
+            # Outputs of undecided alignment are required too, as they may belong to tokens.
             optional = {name for name, output in self._outputs.items() if not output.required}
-            required = frozenset(named) - optional
-            for part, share in zip(parts, shares, strict=True):
-                self._store(self._cache, part, share, required, filled)
+            required = frozenset(selected) - optional
+            for part, rows_by_name in zip(parts, part_rows, strict=True):
+                self._store(self._cache, part, rows_by_name, required, filled)
         return [
             (part.sequence, chunk)
-            for part, share in zip(parts, shares, strict=True)
-            for chunk in self._chunks(part, share, filled)
+            for part, rows_by_name in zip(parts, part_rows, strict=True)
+            for chunk in self._chunks(part, rows_by_name, filled)
         ]
 
-    def _sort(
+    def _select(
         self, outputs: Mapping[str, Tensor], parts: Sequence[ScheduledRows]
     ) -> dict[str, Tensor]:
         num_tokens = sum(part.stop - part.start for part in parts)
@@ -212,17 +215,19 @@ class StageRows:
         for name in self._detector.observe(outputs, num_tokens, len(parts)):
             if self._cache is not None:
                 self._cache.drop(self._stage, name)
-        named = {
+        selected = {
             name: rows
             for name, rows in outputs.items()
             if self._detector.is_by_token(name) or self._detector.is_undecided(name)
         }
-        self._has_outputs = self._gives_rows = self._has_outputs or bool(named)
-        return named
+        self._has_outputs = self._gives_rows = self._has_outputs or bool(selected)
+        return selected
 
-    def _find_nonfinite(self, parts: Sequence[ScheduledRows], named: Mapping[str, Tensor]) -> None:
+    def _find_nonfinite(
+        self, parts: Sequence[ScheduledRows], selected: Mapping[str, Tensor]
+    ) -> None:
         tokens: set[int] = set()  # tokens of the step with a value that is not finite
-        for name, rows in named.items():
+        for name, rows in selected.items():
             if rows.is_floating_point():
                 ratio = self._detector.ratio(name)
                 tokens.update(row // ratio for row in _nonfinite_rows(rows))
@@ -241,7 +246,7 @@ class StageRows:
         self,
         cache: OutputCache,
         part: ScheduledRows,
-        share: Mapping[str, Tensor],
+        rows_by_name: Mapping[str, Tensor],
         required: frozenset[str],
         filled: dict[int, Mapping[str, Tensor]],
     ) -> None:
@@ -252,9 +257,9 @@ class StageRows:
         """
         request = self._requests[part.sequence]
         blocks: dict[int, dict[str, Tensor]] = {}
-        for name in request.tails.keys() - share.keys():
+        for name in request.tails.keys() - rows_by_name.keys():
             del request.tails[name]
-        for name, rows in share.items():
+        for name, rows in rows_by_name.items():
             tail = request.tails.get(name)
             if tail is None or tail.stop != part.start:
                 tail = request.tails[name] = _Tail(part.start, part.start, [])
@@ -288,7 +293,7 @@ class StageRows:
     def _chunks(
         self,
         part: ScheduledRows,
-        share: Mapping[str, Tensor],
+        rows_by_name: Mapping[str, Tensor],
         filled: Mapping[int, Mapping[str, Tensor]],
     ) -> list[Chunk]:
         """Return the rows from the watermark to the part's end, and raise the watermark."""
@@ -299,7 +304,7 @@ class StageRows:
             request.watermark = request.start
         skip = max(0, request.watermark - part.start)
         if part.stop > request.watermark:
-            for name, rows in share.items():
+            for name, rows in rows_by_name.items():
                 ratio = self._detector.ratio(name)
                 chunks.append(Chunk(name, part.start + skip, rows[skip * ratio :], ratio))
             request.watermark = part.stop
@@ -381,7 +386,7 @@ class TierRows:
             rows = like[output.name]
             shape = (block_size * output.alignment.ratio, *rows.shape[1:])
             self._layouts.append(_BlockLayout(output.name, rows.dtype, shape))
-        self._needed = frozenset(output.name for output in outputs if output.required)
+        self._required = frozenset(output.name for output in outputs if output.required)
         self._cache = cache
         self._store_name = store_name
         self.title = spec.name
@@ -424,5 +429,5 @@ class TierRows:
                 flat = np.frombuffer(data[start:stop], dtype=np.uint8).copy()
                 rows[layout.name] = torch.from_numpy(flat).view(layout.dtype).view(layout.shape)
                 start = stop
-            self._cache.put(path, index, rows, self._needed)
+            self._cache.put(path, index, rows, self._required)
         self._cache.touch(path)

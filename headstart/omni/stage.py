@@ -69,9 +69,9 @@ def parse_alignment(text: str) -> Alignment:
 class Output:
     """One output of a stage.
 
-    dtype: the tensors' dtype, as torch names it ("float32"); None allows any. required: a prefix is
-    skipped only if this output's rows are stored; if False, later stages may not receive all rows.
-    Raises ConfigError.
+    dtype: the tensors' dtype, as torch names it ("float32"); None allows any. required: if True,
+    a request skips a prefix only if the prefix's rows of this output are stored. If False, the
+    prefix may be skipped without them, and later stages do not receive them. Raises ConfigError.
     """
 
     name: str
@@ -110,7 +110,7 @@ class AlignmentDetector:
         self._declared = dict(declared)
         self._lengths: dict[str, set[int]] = {}
         self._dense: set[str] = set()  # matched a pass with more tokens than requests
-        self._refuted: set[str] = set()
+        self._excluded: set[str] = set()
 
     def observe(
         self, outputs: Mapping[str, Tensor], num_tokens: int, num_requests: int
@@ -119,33 +119,36 @@ class AlignmentDetector:
 
         The caller must drop the cached rows of these outputs.
         """
-        refuted = []
+        excluded = []
         for name, tensor in outputs.items():
-            if name in self._declared or name in self._refuted:
+            if name in self._declared or name in self._excluded:
                 continue
             if tensor.ndim == 0 or tensor.shape[0] != num_tokens:
-                self._refuted.add(name)
+                self._excluded.add(name)
                 if name in self._lengths:
-                    refuted.append(name)
+                    excluded.append(name)
                 continue
             self._lengths.setdefault(name, set()).add(num_tokens)
             if num_tokens > num_requests:
                 self._dense.add(name)
-        return refuted
+        return excluded
 
     def is_by_token(self, name: str) -> bool:
         """Return True if the output's rows belong to tokens, as declared or as detected."""
         if name in self._declared:
             return self._declared[name].is_by_token
-        return name in self._dense and name not in self._refuted and len(self._lengths[name]) > 1
+        return name in self._dense and name not in self._excluded and len(self._lengths[name]) > 1
 
     def is_undecided(self, name: str) -> bool:
         """Return True if the output is a candidate that is not yet accepted or excluded."""
-        is_known = name in self._declared or name in self._refuted
+        is_known = name in self._declared or name in self._excluded
         return not is_known and not self.is_by_token(name)
 
     def is_settled_by(self, num_tokens: float) -> bool:
-        """Return True if a pass of one request over `num_tokens` tokens will decide all outputs."""
+        """Return True if a pass of one request, of up to `num_tokens` tokens, decides all outputs.
+
+        That is the case if all earlier passes were longer, since the pass then has a new length.
+        """
         return all(
             name in self._dense and num_tokens < min(lengths)
             for name, lengths in self._lengths.items()
@@ -265,14 +268,14 @@ class OutputEvent(NamedTuple):
 class StageStarted(NamedTuple):
     """A request's prompt in the stage is complete. This event precedes all rows of the request.
 
-    prompt_tokens: the length of the prompt. names: the identities of the prompt's whole blocks of
-    `block_size` tokens; empty if the stage has no cache.
+    prompt_tokens: the length of the prompt. block_identities: the identities of the prompt's whole
+    blocks of `block_size` tokens; empty if the stage has no cache.
     """
 
     request_id: str
     prompt_tokens: int
     block_size: int
-    names: Sequence[bytes] = ()
+    block_identities: Sequence[bytes] = ()
 
 
 class StageFinished(NamedTuple):

@@ -86,14 +86,14 @@ def host_copies(device: torch.device) -> Callable[[Mapping[str, Tensor]], HostCo
 class PassTensors(NamedTuple):
     """The tensors of one pass, one row per token.
 
-    embedded: `[tokens, width]`, the inputs. is_own: bool `[tokens]`, true if the input is the
-    token's embedding, false for audio, images and rows of earlier stages. layers: transformers'
-    `hidden_states` (the inputs of the first layer, then each layer's outputs); empty unless needed.
-    hidden: `[tokens, hidden]`, after the final norm.
+    embedded: `[tokens, width]`, the inputs. is_token: bool `[tokens]`, true if the input is the
+    embedding of a token id, false for audio, images and rows of earlier stages. layers:
+    transformers' `hidden_states` (the inputs of the first layer, then each layer's outputs); empty
+    unless needed. hidden: `[tokens, hidden]`, after the final norm.
     """
 
     embedded: Tensor
-    is_own: Tensor
+    is_token: Tensor
     layers: Sequence[Tensor]
     hidden: Tensor
 
@@ -170,9 +170,9 @@ class StageDecoder(TransformersDecoder):
             for count in (width, self.config.get_text_config().hidden_size)
         )
         layers = [hidden] * (len(self.layouts) + 1) if self._parts.needs_layers else []
-        is_own = torch.ones(1, dtype=torch.bool, device=self.device)
+        is_token = torch.ones(1, dtype=torch.bool, device=self.device)
         with torch.inference_mode():
-            return self._parts.give(PassTensors(embedded, is_own, layers, hidden))
+            return self._parts.give(PassTensors(embedded, is_token, layers, hidden))
 
     def _compute_fingerprint(self) -> str:
         """Return the digest of the checkpoint.
@@ -202,9 +202,9 @@ class StageDecoder(TransformersDecoder):
         parts = self._parts
         with torch.inference_mode():
             embedded: Tensor = self.module.get_input_embeddings()(token_ids)
-            is_own = torch.ones_like(token_ids, dtype=torch.bool)
+            is_token = torch.ones_like(token_ids, dtype=torch.bool)
             if embeddings is not None:
-                is_own[embeddings.rows] = False
+                is_token[embeddings.rows] = False
                 rows = embeddings.values.to(embedded)[:, : embedded.shape[1]]
                 embedded = embedded.index_copy(0, embeddings.rows, rows)
             inputs = embedded if parts.project is None else parts.project(embedded)
@@ -213,23 +213,23 @@ class StageDecoder(TransformersDecoder):
                 position_ids=positions.unsqueeze(-2),
                 use_cache=False,
                 output_hidden_states=parts.needs_layers,
-                **self._deep_rows(embeddings, is_own),
+                **self._deep_rows(embeddings, is_token),
             )
             hidden: Tensor = output.last_hidden_state[0]
             layers = [rows[0] for rows in output.hidden_states] if parts.needs_layers else []
-            outputs = parts.give(PassTensors(embedded, is_own, layers, hidden))
+            outputs = parts.give(PassTensors(embedded, is_token, layers, hidden))
             self._passes.append(self._begin_copy(outputs))  # overlaps with the head
             logits: Tensor = parts.head(hidden.index_select(0, logit_rows)).float()
             if parts.suppressed_ids:
                 logits.index_fill_(1, self._suppressed_ids, -torch.inf)
         return logits
 
-    def _deep_rows(self, embeddings: EmbeddingOverlay | None, is_own: Tensor) -> dict[str, Any]:
+    def _deep_rows(self, embeddings: EmbeddingOverlay | None, is_token: Tensor) -> dict[str, Any]:
         if embeddings is None or not self._parts.num_deep:
             return {}
         width = embeddings.values.shape[1] // (1 + self._parts.num_deep)
         values = embeddings.values[embeddings.rows.argsort()]
         return {
-            "visual_pos_masks": ~is_own[None],
+            "visual_pos_masks": ~is_token[None],
             "deepstack_visual_embeds": list(torch.split(values[:, width:], width, dim=1)),
         }

@@ -211,7 +211,7 @@ class _Check:
         self.counts["unlisted"] = len(unlisted)
 
     def _read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[bool]:
-        """Yield for each block True if its record is undamaged."""
+        """Read the records of blocks in order; yield True for each undamaged record, else False."""
         if self._file is None:
             yield from [False] * len(blocks)
             return

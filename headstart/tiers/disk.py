@@ -8,8 +8,8 @@
 A record contains the block's name and a checksum, so a wrong index causes at most a miss. The index
 may be wrong because two processes wrote at the same time, a process was killed, or files were
 truncated or damaged. Files have no gaps: when a block is removed, the last block of the file moves
-to the free slot. A file is truncated only after the index has dropped the slots behind the new end.
-So killing a process loses at most the blocks whose slots its last save was overwriting.
+to the free slot. Files are truncated last, after the transaction that changes the index. So a
+killed process loses at most the stored blocks whose slots it overwrote in its last transaction.
 """
 
 import os
@@ -163,8 +163,8 @@ class DiskStore:
     def _find_slot(self, index: DiskIndex, model: int, used: float) -> int | None:
         """Return a slot for a block that was last used at `used`; evict other blocks if necessary.
 
-        Return None if all other blocks were used later. Also return None if the disk lacks space
-        for a change of the index: after evicting a block, the new block could not be listed.
+        Return None if the blocks that may be evicted do not free enough space. Also return None if
+        the disk is too full to change the index, because the new block could not be listed.
         """
         size = slot_bytes(self.model.block_bytes)
         if self._free_space() < _INDEX_RESERVE:
@@ -227,7 +227,7 @@ class DiskStore:
         """Open a transaction of the index; after it, truncate files to the listed blocks.
 
         Remove models without blocks and their files, but not their descriptions. Other processes
-        check that a file exists before they use it.
+        may have a removed file open, so they check `SlotFile.is_in_place` before each use.
         """
         index = self._open("changes")
         self._to_truncate.clear()

@@ -117,7 +117,8 @@ class ReadBuffers:
             memory = self._free.pop()
         except IndexError:
             memory = self._allocate()
-        array = (ctypes.c_char * self._nbytes).from_buffer(memory)  # freed with its last view
+        # When the last view of `array` is gone, `memory` returns to `_free`.
+        array = (ctypes.c_char * self._nbytes).from_buffer(memory)
         weakref.finalize(array, self._free.append, memory).atexit = False
         return memoryview(array).cast("B")[:nbytes]
 
@@ -140,14 +141,14 @@ class SlotFile:
     """
 
     def __init__(self, path: Path, block_bytes: int, *, read_only: bool = False) -> None:
-        self._fd = -1  # for `__del__`: the next line raises for a size from a damaged index
+        self._fd = -1  # `__del__` needs it if a line below raises
         self.slot_bytes = slot_bytes(block_bytes)
         self._path = path
         self._fd = open_file(path, os.O_RDONLY if read_only else os.O_RDWR, create=not read_only)
         self._inode = os.fstat(self._fd).st_ino
 
     def __del__(self) -> None:
-        self.close()  # a store only drops its reference: another thread may be reading
+        self.close()  # a store does not close a replaced file: another thread may be reading it
 
     @property
     def is_in_place(self) -> bool:

@@ -4,9 +4,11 @@ The index is an SQLite file with a rollback journal. Several processes may use i
 consistent if a process is killed. It is not synced to the disk, so a power loss may damage it. A
 damaged index raises exceptions and is rebuilt from the records.
 
-A block's worth is GreedyDual-Size (Cao and Irani, 1997): `clock + seconds to compute / bytes`,
-where the clock is the worth of the last evicted block. So a block stays if it was used recently, or
-if it takes long to compute for its size. Only the last block of a prefix may be evicted.
+The block with the least worth is evicted first, as in GreedyDual-Size (Cao and Irani, 1997). When a
+block is saved or used, its worth is set to `clock + seconds to compute / bytes`. The clock is the
+worth of the last evicted block. So a block stays if it was used recently, or if it takes long to
+compute for its size. A block is never evicted before its children, the blocks that continue its
+prefix.
 """
 
 import fcntl
@@ -365,8 +367,8 @@ def make_folder(folder: Path) -> bool:
     """Make a folder that only its owner may enter; return True if it can be written.
 
     If other users could write an existing folder, its files are removed. Raises ConfigError if the
-    folder cannot be used, or if it has files but no file of headstart. The mode of such a
-    folder must not be changed.
+    folder cannot be used, or if it has only files of other programs. The mode of such a folder is
+    not changed.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -72,7 +72,8 @@ class LoadJob(Job):
     choose: takes the number of blocks that the stores have, and returns the number to load. count:
     number of blocks to load; 0 until the lookup has ended. num_loaded, nbytes: number and bytes of
     the blocks that have arrived. arrived: blocks that wait to be taken. state: None for a model
-    without recurrent layers; with a state, `count` may be 0.
+    without recurrent layers. With a state, `count` is 0 if the pool has all blocks that the state
+    needs.
     """
 
     names: Sequence[BlockHash]
@@ -190,7 +191,7 @@ class Loader:
         self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
-        """Wait until blocks have arrived, or a job ended or lacked space, since the last call."""
+        """Wait for news since the last call: blocks arrived, or a job ended or lacks space."""
         with self._changed:
             wait_for(self._workers, lambda: self._has_news or self._loads.is_closed, timeout)
             self._has_news = False
@@ -287,7 +288,7 @@ class Loader:
     def _load_state(self, job: LoadJob, state: StateSearch) -> bool:
         """Load a job's state unless it has arrived; return True if the job has more to load.
 
-        If the state is damaged, load the next deepest one.
+        If a state cannot be loaded, try the next deepest state that the stores have.
         """
         assert self._states is not None
         while state.found is not None and not state.has_arrived:
@@ -328,7 +329,7 @@ class Loader:
             return True
 
     def _note_rate(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Update the average rate; if loading took longer than computing, replace the average."""
+        """Update the average rate; lower it at once to the rate of a load slower than computing."""
         rate = max(nbytes / max(seconds, 1e-9), _LEAST_RATE)
         if self.rate is None or (rate < self.rate and seconds > self._compute(blocks)):
             self.rate = rate
@@ -340,7 +341,7 @@ class Loader:
 class _Batch(Job):
     """Blocks to save, and the names of stored blocks that were used (`touched`).
 
-    nbytes: bytes of the unsaved blocks. stored: their names, if the stores have them afterwards.
+    nbytes: bytes of the unsaved blocks. stored: the blocks that the stores have after the save.
     """
 
     unsaved: list[StoredBlock]

@@ -3,7 +3,7 @@
 A `Worker` is one thread with a queue of jobs. Lookups, loads, saves and images have one worker
 each. A read of a file has no timeout, so a call that takes longer than its deadline is given up:
 
-    worker    abandons its thread, and starts a new one that begins the job again
+    worker    abandons its thread; a new thread begins the job again
     store     is not called before the abandoned thread has returned, nor during a pause
     job       retains the blocks that have arrived, and continues with the other stores
 
@@ -46,8 +46,9 @@ class _GivenUpError(BaseException):
 class _Call:
     """A call of a store.
 
-    seconds: its deadline. is_load: True if the call reads a chunk of a load. If such a call is
-    late, and its deadline was shorter than `DEADLINE`, the store is not paused.
+    seconds: its deadline. is_load: True if the call reads a chunk of a load. A late call pauses the
+    store. The exception is a load with a deadline shorter than `DEADLINE`: such a load is slower
+    than computing, but the store may work.
     """
 
     store: "GuardedStore"
@@ -79,8 +80,8 @@ class Worker:
     """A daemon thread that does jobs one after the other. It starts at the first job.
 
     pick: returns the next job of the queue, None to wait; by default the first job. ended: called
-    after each call of a job's `work`. Both are called with `changed` held, which several workers
-    may share. If a job raises, a fault of kind `problem` is counted in `faults`.
+    after each call of a job's `work`. Both are called with the condition `changed` held. Several
+    workers may share `changed`. If a job raises, a fault of kind `problem` is counted in `faults`.
     """
 
     def __init__(

@@ -353,7 +353,7 @@ def test_a_logits_processor_that_awaits_its_own_engine_is_told(llm: AsyncLLM, as
     if ask == "leave":  # which need not wait
         assert asyncio.run(run())[-1].finished
     else:
-        refusal = "is closed" if ask == "close" else "the step that makes it"
+        refusal = "is closed" if ask == "close" else "called during its own step"
         with pytest.raises(EngineError, match=refusal):
             asyncio.run(run())
     if ask != "close":

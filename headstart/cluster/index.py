@@ -67,8 +67,8 @@ class PromptKeys(Sequence[PrefixKey]):
     """The keys of a prompt's full blocks, computed when they are read.
 
     Hashing takes most of the time of routing a request. If no replica holds the first blocks, a
-    query reads no further keys, so they are hashed after the request is sent. Indices must not be
-    negative.
+    query does not read the other keys. Their blocks are hashed after the request is sent. Indices
+    must not be negative.
     """
 
     def __init__(self, hasher: BlockHasher, prompt: TokenSequence) -> None:
@@ -113,9 +113,9 @@ def add_bit(holders: Holders, keys: Iterable[PrefixKey], bit: int) -> None:
 
 
 def take_bits(holders: Holders, bits: int, singles: Sequence[int]) -> Generator[None, None, None]:
-    """Remove bits from a table, in steps of about `SWEPT` blocks or one larger part.
+    """Remove bits from a table in steps.
 
-    singles: see `take_bit`.
+    A step examines whole parts, until these have at least `SWEPT` blocks. singles: see `take_bit`.
     """
     num_examined = 0
     for part in holders:
@@ -150,7 +150,7 @@ class _Feed:
     epoch: int | None = None
     number: int = -1
     is_current: bool = True
-    is_empty: bool = True  # True until a block is stored after `cleared`
+    is_empty: bool = True  # no block was stored since the start or the last clear
 
 
 class ReplicaIndex:
@@ -181,7 +181,7 @@ class ReplicaIndex:
         self._free: list[int] = []
         self._num_parts = max(1 << (num_replicas - 1).bit_length(), _LEAST_PARTS)
         self._holders = {tier: make_holders(self._num_parts) for tier in TIERS}
-        self._lower: dict[str, Holders] = {}  # tables of tiers below the pool, once used
+        self._lower: dict[str, Holders] = {}  # tables of the lower tiers that have had blocks
         self._expected = make_holders(self._num_parts)
         self._sweeping: Generator[None, None, None] | None = None
         self._feeds = {(r, tier): _Feed() for r in range(num_replicas) for tier in TIERS}

@@ -24,7 +24,7 @@ FIRST_RATE = 15_000.0
 _HALF_LIFE = 20.0
 """Seconds of computing prompts after which a measurement has half its weight."""
 _TRUST = 2.0
-"""Weight of the mean rate of all replicas in a replica's rate, as seconds of measurement."""
+"""Weight of all replicas' mean rate in a replica's rate, in seconds of measurement."""
 
 COMPUTE_WEIGHT = 4.0
 """Weight of a token to compute, compared with a queued token."""
@@ -78,7 +78,7 @@ class ReplicaLoad:
 
     all_rate: the mean rate of all replicas. queued_tokens: prompt tokens still to be computed.
     waiting: requests without a first token. running: requests with a first token. routed_tokens:
-    sum of the tokens to compute of all requests so far.
+    tokens to compute, summed over all requests routed to this replica so far.
     """
 
     replica: int
@@ -98,7 +98,10 @@ class ReplicaLoad:
 
     @property
     def rate(self) -> float:
-        """Prompt tokens per second, measured while prompts waited; decoding meanwhile lowers it."""
+        """Prompt tokens per second while prompts wait, mixed with the mean rate of all replicas.
+
+        A replica that also decodes computes prompts more slowly, so its rate is lower.
+        """
         rate = self._own_rate
         return (rate.tokens + _TRUST * self.all_rate.mean) / (rate.seconds + _TRUST)
 
@@ -239,9 +242,10 @@ class LeastLoaded(RoutingPolicy):
 
 
 class SessionAffinity(LeastLoaded):
-    """The replica that rendezvous hashing assigns to a session; without one, the least loaded.
+    """The replica that rendezvous hashing assigns to a session.
 
-    When a replica is removed, only its own sessions move.
+    A request without a session goes to the least loaded replica. When a replica is removed, only
+    the sessions of that replica move.
     """
 
     def choose(self, choice: Choice) -> ReplicaLoad:

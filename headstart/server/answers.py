@@ -10,8 +10,9 @@ A reader is a generator that parses one of these formats. It yields when it need
 the character by `send`, and adds the parsed parts to its `Source`.
 
 A call's name is passed on when it is complete. Its arguments are passed on as they arrive, exactly
-as the model wrote them, so that the next turn's prompt hits them. Arguments that precede the name
-are passed on after it. If the arguments are a JSON string, its content is passed on.
+as the model wrote them. The next turn's prompt then contains the same tokens and hits their blocks.
+Arguments that precede the name are passed on after it. If the arguments are a JSON string, its
+content is passed on.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Source:
         del self.record[len(self.record) - len(text) :]
 
     def space(self) -> Reading[str]:
-        """Read white space, up to the next other character."""
+        """Read white space, up to the next character that is not white space."""
         space = ""
         while (character := (yield from self.next())).isspace():
             space += character
@@ -458,7 +459,7 @@ class CallFormat:
     id_length: int | None = None
 
     def new_id(self, prefix: str) -> str:
-        """Return a new id of a call. It has the API's prefix unless the format fixes its length."""
+        """Return a new id for a call. It has no prefix if the format fixes the length of ids."""
         if self.id_length is None:
             return f"{prefix}{secrets.token_hex(12)}"
         letters = string.ascii_letters + string.digits

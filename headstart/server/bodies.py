@@ -21,7 +21,7 @@ from headstart.validation import describe, shorten
 
 
 def decode(data: bytes) -> Any:
-    """Return the value of JSON. Raises as `json.loads`."""
+    """Return the decoded JSON value. Raises the errors of `json.loads`."""
     try:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):

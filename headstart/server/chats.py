@@ -211,7 +211,7 @@ class ChatFields(CacheFields):
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Map each field of `SamplingParams` that has another name in this API to that name."""
+        """This API's names of `SamplingParams` fields, for the fields whose names differ."""
         return {}
 
     def read_sampling(self) -> dict[str, Any]:

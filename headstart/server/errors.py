@@ -236,7 +236,7 @@ _FIELDS = (
 
 
 def _param_of(text: str) -> str | None:
-    """Return the request's field that an error's text begins with; None without one."""
+    """Return the request field at the beginning of an error's text; None if no field is there."""
     if message := _MESSAGE.match(text):
         return f"messages[{message[1]}]"
     match = _FIELD.match(text)

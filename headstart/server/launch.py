@@ -227,7 +227,7 @@ class _Shutdown:
     def __init__(self, service: BaseService[Any, Any]) -> None:
         self._service = service
         self.is_forced = False
-        self.loop: asyncio.AbstractEventLoop | None = None  # once it listens
+        self.loop: asyncio.AbstractEventLoop | None = None  # set when the server listens
 
     def handle_signal(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, end at the second; the next signal kills the process."""

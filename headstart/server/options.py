@@ -74,7 +74,7 @@ class ServerOptions:
 
     api_keys: bool | None = option(
         None,
-        "require a key; default: if keys exist, and always on addresses that others can reach",
+        "require a key; default: on if keys exist or if other machines can reach the address",
     )
     api_key: tuple[str, ...] = option(
         (),

@@ -18,7 +18,7 @@ from headstart.server.errors import ApiError
 Value = TypeVar("Value")
 MAX_VALUES = 4096
 MAX_BYTES = 256 * 2**20
-_FEW = 8  # for up to this many ids, only responses whose JSON contains an id are parsed
+_FEW = 8  # ids; a search for at most this many parses only responses whose bytes contain an id
 
 
 class _Entry(NamedTuple, Generic[Value]):
@@ -49,7 +49,7 @@ class TenantStore(Generic[Value]):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all values; objects that values share count for each of them."""
+        """The bytes of all values. An object that several values share counts several times."""
         return self._sizes.total()
 
     def put(self, name: Hashable, value: Value, tenant: str | None, num_bytes: int = 0) -> float:

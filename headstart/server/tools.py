@@ -67,8 +67,8 @@ Item = TypeVar("Item")
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
-# JSON with the white space of chat templates: the next turn's prompt then repeats the tokens of a
-# generated call, which are cached.
+# JSON with the white space of chat templates. The next turn's prompt then repeats the tokens of a
+# generated call, and these tokens are cached.
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _REASONING = "reasoning gap "
@@ -106,7 +106,7 @@ class Tool:
 
 
 def make_tools(items: Sequence[Item], make: Callable[[Item], Tool]) -> tuple[Tool, ...]:
-    """Return the tools of a request. Raises RequestError for too many, before it makes any."""
+    """Return the tools of a request. Raises RequestError if there are more than `MAX_TOOLS`."""
     if len(items) > MAX_TOOLS:
         raise RequestError(f"there are {len(items)} tools; allowed: {MAX_TOOLS} at most")
     return tuple(map(make, items))

@@ -284,8 +284,8 @@ class ReplicaCluster:
     def _leave(self) -> None:
         self._is_over.set()
         try:
-            if self._has_deployed and not self._is_lost:  # replicas save their cached blocks
-                self._delete()
+            if self._has_deployed and not self._is_lost:
+                self._delete()  # each replica saves its cached blocks before it ends
         except HeadstartError as error:
             _LOG.warning("the replicas may not have saved their cached blocks: %s", error)
         finally:

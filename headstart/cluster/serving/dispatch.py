@@ -83,7 +83,7 @@ class Dispatcher:
             return dict(self._metrics)
 
     def sum_metrics(self) -> list[Metric]:
-        """Return the sums over all replicas, with the counts of removed replicas."""
+        """Return the sums over all replicas, including the counts of removed replicas."""
         with self._lock:
             metrics = [*self._past, *chain(*self._metrics.values())]
         return add_up(metrics)
@@ -193,7 +193,7 @@ class Dispatcher:
 
 
 def add_up(metrics: Iterable[Metric]) -> list[Metric]:
-    """Return one metric for each name and labels: the sum, or the mean of a percentage."""
+    """Return one metric for each name and set of labels: the sum, or for percentages the mean."""
     groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[Metric]] = defaultdict(list)
     for metric in metrics:
         groups[metric.name, tuple(metric.labels.items())].append(metric)

@@ -371,7 +371,7 @@ class ReplicaDriver:
     # In the thread
 
     def _take_orders(self) -> None:
-        """Execute the orders of other threads."""
+        """Execute the orders that other threads queued, such as to start or abort a request."""
         while self._orders:
             try:
                 order = self._orders.popleft()

@@ -125,9 +125,9 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
 
 @router.get("/advice")
 async def show_advice(request: Request) -> Response:
-    """Show the advice for a single engine, without the field `memory`.
+    """Show the same advice as a server with one engine, without the field `memory`.
 
-    A prefix that is on another replica looks like a prefix that was evicted.
+    `memory` counts evicted prefixes. Here it would also count prefixes that another replica has.
     """
     advice = await api.read_advice(request)
     return JsonResponse({name: value for name, value in advice.items() if name != "memory"})

@@ -96,7 +96,7 @@ class CachePublisher:
             self._send(await self._llm.call(self._read_stored))
 
     async def reset(self, running: bool, tiers: bool) -> bool:
-        """Reset the cache as `AsyncLLM.reset_prefix_cache`, and report it to all followers."""
+        """Reset the cache like `AsyncLLM.reset_prefix_cache`; report the reset to all followers."""
         report = await self._llm.call(lambda: self._reset(running, tiers))
         if report is not None:
             self._send(report)
@@ -164,7 +164,7 @@ class CachePublisher:
     def _read(self, *events: CacheEvent) -> Report:
         manager = self._llm.manager
         assert isinstance(manager, ObservedManager)
-        if self._llm.tiers is None:  # else the tiers take the events
+        if self._llm.tiers is None:  # with tiers, the tiers take the events
             manager.take_events()
         batch = self._events.publish([*manager.take_observed(), *events])
         return Report(batch, self._llm.read_metrics())

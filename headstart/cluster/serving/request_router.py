@@ -32,7 +32,7 @@ class PrefixRouter(RequestRouter):
         self._notify()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Drop a replica that a call found dead, before Ray's controller does."""
+        """Drop a replica when a call finds it dead; Ray's controller would drop it later."""
         super().on_replica_actor_died(replica_id)
         self._notify()
 

@@ -78,25 +78,25 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
     order = sorted(range(len(spans)), key=tables.__getitem__)
     groups: list[PrefixGroup] = []
     own_first = [0] * len(spans)
-    waiting = [(order, 0, 0)]  # (neighbors, number of common blocks, number of grouped blocks)
-    while waiting:
-        members, common, covered = waiting.pop()
+    pending = [(order, 0, 0)]  # (neighbors, number of common blocks, number of grouped blocks)
+    while pending:
+        members, num_common, num_grouped = pending.pop()
         runs: dict[int, list[int]] = {}  # neighbors with the same next block
         for member in members:
-            if len(tables[member]) > common:
-                runs.setdefault(tables[member][common], []).append(member)
+            if len(tables[member]) > num_common:
+                runs.setdefault(tables[member][num_common], []).append(member)
         for sharing in runs.values():
             if len(sharing) < 2:
                 continue
-            depth = _common_blocks(tables[sharing[0]], tables[sharing[-1]], common)
-            first, last = covered * block_size, depth * block_size
-            done = covered
+            depth = _common_blocks(tables[sharing[0]], tables[sharing[-1]], num_common)
+            first, last = num_grouped * block_size, depth * block_size
+            grouped = num_grouped
             if last > first and cost.pays(last - first, len(sharing)):
                 groups.append(PrefixGroup(tuple(sorted(sharing)), first, last))
-                done = depth
+                grouped = depth
                 for member in sharing:
                     own_first[member] = last
-            waiting.append((sharing, depth, done))
+            pending.append((sharing, depth, grouped))
     return SharedPlan(tuple(groups), tuple(own_first))
 
 

@@ -372,9 +372,11 @@ def _skip_value(data: BinaryIO, size: int, kind: int) -> None:
         length = _SIZES[kind]
     else:
         raise ValueError(f"a value has the type {kind}, which is unknown")
-    left = size - data.tell()
-    if length > left:
-        raise ValueError(f"a value of {length} bytes starts {left} bytes before the file's end")
+    remaining = size - data.tell()
+    if length > remaining:
+        raise ValueError(
+            f"a value of {length} bytes starts {remaining} bytes before the file's end"
+        )
     data.seek(length, os.SEEK_CUR)
 
 

@@ -362,12 +362,12 @@ class GGUFCheckpoint(Checkpoint):
         if match is None:
             return name
         names, suffix = ARCHITECTURES[self._architecture], match[3] or ""
-        whole = names.get(match[2] + suffix)
-        part = names.get(match[2]) if whole is None else whole
-        if part is None:
+        full_name = names.get(match[2] + suffix)
+        renamed = names.get(match[2]) if full_name is None else full_name
+        if renamed is None:
             return name
         layer = "" if match[1] is None else f"model.layers.{match[1]}."
-        return f"{layer}{part}{suffix if whole is None else ''}"
+        return f"{layer}{renamed}{suffix if full_name is None else ''}"
 
     def _rows(self, name: str) -> Any:
         """Return rows of bytes or numbers, in transformers' order.

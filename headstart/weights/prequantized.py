@@ -258,10 +258,10 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
 
     def packed(self, name: str) -> StoredValues | None:
         """Return a quantized weight with unchanged values; None if no format supports it."""
-        read = self._read(name)
-        packed = read.as_int8() or read.in_groups()
+        weight = self._read(name)
+        packed = weight.as_int8() or weight.in_groups()
         if packed is None:
-            _log.info("%s is rounded again to int8, since its %s", name, read.describe())
+            _log.info("%s is rounded again to int8, since its %s", name, weight.describe())
         return packed
 
     def log(self, tied: bool) -> None:
@@ -280,25 +280,27 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         parts = {
             part: super(PrequantizedCheckpoint, self).tensor(n) for part, n in weight.parts.items()
         }
-        read = read_grouped(self._scheme, weight, parts)
-        wrong = None
-        middle, most = 1 << (read.bits - 1), int(read.values.max())
-        first_zero, last_zero = (int(end) for end in torch.aminmax(read.zeros))
-        first_group, last_group = (int(end) for end in torch.aminmax(read.groups))
-        if not torch.isfinite(read.steps * _MOST).all():
-            wrong = "scales that are not finite"
-        elif most >> read.bits:
-            wrong = f"the value {most - middle}; allowed: up to {middle - 1} in {read.bits} bits"
-        elif first_zero < 0 or last_zero >> read.bits:
-            wrong = (
+        grouped = read_grouped(self._scheme, weight, parts)
+        problem = None
+        middle, most = 1 << (grouped.bits - 1), int(grouped.values.max())
+        first_zero, last_zero = (int(end) for end in torch.aminmax(grouped.zeros))
+        first_group, last_group = (int(end) for end in torch.aminmax(grouped.groups))
+        if not torch.isfinite(grouped.steps * _MOST).all():
+            problem = "scales that are not finite"
+        elif most >> grouped.bits:
+            problem = (
+                f"the value {most - middle}; allowed: up to {middle - 1} in {grouped.bits} bits"
+            )
+        elif first_zero < 0 or last_zero >> grouped.bits:
+            problem = (
                 f"zero points from {first_zero - middle} to {last_zero - middle}; allowed: "
-                f"{-middle} to {middle - 1} in {read.bits} bits"
+                f"{-middle} to {middle - 1} in {grouped.bits} bits"
             )
-        elif first_group < 0 or last_group >= read.steps.shape[1]:
-            wrong = (
+        elif first_group < 0 or last_group >= grouped.steps.shape[1]:
+            problem = (
                 f"inputs of the groups {first_group} to {last_group}; allowed: 0 to "
-                f"{read.steps.shape[1] - 1}"
+                f"{grouped.steps.shape[1] - 1}"
             )
-        if wrong is not None:
-            raise DamagedModelError(f"{name} in {self._folder} has {wrong}")
-        return read
+        if problem is not None:
+            raise DamagedModelError(f"{name} in {self._folder} has {problem}")
+        return grouped

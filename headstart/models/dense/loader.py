@@ -129,8 +129,8 @@ def _check_type(name: str, value: Any, default: Any) -> None:
     """Raise `UnsupportedLayerError` for a value whose type is not that of its default."""
     if name == "eos_token_id" or (value is None and name in _MAY_BE_NULL) or default is None:
         return
-    wanted = (int, float) if isinstance(default, float) else type(default)
-    if not isinstance(value, wanted) or isinstance(value, bool) is not isinstance(default, bool):
+    types = (int, float) if isinstance(default, float) else type(default)
+    if not isinstance(value, types) or isinstance(value, bool) is not isinstance(default, bool):
         raise UnsupportedLayerError(f"its configuration has {name} {value!r}")
 
 
@@ -267,19 +267,19 @@ def check_tensors(
 
     ignored: prefixes of names that may also occur.
     """
-    held, needed = checkpoint.shapes, outline.shapes
-    held = {name: shape for name, shape in held.items() if not name.startswith(ignored)}
-    checkpoint.dtypes(held.keys() & needed.keys())
+    stored, needed = checkpoint.shapes, outline.shapes
+    stored = {name: shape for name, shape in stored.items() if not name.startswith(ignored)}
+    checkpoint.dtypes(stored.keys() & needed.keys())
     for name, shape in needed.items():
-        if name not in held:
+        if name not in stored:
             raise UnsupportedLayerError(f"it has no {name}, which its configuration requires")
-        if held[name] != shape:
+        if stored[name] != shape:
             raise UnsupportedLayerError(
-                f"{name} has the shape {held[name]}; its configuration requires {shape}"
+                f"{name} has the shape {stored[name]}; its configuration requires {shape}"
             )
     surplus = {
         name
-        for name in held.keys() - needed.keys()
+        for name in stored.keys() - needed.keys()
         # GPTQ's checkpoints have biases of zeros for layers without a bias.
         if not _COMPUTED.fullmatch(name)
         and not (name.endswith(".bias") and not checkpoint.tensor(name).any())

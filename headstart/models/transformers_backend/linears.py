@@ -163,10 +163,10 @@ def leave_file(tensors: Iterable[Tensor], replaced_bytes: int) -> None:
     A single view of a mapped file keeps the whole file mapped. Nothing is copied if these weights
     have more bytes than the replaced weights, as in a mixture of experts.
     """
-    left = list(filter(has_memory, tensors))
-    if sum(tensor.nbytes for tensor in left) < replaced_bytes:
+    remaining = list(filter(has_memory, tensors))
+    if sum(tensor.nbytes for tensor in remaining) < replaced_bytes:
         with torch.inference_mode(False):
-            for tensor in left:
+            for tensor in remaining:
                 tensor.data = tensor.data.clone()
 
 

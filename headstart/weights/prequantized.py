@@ -225,11 +225,11 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
             self._weights = find_torchao_weights(folder, self.entries, self.metadata)
         else:
             self._weights = find_weights(folder, scheme, self.entries, super().tensor)
-
         self._parts = {part for weight in self._weights.values() for part in weight.parts.values()}
 
     def rename(self, names: Mapping[str, str]) -> None:
-        super().rename(names)
+        # The tensors of a weight keep the names that `QuantizedWeight.parts` has.
+        super().rename({name: new for name, new in names.items() if name not in self._parts})
         self._weights = {names.get(name, name): weight for name, weight in self._weights.items()}
 
     @property

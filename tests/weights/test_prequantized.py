@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig, Qwen2Config
+from transformers import Lfm2Config, LlamaConfig, Qwen2Config
 
 from headstart import LLM, SamplingParams
 from headstart.models.decoder import DecoderModel
@@ -206,6 +206,18 @@ def test_a_checkpoint_answers_as_the_model_of_its_weights(
         expected = original(TOKENS[None]).logits[0]
     found = logits(model)
     assert float((found - expected).norm()) <= 0.03 * float(expected.norm())  # rows are rounded
+
+
+@pytest.mark.parametrize("kind", ["w8 channel", "w8a8"])
+def test_weights_are_found_by_the_names_of_their_family(kind: str, tmp_path: Path) -> None:
+    """Unpacked values of 8 bits have the name of the weight, which the family renames."""
+    about, quantize, _ = FOLDERS[kind]
+    original = save(tmp_path, Lfm2Config(**BASE, full_attn_idxs=[1]), about, quantize)
+    layers = quantized_matrices(load_model(tmp_path, "float32").module)
+    assert len(layers) == 6
+    weight = original.get_submodule("model.layers.0.conv.in_proj").weight.detach()
+    found = layers["model.layers.0.conv.in_proj"].unpack()
+    assert float((found - weight).norm()) <= 0.02 * float(weight.norm())
 
 
 @pytest.mark.parametrize(

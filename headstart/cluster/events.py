@@ -1,9 +1,10 @@
 """Cache events from an engine to a router: numbered batches of block hashes, and snapshots.
 
-epoch     number   meaning
-the same  next     apply the batch
-the same  later    batches were lost: request a snapshot
-another   any      the engine was restarted: forget its blocks
+A receiver compares the epoch and number of a batch with those of the previous batch:
+
+    same epoch, next number      apply it
+    same epoch, later number     batches were lost: request a snapshot
+    another epoch                the engine was restarted: forget its blocks first
 """
 
 from collections.abc import Iterable, Sequence

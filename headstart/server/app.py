@@ -56,7 +56,7 @@ class _Endpoint(NamedTuple):
     is_optional: bool
 
 
-def _with_bodies(router: APIRouter) -> Iterator[tuple[str, _Endpoint]]:
+def _find_endpoints(router: APIRouter) -> Iterator[tuple[str, _Endpoint]]:
     for route in router.routes:
         if isinstance(route, APIRoute) and route.methods == {"POST"}:
             hint = get_type_hints(route.endpoint).get("body")
@@ -66,8 +66,8 @@ def _with_bodies(router: APIRouter) -> Iterator[tuple[str, _Endpoint]]:
                     yield route.path, _Endpoint(kind, route.endpoint, type(None) in kinds)
 
 
-def _read(kind: type[Body], data: bytes) -> Body:
-    """Return a body. Raises ApiError, or RequestValidationError as FastAPI does."""
+def _parse_body(kind: type[Body], data: bytes) -> Body:
+    """Parse and validate a body. Raises ApiError or, like FastAPI, RequestValidationError."""
     if data.count(b",") > _MAX_VALUES:
         raise ApiError(400, f"the body has more than {_MAX_VALUES:,} values")
     try:
@@ -231,7 +231,7 @@ class _Application(FastAPI):
         self._endpoints: dict[str, _Endpoint] = {}
         for router in routers:
             self.include_router(router)
-            for path, endpoint in _with_bodies(router):
+            for path, endpoint in _find_endpoints(router):
                 self._endpoints.setdefault(path, endpoint)
         self._routes = AsyncExitStackMiddleware(self.router)
         self._entry: ASGIApp = RequestMiddleware(self._dispatch, service)
@@ -263,9 +263,9 @@ class _Application(FastAPI):
             body = None
             if not endpoint.is_optional or data not in (b"", b"null"):
                 if len(data) <= _LONG:
-                    body = _read(endpoint.body, data)
+                    body = _parse_body(endpoint.body, data)
                 else:
-                    body = await asyncio.to_thread(_read, endpoint.body, data)
+                    body = await asyncio.to_thread(_parse_body, endpoint.body, data)
             response = await endpoint.answer(body=body, request=request)
         except ClientDisconnect as error:
             raise ClientGone from error

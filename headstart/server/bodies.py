@@ -113,7 +113,7 @@ class Body(BaseModel):
             return value
         fields = {field.alias or name for name, field in cls.model_fields.items()}
         if None in value.values():
-            nullable = _fields_that_keep_null(cls)
+            nullable = _nullable_fields(cls)
             value = {name: v for name, v in value.items() if v is not None or name in nullable}
         for name in sorted(value.keys() - fields - cls.accepted):
             refusal = cls.refused.get(name)
@@ -155,7 +155,7 @@ def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:
 
 
 @cache
-def _fields_that_keep_null(kind: type[Body]) -> frozenset[str]:
+def _nullable_fields(kind: type[Body]) -> frozenset[str]:
     """Return the names of the fields that are required or allow null."""
     return frozenset(
         field.alias or name

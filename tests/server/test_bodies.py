@@ -74,7 +74,7 @@ def test_every_list_of_every_body_is_read_up_to_its_first_mistake() -> None:
 def test_an_error_does_not_note_every_mistake(kind: type[Body], body: dict[str, Any]) -> None:
     """The mistakes of 1 MB were noted in two seconds, in which every stream stood still."""
     with pytest.raises(RequestValidationError) as raised:
-        app._read(kind, json.dumps(body).encode())
+        app._parse_body(kind, json.dumps(body).encode())
     assert 1 <= len(raised.value.errors()) <= 4
 
 

@@ -437,9 +437,9 @@ class ReplicaDriver:
             return read_error(error)
 
     async def _stream(self, running: _Running, request: AnswerRequest) -> None:
-        """Send a request to a replica, and receive the first tokens, then all others at the end.
+        """Send a request to a replica; receive its first tokens, and all later tokens at the end.
 
-        Reports may deliver the others earlier. Raises the errors of Ray and of the replica.
+        Reports may deliver the later tokens earlier. Raises the errors of Ray and of the replica.
         """
         attempt = _Attempt(running, time.perf_counter())
         self._attempts[request.key] = attempt

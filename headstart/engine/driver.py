@@ -152,13 +152,13 @@ class _InflightRequest:
 class _Work:
     """A step or an order, and the engines that it currently waits for."""
 
-    awaited: "list[WaitGraph]" = field(default_factory=list)
+    awaited: "list[_WaitNode]" = field(default_factory=list)
 
 
 _current: ContextVar[_Work | None] = ContextVar("_current", default=None)
 
 
-class WaitGraph:
+class _WaitNode:
     """One engine in the graph of engines that wait for each other, to detect deadlocks.
 
     current: the engine's current work; its `awaited` are the edges. A coroutine inherits the
@@ -233,7 +233,7 @@ class LocalDriver:
         self._has_exited = False
         # Gets an item when the thread exits.
         self._exited: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._waits = WaitGraph()
+        self._waits = _WaitNode()
         self._ended: EngineError | None = None  # set when no more orders are accepted
 
     @staticmethod

@@ -1,18 +1,18 @@
 """Fair shares of the engine among owners, by start-time fair queueing.
 
 Source: Goyal, Vin, Cheng, 1996. The unit of virtual time is a computed token of an owner with
-weight 1. Each owner has a service: the virtual time at which its queued requests end. A request
-gets its turn, the algorithm's start tag, when it is queued:
+weight 1. Each owner has a finish tag, the virtual time at which its queued requests end. A request
+gets its turn, the start tag of the paper, when it is queued:
 
-    turn    = max(now - credit, service of its owner)
-    service = turn + (tokens of the prompt + expected tokens of the answer) / weight of its owner
+    turn       = max(now - credit, finish tag of its owner)
+    finish tag = turn + (tokens of the prompt + expected tokens of the answer) / weight of its owner
 
 The scheduler orders requests of the same priority by their turns. The turns of an owner's requests
 follow one another, so an owner that floods the queue delays only itself. The credit is the number
 of tokens in `CREDIT_STEPS` steps. With it, an owner with few requests goes before requests that
 another owner has queued earlier.
 
-The service is corrected later. Cached tokens are subtracted when the request is admitted. Tokens
+The finish tag is corrected later. Cached tokens are subtracted when the request is admitted. Tokens
 that are computed again after a preemption are added. The expected length of the answer, estimated
 from the owner's earlier answers, is replaced by its actual length.
 
@@ -68,7 +68,7 @@ _Entry = tuple[int, float, int, Request]
 class _Owner:
     """The state of an owner.
 
-    service: the virtual time at which its queued requests end. expected: estimated tokens of an
+    finish_tag: the virtual time at which its queued requests end. expected: estimated tokens of an
     answer. answers: number of its finished answers. prefills: requests whose prompts are not fully
     computed. order: a heap of these requests, with stale entries. most_entries: length at which
     stale entries are removed from the heap. lacks_space: a request could not be admitted for lack
@@ -76,7 +76,7 @@ class _Owner:
     when the owner was last served or queued a request. last_arrival: time of its latest request.
     """
 
-    service: float = 0.0
+    finish_tag: float = 0.0
     expected: float = _FIRST_GUESS
     answers: int = 0
     running: set[Request] = field(default_factory=set)
@@ -91,8 +91,9 @@ class _Owner:
 class _Admission(NamedTuple):
     """The last admission of a request.
 
-    num_preemptions: of the request before this admission. charged: tokens added to the service of
-    the owner, negative for cached tokens. start: position of the first computed token.
+    num_preemptions: number of the request's preemptions before this admission. charged: tokens that
+    it added to the owner's finish tag, negative for cached tokens. start: index of the first token
+    that was not cached.
     """
 
     num_preemptions: int = -1
@@ -137,7 +138,7 @@ class FairShare:
         owner = self._owners.setdefault(name, _Owner())
         owner.last_served = self._computed
         owner.last_arrival = self._last_arrival = request.group.arrival_time
-        owner.service = request.turn = max(self._now - self._credit, owner.service)
+        owner.finish_tag = request.turn = max(self._now - self._credit, owner.finish_tag)
         limit = request.group.params.max_tokens
         guess = owner.expected if limit is None else min(owner.expected, limit)
         self._guesses[request] = guess
@@ -175,7 +176,7 @@ class FairShare:
         bound = self._now + self._step + self._credit
         for owner, first in delayed.items():
             shift = min(lag, max(0.0, bound - self._rank(first)[1]))
-            owner.service += shift
+            owner.finish_tag += shift
             for request in owner.prefills - owner.running:
                 request.turn += shift
             owner.order = [(*r.rank, number, r) for *_, number, r in owner.order]
@@ -184,7 +185,8 @@ class FairShare:
         return True
 
     def _charge(self, name: str, tokens: float) -> None:
-        self._owners[name].service += tokens / self._shares.weight(name)
+        """Advance the owner's finish tag by the virtual time of these tokens."""
+        self._owners[name].finish_tag += tokens / self._shares.weight(name)
 
     def _add_prefill(self, owner: _Owner, request: Request) -> None:
         owner.prefills.add(request)
@@ -311,7 +313,7 @@ class FairShare:
         return max(len(tokens), len(prompt) + int(answer_length))
 
     def enter(self, request: Request, start: int, stop: int) -> None:
-        """Correct the owner's service, and advance `now`.
+        """Correct the owner's finish tag, and advance `now`.
 
         At the first step after an admission, subtract the cached tokens; after a preemption, add
         the tokens that are computed again. While a request decodes, add the tokens of its answer

@@ -377,9 +377,9 @@ class Loads:
         """Load the lost blocks of a preempted request; return True if it waits for them.
 
         A load begins only when there is space for the request, since other requests would otherwise
-        take the blocks again. A request that has loaded after a preemption loads again only if it
-        hits fewer tokens than before that load. Otherwise, it could wait forever for blocks that
-        the store does not have.
+        take the blocks again. After this load, the request loads again before it runs only if it
+        hits fewer tokens than before the load. Otherwise, it could wait forever for blocks that the
+        store does not have.
         """
         manager, sequence = self.manager, request.sequence
         if manager.is_known(sequence):

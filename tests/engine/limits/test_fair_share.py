@@ -172,7 +172,7 @@ def test_an_owner_pays_once_for_a_prompt_whose_step_failed(is_answered: bool) ->
         third = simulation.ask("b", list(range(100, 200)))
         while third.finish_reason is None or second.finish_reason is None:
             simulation.step()
-        had.append(simulation.fair._owners["a"].service)
+        had.append(simulation.fair._owners["a"].finish_tag)
         assert not simulation.fair._admissions
     assert had[0] == had[1]
 

@@ -39,7 +39,7 @@ def test_every_list_of_every_body_is_read_up_to_its_first_mistake() -> None:
     kinds = {
         endpoint.body
         for router in (*_ROUTERS, cache.router)
-        for _, endpoint in app._with_bodies(router)
+        for _, endpoint in app._find_endpoints(router)
     }
     assert len(kinds) >= 9
     count = 0

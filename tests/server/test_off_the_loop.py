@@ -89,7 +89,7 @@ def test_long_bodies_are_read_in_threads(
     body: dict[str, object],
     status: int,
 ) -> None:
-    watched.watch(app, "_read")
+    watched.watch(app, "_parse_body")
     known = {"/tokenize", "/detokenize", "/cache/explain", "/cache/reset", "/v1/responses"}
     own = {} if path in known else BODY
     model = {"model": "tiny"} if path == "/v1/responses" else {}
@@ -100,7 +100,7 @@ def test_long_bodies_are_read_in_threads(
 
 def test_a_short_body_takes_no_thread(server: Running, watched: Watched) -> None:
     """Which also shows that what runs in the loop is seen."""
-    watched.watch(app, "_read")
+    watched.watch(app, "_parse_body")
     assert post(server, "/v1/completions", prompt="a").status_code == 200
     assert set(watched.threads) == watched.loops
 

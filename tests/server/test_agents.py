@@ -92,6 +92,8 @@ def test_blocks_that_are_texts_to_a_model(
         ({"type": "url", "url": "a", "data": "b"}, "source has the unknown field 'data'"),
         ({"type": "text"}, "source.data: Field required"),
         ({"type": "content"}, "source.content: Field required"),
+        ({"type": "url"}, "source.url: Field required"),
+        ({"type": "file"}, "source.file_id: Field required"),
         ({"type": "pdf"}, "'text', 'base64', 'content', 'url', 'file'"),
     ],
 )

@@ -102,12 +102,18 @@ class DocumentContent(Body):
     content: str | Many[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]]
 
 
-class DocumentReference(Body):
-    """The URL of a file, or its id on Anthropic's servers. The file is not fetched."""
+class DocumentUrl(Body):
+    """The address of a file, which is not fetched."""
 
-    type: Literal["url", "file"]
-    url: str | None = None
-    file_id: Label | None = None
+    type: Literal["url"]
+    url: str
+
+
+class DocumentReference(Body):
+    """A file on Anthropic's servers, which is not fetched."""
+
+    type: Literal["file"]
+    file_id: Label
 
 
 class DocumentBlock(Marked):
@@ -115,7 +121,8 @@ class DocumentBlock(Marked):
 
     type: Literal["document"]
     source: Annotated[
-        DocumentData | DocumentContent | DocumentReference, Field(discriminator="type")
+        DocumentData | DocumentContent | DocumentUrl | DocumentReference,
+        Field(discriminator="type"),
     ]
     title: str | None = None
     context: str | None = None
@@ -134,7 +141,7 @@ class DocumentBlock(Marked):
                 return text_parts(f"{head}\n{text}")
             case DocumentContent(content=list(blocks)):
                 return [*text_parts(head), *all_parts(blocks)]
-            case DocumentReference(url=str(name)) | DocumentData(media_type=str(name)):
+            case DocumentUrl(url=name) | DocumentData(media_type=str(name)):
                 pass
         return text_parts(f"{head}\n[not shown: {name} cannot be read by this model]")
 

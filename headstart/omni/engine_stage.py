@@ -7,7 +7,8 @@ new rows to later stages.
 The first stage has a request's prompt when the request arrives. A later stage receives rows: its
 prompt is complete when enough rows have arrived, and each further token waits for its row. Token
 ids do not determine these rows (a talker's prompt is one repeated mask token). So the identity of a
-block includes either the identity of the thinker's block, or a digest of the block's rows.
+block also covers its rows: by the identity of the thinker block that has the same rows, or by a
+digest of the rows.
 """
 
 import hashlib
@@ -104,9 +105,9 @@ class PromptFeed(Feed):
 class TalkerFeed(Feed):
     """A talker's feed: makes the prompt and one row per position from the thinker's rows.
 
-    An `EmbeddingSource`: `_combine` makes the embeddings of tokens from their rows. A block that
-    aligns with a block of the thinker gets that block's identity. Any other block is identified by
-    a digest of its rows.
+    It is the `EmbeddingSource` of the talker's sequence, and `_combine` computes the embeddings. A
+    block whose rows are exactly those of one thinker block gets that block's identity. Any other
+    block is identified by a digest of its rows.
 
     rows: the thinker's output to read. bos, eos, pad: constant rows `[width]`. They mark the
     beginning and the end of the thinker's answer, and fill the positions after it. voice: requests
@@ -128,14 +129,14 @@ class TalkerFeed(Feed):
     def __post_init__(self) -> None:
         self._prompt_tokens: int | None = None  # length of the thinker's prompt
         self._num_rows = 0  # rows received from the thinker
-        self._private = os.urandom(16) if self.anonymous else None
+        self._random_identity = os.urandom(16) if self.anonymous else None
         self._buffer: Tensor | None = None  # its size doubles when it is full
         self._num_buffered = 0  # rows in the buffer; later rows are `pad`
         self._items: list[MultiModalItem] = []  # the identities of all whole blocks so far
-        self._aligned_blocks: Sequence[bytes] = ()  # identities of the thinker's aligned blocks
+        self._aligned_blocks: Sequence[bytes] = ()  # see `_aligned`
         self._sequence: TokenSequence | None = None
         self._tokens: Sequence[int] = ()  # token ids of the prompt, then of the sequence
-        self._count = 0  # positions whose rows have arrived
+        self._num_positions = 0  # positions with a row, including `pad`
 
     def take(self, source: str, event: OutputEvent | StageStarted) -> None:
         if source != self.rows.stage:
@@ -175,7 +176,7 @@ class TalkerFeed(Feed):
             sequence.add_item(item, self.block_size)
 
     def is_ready(self, num_tokens: int) -> bool:
-        return num_tokens <= self._count
+        return num_tokens <= self._num_positions
 
     def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
         """Yield the embeddings of positions `start` to `stop - 1`."""
@@ -184,40 +185,40 @@ class TalkerFeed(Feed):
         )
 
     def _add(self, rows: Tensor) -> None:
-        buffer, end = self._buffer, self._count + len(rows)
+        buffer, end = self._buffer, self._num_positions + len(rows)
         if buffer is None or end > len(buffer):
             larger = rows.new_empty((max(64, 2 * end), *rows.shape[1:]))
             if buffer is not None:
-                larger[: self._count] = buffer[: self._count]
+                larger[: self._num_positions] = buffer[: self._num_positions]
             self._buffer = buffer = larger
-        buffer[self._count : end] = rows
-        self._count = self._num_buffered = end
+        buffer[self._num_positions : end] = rows
+        self._num_positions = self._num_buffered = end
         self._identify(end)
 
     def _close(self, limit: int) -> None:
         """Add the row `eos`, and `pad` for every later position below `limit`."""
         self._add(self.eos[None])
         size = self.block_size
-        block_end = -(-self._count // size) * size
-        self._count = max(limit, self._count)
-        self._identify(min(block_end, self._count))
-        pad_identity = self._private or b"rows" + _rows_digest(self.pad.expand(size, -1))
-        self._identify(self._count, pad_identity)
+        block_end = -(-self._num_positions // size) * size
+        self._num_positions = max(limit, self._num_positions)
+        self._identify(min(block_end, self._num_positions))
+        pad_identity = self._random_identity or b"rows" + _rows_digest(self.pad.expand(size, -1))
+        self._identify(self._num_positions, pad_identity)
 
     def _rows_of(self, start: int, stop: int) -> Tensor:
-        assert self._buffer is not None and stop <= self._count
+        assert self._buffer is not None and stop <= self._num_positions
         rows = self._buffer[start : min(stop, self._num_buffered)]
         missing = stop - max(start, self._num_buffered)
         return rows if missing <= 0 else torch.cat([rows, self.pad.expand(missing, -1)])
 
-    def _identify(self, stop: int, digest: bytes | None = None) -> None:
+    def _identify(self, stop: int, pad_identity: bytes | None = None) -> None:
         """Give an identity to each whole block before `stop` that has none yet.
 
-        digest: the identity of the blocks, if they contain only padding; None computes it.
+        pad_identity: the identity of these blocks if all their rows are `pad`, otherwise None.
         """
         size = self.block_size
         while (block := len(self._items)) * size + size <= stop:
-            identity = self._private or digest
+            identity = self._random_identity or pad_identity
             if identity is None and block < len(self._aligned_blocks):
                 identity = b"block" + self._aligned_blocks[block]
             if identity is None:
@@ -230,7 +231,7 @@ class TalkerFeed(Feed):
     # Overridden by each family
 
     def _aligned(self, identities: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the identities of the thinker's blocks that align with the talker's blocks."""
+        """Return the thinker's block identities that apply to the talker's first blocks."""
         return identities
 
     def _take_rows(self, rows: Tensor) -> None:
@@ -280,7 +281,7 @@ class EngineStage(Stage):
     """Runs a decoder over the prompts of its feeds, and passes on rows and tokens.
 
     cache: the stage-output store; unused without `spec.enable_prefix_caching`. Raises
-    OutOfMemoryError if memory for K/V is lacking.
+    OutOfMemoryError if the KV cache does not fit into memory.
     """
 
     def __init__(

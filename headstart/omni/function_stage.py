@@ -67,7 +67,7 @@ class _State:
 
 
 class _FunctionStage(Stage):
-    """The base of both classes. Collects the inputs of requests. An error ends only its request."""
+    """Base class of stages that are functions. Collects inputs; an error ends only its request."""
 
     def __init__(self, spec: StageSpec, cache: OutputCache | None) -> None:
         if spec.autoregressive:
@@ -253,7 +253,7 @@ class FramesStage(_FunctionStage):
         return events
 
     def _frames(self, state: _State, codes: Tensor, stop: int) -> Tensor:
-        """Return the frames of the next codes, before `stop`; cache the frames of a whole block."""
+        """Return the frames of codes `num_done` to `stop - 1`; cache them if they fill a block."""
         is_whole = stop - state.num_done == self._plan.block
         index = len(state.keys)
         if is_whole and self._cache is not None:

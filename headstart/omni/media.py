@@ -51,8 +51,8 @@ class PlacedItem:
 class Media:
     """Reads sounds and images of one model's prompts.
 
-    placeholders: the token ids of the placeholders for "audio" and "image". sound_lengths:
-    maps the sounds' numbers of frames, int64 `[sounds]`, to their numbers of embeddings.
+    placeholders: the token ids of the placeholders for "audio" and "image". sound_lengths: takes
+    each sound's number of frames, int64 `[sounds]`, and returns each sound's number of embeddings.
     merge_size: the side, in patches, of the square that becomes one embedding. padding: the feature
     extractor's padding mode; padding beyond the longest sound is removed afterwards.
     """

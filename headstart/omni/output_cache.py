@@ -11,9 +11,9 @@ that is being stored are not evicted; if only these are left, the rest of the pr
     rows in use                the caller of `find` holds the tensors, so the rows outlive their
                                eviction from the store and the reuse of the KV block
 
-A block is identified by its stage, its namespace, and every key from the root on, compared by
-content as in the KV cache. The store does not use block ids, so a stage may have any number of KV
-groups.
+A block is identified by its stage, its namespace, and the keys of all blocks from the prompt's
+start up to this block. Keys are compared by content, as in the KV cache. The store does not use
+block ids, so a stage may have any number of KV groups.
 
 Source: "Automatic Prefix Caching in Omni Models" (vLLM-Omni), whose design mirrors KV slots in one
 tensor `[num_blocks, block_size, D]` per output. docs/omni.md compares both designs.
@@ -118,7 +118,7 @@ class OutputCache:
         return stage if count == 1 else f"{stage} ({count})"
 
     def find(self, path: BlockPath, start: int = 0) -> list[Mapping[str, Tensor]]:
-        """Return the rows of blocks from `start` up to the first that lacks a required output.
+        """Return the rows of blocks from `start` on; stop where a required output is missing.
 
         Changes nothing. The rows are never overwritten, so the result stays valid after eviction.
         """
@@ -143,11 +143,11 @@ class OutputCache:
     ) -> None:
         """Store a copy of a stage's outputs for block `index` of the path.
 
-        rows: by output name, `[rows, ...]`, complete in host memory. required: the outputs that
-        must be stored to make the block a hit; by default the outputs in `rows`. An existing entry
-        is not replaced. Rows with NaN or inf are not stored. Storing rows never evicts earlier
-        blocks of the path: if no other space is left, the rows are not stored. Call `touch` after
-        the last block of a prefix.
+        rows: by output name, `[rows, ...]` in host memory; copies from a device must have ended.
+        required: the outputs that must be stored to make the block a hit; by default the outputs in
+        `rows`. An existing entry is not replaced. Rows with NaN or inf are not stored. Storing rows
+        never evicts earlier blocks of the path: if no other space is left, the rows are not stored.
+        Call `touch` after the last block of a prefix.
         """
         node = self._make(path, index)
         node.required = frozenset(rows if required is None else required)

@@ -53,7 +53,7 @@ Factory = Callable[[StageNode], Stage]
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A pipeline before it is built."""
+    """A pipeline before it is built. collects: the outputs that the user receives."""
 
     nodes: tuple[StageNode, ...]
     collects: tuple[Input, ...] = ()
@@ -178,7 +178,8 @@ _ONLY_FOR_ALL_STAGES = dict.fromkeys(
 def check_options(options: Mapping[str, Any]) -> None:
     """Check the options for all stages. Raises ConfigError for an option without effect."""
     _refuse(options, _REFUSED)
-    if make_config({"partial_hits": False, **options}).partial_hits:  # rows are in whole blocks
+    # Rows are cached in whole blocks.
+    if make_config({"partial_hits": False, **options}).partial_hits:
         raise ConfigError("partial_hits is True; allowed in a stage: False")
 
 
@@ -243,7 +244,7 @@ class Progress:
 
 
 class Pipeline:
-    """Runs stages for a driver. collects: the outputs for the user.
+    """Runs stages for a driver. collects: the outputs that the user receives.
 
     Raises ConfigError if two stages have the same name, a stage takes an output that does not
     exist, or the stages form a cycle.

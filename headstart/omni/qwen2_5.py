@@ -62,7 +62,7 @@ class _Cached(nn.Module):
 
 @dataclass(kw_only=True, eq=False)
 class CodecTalkerFeed(TalkerFeed):
-    """One request's feed. The thinker must be one row ahead of the talker.
+    """One request's feed. The talker generates code `n` when the row of `answer n` has arrived.
 
     mask_id: the token id of all positions of the prompt except the last two. lead_ids: the token
     ids of the last two positions. embed: maps token ids, int64 `[n]`, to embeddings `[n, width]`.
@@ -93,7 +93,7 @@ class CodecTalkerFeed(TalkerFeed):
 
     def _token_ids(self) -> list[int] | None:
         length, lead = self._prompt_tokens, self.lead_ids
-        if length is None or self._count < length + len(lead):
+        if length is None or self._num_positions < length + len(lead):
             return None
         return [self.mask_id] * length + list(lead)
 
@@ -265,9 +265,10 @@ class Qwen25Omni(OmniModel):
         return stage
 
     def _talker_positions(self, prompt: SpokenPrompt, bos: int) -> RotaryPositions | None:
-        """Return the rotary positions of the thinker's prompt and of two more text tokens.
+        """Return the rotary positions of the talker's prompt.
 
-        Return None for a prompt without audio and images, whose positions are consecutive.
+        They are the positions of the thinker's prompt followed by two text tokens. Return None for
+        a prompt without audio and images, whose positions are consecutive.
         """
         if prompt.prepared.extras is None:
             return None

@@ -160,7 +160,7 @@ def _reach(code2wav: Qwen3OmniMoeCode2Wav, delay: int) -> int:
 
 
 CODES = "codes"
-"""The output of a frame talker with its frames, int64 `[frames, codes]`."""
+"""Name of the output with a talker's frames, int64 `[frames, codes]`."""
 
 _NUM_HEADER = 3
 """Rows at the start of the answer's turn: the turn's start, the role, and a newline."""
@@ -223,12 +223,12 @@ class FrameTalkerFeed(TalkerFeed):
 
     def _advance(self) -> None:
         """Add the rows of all positions whose inputs have arrived."""
-        if self._count == self._num_user and (row := self._row(_NUM_HEADER)) is not None:
+        if self._num_positions == self._num_user and (row := self._row(_NUM_HEADER)) is not None:
             header = [self._row(index) for index in range(_NUM_HEADER)]
             pads = [self.pad] * (len(self.lead_ids) - 2)
             rows = [part.to(row) for part in (*header, *pads, self.bos, row) if part is not None]
             self._add(self._with_others(torch.stack(rows)))
-        frame = self._count - self._num_prompt
+        frame = self._num_positions - self._num_prompt
         while (
             0 <= frame < len(self._frames)
             and (row := self._row(_NUM_HEADER + 1 + frame)) is not None
@@ -248,13 +248,13 @@ class FrameTalkerFeed(TalkerFeed):
         return self.eos if index == len(self._answer) else self.pad
 
     def _with_others(self, rows: Tensor, codes: Tensor | None = None) -> Tensor:
-        """Append the other codes of frames to their rows, in float32, which is exact for both."""
+        """Append the other codes of frames to their rows. float32 represents both exactly."""
         if codes is None:
             codes = torch.zeros(len(rows), self.model.num_others)
         return torch.cat([rows.float().cpu(), codes.float()], dim=1)
 
     def _token_ids(self) -> list[int] | None:
-        if self._count < self._num_prompt:
+        if self._num_positions < self._num_prompt:
             return None
         return [self.blank_id] * (self._num_user + _NUM_HEADER) + list(self.lead_ids)
 
@@ -385,7 +385,7 @@ class Qwen3Omni(OmniModel):
         self.num_others = int(self._predictor.config.num_code_groups) - 1
         """Number of codes of a frame after the first."""
         self.num_codes = int(self._predictor.config.vocab_size)
-        """Number of values of each of these codes."""
+        """Number of possible values of each of these codes."""
         self._vocoder = CausalVocoder(self._whole.code2wav)
         self.graph = _GRAPH.format(ratio=self._vocoder.ratio)
         self._seeds = itertools.count()

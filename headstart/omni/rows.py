@@ -124,11 +124,11 @@ class StageRows:
         on. Later blocks are usable up to the first block without stored rows. If all outputs are
         declared, the next blocks that other requests compute in this step are usable too.
 
-        With undeclared outputs, blocks of this step are not usable. An output may first appear in
-        this step, and then has no rows for the tokens of a block that an earlier step computed.
-        Stored rows are usable only if all alignments are decided, or if this request's pass will
-        decide them before the rows are passed on. The pass will decide them if the request runs
-        alone and computes fewer tokens than every earlier pass.
+        With undeclared outputs, blocks of this step are not usable. An earlier step may have
+        computed the first tokens of such a block. If an output first appears in this step, it has
+        no rows for these tokens. Stored rows are usable only if all alignments are decided, or if
+        this request's pass will decide them before the rows are passed on. The pass will decide
+        them if the request runs alone and computes fewer tokens than every earlier pass.
         """
         count = len(found.blocks)
         if not self._gives_rows:

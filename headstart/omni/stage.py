@@ -145,9 +145,10 @@ class AlignmentDetector:
         return not is_known and not self.is_by_token(name)
 
     def is_settled_by(self, num_tokens: float) -> bool:
-        """Return True if a pass of one request, of up to `num_tokens` tokens, decides all outputs.
+        """Return True if a pass of one request with up to `num_tokens` tokens decides all outputs.
 
-        That is the case if all earlier passes were longer, since the pass then has a new length.
+        Such a pass decides a candidate if it is shorter than all passes that the candidate matched,
+        and one of these had more tokens than requests.
         """
         return all(
             name in self._dense and num_tokens < min(lengths)

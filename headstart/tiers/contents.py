@@ -89,7 +89,7 @@ class VerifyReport(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if the index is sound and complete, and no block is damaged or lost."""
+        """True if the index is sound and has no gaps, and no block is damaged or lost."""
         total = self.total
         return self.index_is_sound and not (total.damaged or total.lost or total.gaps)
 

@@ -1,6 +1,6 @@
 """The disk tier: blocks of K/V in files of a folder, shared by the processes of one user.
 
-    FOLDER/index.sqlite       the slot of each block, and its worth
+    FOLDER/index.sqlite       the slot of each block, and its worth for eviction
     FOLDER/MODEL.kv           the records of a model's blocks, in slots of one size
     FOLDER/MODEL.json         the model, for rebuilding the index; remains when the model has no
                               blocks any more
@@ -276,7 +276,7 @@ class DiskStore:
         return False
 
     def forget_damaged(self, names: Sequence[BlockHash]) -> None:
-        """Remove the blocks that cannot be read."""
+        """Read each of these blocks again; remove a block that cannot be read."""
         for name in names:
             with self._guard():
                 self._read_again(name)

@@ -1,4 +1,4 @@
-"""The index of a disk store, with the slot and the worth of each block; functions for its folder.
+"""The index of a disk store, with each block's slot and worth; functions for the store's folder.
 
 The index is an SQLite file with a rollback journal. Several processes may use it, and it stays
 consistent if a process is killed. It is not synced to the disk, so a power loss may damage it. A
@@ -38,7 +38,7 @@ _TIMEOUT = 5.0  # seconds to wait for another process's transaction, or rebuild
 _BATCH = 500  # names in a query
 _LONGEST = 1e6  # seconds to compute a block; a longer time shows damage
 _SAMPLE = 64  # blocks in the average of the time to compute a block
-_FIRST = 8  # names in the first query of a lookup; most new prompts miss these already
+_FIRST = 8  # names in the first query of a lookup, which is the only query for most new prompts
 _VERSION = 3  # version of the tables; written last, so an incomplete file has none
 _MARK = _VERSION * 0x010101  # three copies, so that a flipped bit is not read as another version
 _SCHEMA = f"""
@@ -327,7 +327,7 @@ class DiskIndex:
         Parents cannot be evicted before their children. If parents came earlier in the order, each
         eviction would read all their rows.
         """
-        for _, name in sorted(parents, reverse=True):  # the end of a prompt first
+        for _, name in sorted(parents, reverse=True):  # the deepest blocks first
             self._execute(
                 "UPDATE blocks AS block SET (worth, used) = "
                 "(SELECT max(block.worth, max(next.worth)), max(block.used, max(next.used)) "

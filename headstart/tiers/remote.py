@@ -2,9 +2,8 @@
 
 A block is stored as a record with checksums, as on disk. The key contains the model's fingerprint
 and the block's name. The server's settings limit its size and choose the blocks to evict
-(`maxmemory`, `allkeys-lru`). A server that is down or slow is not called during a pause, and all
-lookups miss meanwhile. If a server refuses blocks, because it is full or a replica, only saves
-pause.
+(`maxmemory`, `allkeys-lru`). When a server is down or slow, it is not called for a while (`Pause`),
+and all lookups miss. If a server refuses blocks, because it is full or a replica, only saves pause.
 """
 
 import time
@@ -28,7 +27,7 @@ from headstart.tiers.store import (
 )
 
 _TIMEOUT = 2.0  # seconds, for an answer and for a connection
-_FIRST = 8  # names in the first query of a lookup; most new prompts miss these already
+_FIRST = 8  # names in the first query of a lookup, which is the only query for most new prompts
 _BATCH_BYTES = 8 << 20  # maximum bytes in a query
 _FIRST_BYTES = 256 << 10  # bytes in a query before the rate is known
 _QUERY_SECONDS = 1.0  # intended maximum duration of a query

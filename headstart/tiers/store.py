@@ -210,7 +210,7 @@ class BlockStore(Protocol):
     def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Save blocks; return the number of new blocks.
 
-        A block may only replace blocks that were last used before it.
+        A block may only replace blocks that were last used before its time `used`.
         """
         ...
 

@@ -100,7 +100,7 @@ class LoadJob(Job):
 
 
 class Loader:
-    """Jobs loaded in the order in which they were started, the preferred job first.
+    """A queue of load jobs in the order of their start. The preferred job runs first.
 
         start ──▶ look up blocks, choose how many to load ──▶ load ──▶ done
                                                                 │
@@ -191,7 +191,7 @@ class Loader:
         self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
-        """Wait for news since the last call: blocks arrived, or a job ended or lacks space."""
+        """Wait for an event since the last call: blocks arrived, or a job ended or lacks space."""
         with self._changed:
             wait_for(self._workers, lambda: self._has_news or self._loads.is_closed, timeout)
             self._has_news = False
@@ -205,7 +205,7 @@ class Loader:
     # In the threads of the workers
 
     def _pick(self) -> LoadJob | None:
-        """Return the next job to load; None without a job, or while the queue lacks space."""
+        """Return the next job to load; None if there is none, or the queue lacks space."""
         jobs = self._loads.jobs
         if not jobs:
             return None
@@ -224,7 +224,7 @@ class Loader:
         self._has_news |= job.done or not self._may_load(job)
 
     def _look_up(self, job: LoadJob) -> bool:
-        """Look up a job's blocks and choose how many to load; queue the load if there are any."""
+        """Look up a job's blocks and choose how many to load; queue the job if it has work."""
         state = job.state
         blocks = len(job.names) if state is None else state.count_blocks(state.span.stop)
         job.limit = self._limit(blocks)
@@ -329,7 +329,7 @@ class Loader:
             return True
 
     def _note_rate(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Update the average rate; lower it at once to the rate of a load slower than computing."""
+        """Update the average rate; a load slower than computing its blocks lowers it at once."""
         rate = max(nbytes / max(seconds, 1e-9), _LEAST_RATE)
         if self.rate is None or (rate < self.rate and seconds > self._compute(blocks)):
             self.rate = rate
@@ -351,7 +351,7 @@ class _Batch(Job):
 
 
 class Saver:
-    """Blocks saved by a worker. Only `flush`, `drop` and `close` wait for it.
+    """A queue of blocks that a worker saves. Only `flush`, `drop` and `close` wait for a save.
 
     num_dropped: blocks that were offered while the queue was full; they may be offered again.
     queued_bytes: bytes of blocks that wait to be saved, or are being saved. faults: counts
@@ -423,7 +423,7 @@ class Saver:
         return names
 
     def rest(self, on: bool) -> None:
-        """Turn rests between saves on or off; they leave the cores to a running step."""
+        """Turn rests between saves on or off. A rest leaves the cores to a running step."""
         if on is not self._rests:
             with self._changed:
                 self._rests = on
@@ -548,7 +548,7 @@ class ObjectStore:
     def load(self, key: bytes, job: Job) -> memoryview | None:
         """Return an object; None if it is missing or damaged.
 
-        If the nearest tier does not have the object, save it in all tiers.
+        If only a farther tier than the nearest has the object, save it in all tiers.
         """
         for index, guarded in enumerate(self._stores):
             data = guarded.call(job, lambda store: self._load(store, key), None)

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 RANDOM_MODEL = "demo"
 NOTES: Mapping[str, str] = {
     BUILT_IN: (
-        "headstart-tiny, 8 million parameters, looks things up in a document and can do little "
-        "else. For a model that chats, add --model Qwen/Qwen3-0.6B-GGUF:Q8_0 (a download of "
-        "0.6 GB); headstart models recommend lists others."
+        "headstart-tiny, 8 million parameters, looks things up in a document that begins with "
+        "a heading, and can do little else. A model that chats: headstart chat "
+        "--model Qwen/Qwen3-0.6B-GGUF:Q8_0 (a download of 0.6 GB); headstart models recommend "
+        "lists others."
     ),
     RANDOM_MODEL: (
         "The demo model is a small Llama with random weights: its answers are noise, its times "

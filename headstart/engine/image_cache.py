@@ -19,8 +19,8 @@ only up to the first image without an entry.
 
 Two requests cannot wait for each other's rows forever. A request holds its images in the order of
 the prompt and releases them one by one. So it can always compute the tokens of the images that it
-holds. In deterministic mode, several images in one block may prevent this. Then the scheduler
-preempts a request.
+holds. In deterministic mode, a request needs all images of a block at once. If two requests then
+wait for each other, the scheduler preempts one.
 
 Source: vLLM's `EncoderCacheManager`.
 """
@@ -132,7 +132,7 @@ class ImageLoads:
             job.done = True
 
     def forget_all(self, timeout: float) -> bool:
-        """Drop all lookups, and wait for current loads and the saves that they cause.
+        """Drop all lookups. Wait for current loads, and for saves to nearer tiers.
 
         Return False if this takes longer than `timeout` seconds.
         """
@@ -365,7 +365,7 @@ class PromptImages:
 
 
 class EncoderBudget:
-    """A limit that holds the images of each running request's next tokens.
+    """The `Limit` of the encoder cache: a step computes tokens up to the first image without space.
 
     block_size: None except in deterministic mode, where steps compute whole blocks again, so all
     images of a block are needed until the block is full.

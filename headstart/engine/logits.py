@@ -28,7 +28,7 @@ from headstart.weights.greedy_head import every_token, mask_logits
 ALL_BANNED = "every token is banned, or a penalty overflows"
 
 Rows = Sequence[tuple[int, Any]]
-"""Pairs of a row of a step's logits and its answer's processor."""
+"""Pairs of the index of a row in a step's logits, and the processor of the row's answer."""
 
 Failures = dict[int, EngineError]
 """Errors by row, for rows from which no token can be chosen. Other rows are unaffected."""

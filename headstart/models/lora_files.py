@@ -275,8 +275,8 @@ def _read_matrices(file: Path, model: DecoderModel) -> dict[str, dict[str, Tenso
     return matrices
 
 
-# Prefixes of the decoder's layers: in models with other parts, in old files of such models, and in
-# text models.
+# What the names of the decoder's layers begin with, in this order: in models with other parts, in
+# old files of such models, and in text models.
 _BODIES = ("model.language_model.", "language_model.model.", "model.")
 
 
@@ -311,8 +311,8 @@ def _check_layers(
     unknown = layers - linear
     if within := {name for name in unknown if name.startswith(model.without_adapters)}:
         raise UnsupportedAdapterError(
-            f"{file} changes {_some(within)}: recurrent layers in transformers' modules compute "
-            "one sequence after another; allowed: adapters of other layers"
+            f"{file} changes {_some(within)}: adapters are not applied to recurrent layers in "
+            "transformers' modules; allowed: adapters of other layers"
         )
     if unknown:
         raise UnsupportedAdapterError(

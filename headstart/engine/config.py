@@ -68,7 +68,7 @@ class EngineConfig(CacheOptions):
     cache_dir: str | None = option(None, "folder for K/V that outlive the process; off: no folder")
     cache_dir_bytes: int = option(10 * 2**30, "bytes of the folder, for all models", _COUNTS)
     cache_words: bool = option(
-        False, "store texts of blocks too, for headstart cache ls; never a tenant's texts"
+        False, "store the texts of blocks for headstart cache ls, except blocks with a cache salt"
     )
     remote_cache: str | None = option(
         None, "Valkey or Redis server for K/V that machines share, redis://host:port/db"
@@ -124,7 +124,8 @@ def count_cores() -> int:
 def cores_of(cpus: Iterable[int], root: Path = Path("/")) -> int:
     """Return the number of physical cores of these logical CPUs, at least one, within the quota.
 
-    root: the folder of /proc and /sys. If Linux does not report the topology, each CPU is a core.
+    root: the folder that contains `proc` and `sys`. If Linux does not report the topology, each CPU
+    counts as a core.
     """
     topology = root / "sys/devices/system/cpu"
     cores = {_read(topology / f"cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in cpus}

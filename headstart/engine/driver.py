@@ -89,10 +89,10 @@ class Driver(Protocol):
     def awaited(self) -> AbstractContextManager[None]:
         """Return a context in which the caller waits for an answer.
 
-        Raises EngineError if the wait would never end, at the call or on entering the context.
-        It never ends if the caller runs in the engine's thread, or in a coroutine that the
-        engine's current work started. It also never ends if the caller belongs to the work of
-        another engine, and this engine waits for that engine.
+        The call, or entering the context, raises EngineError if the caller would wait forever. This
+        is the case in the engine's own thread, and in a coroutine that the engine's current step or
+        order started. It is also the case in a step or order of another engine that this engine
+        waits for.
         """
 
     def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None:
@@ -161,9 +161,9 @@ _current: ContextVar[_Work | None] = ContextVar("_current", default=None)
 class _WaitNode:
     """One engine in the graph of engines that wait for each other, to detect deadlocks.
 
-    current: the engine's current work; its `awaited` are the edges. A coroutine inherits the
-    context of the work that creates it, so its waits count as waits of this work. A thread inherits
-    no context, so waits in threads that the work starts do not count.
+    current: the engine's current work. The edges lead to the engines in `current.awaited`. A
+    coroutine inherits the context of the work that creates it, so its waits count as waits of this
+    work. A thread inherits no context, so waits in threads that the work starts do not count.
     """
 
     def __init__(self) -> None:
@@ -182,9 +182,9 @@ class _WaitNode:
     def awaited(self) -> Iterator[None]:
         """Mark that the caller waits for this engine.
 
-        Raises EngineError if the wait would never end: within this engine's work, or within work
-        that this engine waits for. For example, the logits processors of two engines may each call
-        the other engine.
+        Raises EngineError if the wait would never end. The caller then belongs to this engine's
+        current work, or to the work of an engine that this engine waits for. For example, the
+        logits processors of two engines may each call the other engine.
         """
         if (caller := _current.get()) is None:
             yield
@@ -216,7 +216,7 @@ def _would_deadlock() -> EngineError:
 class LocalDriver:
     """The `Driver` of a core in this process, whose steps run in a separate thread.
 
-    The first order starts the thread, so an engine whose methods are called directly has none.
+    The first order starts the thread. An engine whose methods are called directly has no thread.
     """
 
     def __init__(self, engine: Core) -> None:

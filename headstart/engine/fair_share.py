@@ -9,34 +9,37 @@ gets its turn, the start tag of the paper, when it is queued:
 
 The scheduler orders requests of the same priority by their turns. The turns of an owner's requests
 follow one another, so an owner that floods the queue delays only itself. The credit is the number
-of tokens in `CREDIT_STEPS` steps. With it, an owner with few requests goes before requests that
-another owner has queued earlier.
+of tokens in `CREDIT_STEPS` steps. It moves the turn of an owner with few requests ahead of requests
+that another owner has queued earlier.
 
 The finish tag is corrected later. Cached tokens are subtracted when the request is admitted. Tokens
 that are computed again after a preemption are added. The expected length of the answer, estimated
 from the owner's earlier answers, is replaced by its actual length.
 
 Each request has a position in virtual time. It begins at the turn, and advances by the request's
-computed tokens, divided by the weight of the owner. When a request is scheduled, `now` rises to its
-position, or to the position of its owner's first unfinished prompt if this is smaller.
+computed tokens, divided by the weight of the owner. A scheduled request raises `now` to its
+position. If its owner has an unfinished prompt at a smaller position, `now` rises only to that
+position.
 
 The order of the queue does not suffice, since prompts are computed in chunks over many steps, and
 better hits are admitted first. So `FairShare` is also a limit: a prompt waits while another owner
 has a prompt with a smaller position that can be computed now. Decoding is never delayed.
 
-The limit also reserves space for requests of other owners. A request of an owner without running
-requests may use all free space. Any other request is admitted only if, besides the space that the
-running requests will still need, enough places and blocks stay free:
+The limit also reserves space for other owners: blocks, and places among the `max_num_seqs` running
+requests. A request of an owner without running requests may use all free space. Any other request
+is admitted only if the reserve stays free. Blocks that the running requests will still need do not
+count as free. The reserve is:
 
-    places    one in `RESERVE`
-    blocks    one in `RESERVE`, or the free cached blocks that belong to the shares of other,
-              recently served owners, if these are more
+    places    1 / `RESERVE` of all places
+    blocks    1 / `RESERVE` of all blocks, or the free cached blocks within the shares of other,
+              recently served owners, whichever is more
 
 While an owner waits for space, its turns are moved forward with `now` (`catch_up`).
 
-A request that arrives during a step waits for the end of the step. So while several owners are
-active, only 1 / `STEP_SHARE` of a step's tokens may be prompt tokens. An owner is active while it
-has requests, and for `ACTIVE_SECONDS` after its last request arrived.
+A request that arrives during a step waits for the end of the step, so steps must be short. While
+several owners are active, a step has at most `max_num_batched_tokens` / `STEP_SHARE` prompt tokens,
+but at least `SHORTEST_STEP`. An owner is active while it has requests, and for `ACTIVE_SECONDS`
+after its last request arrived.
 
 The owners are defined by `headstart.cache.Shares`. Without owners every turn is 0 and nothing is
 limited.
@@ -53,7 +56,7 @@ from headstart.engine.request import Request
 
 CREDIT_STEPS = 8
 RESERVE = 8  # one in 8 places and one in 8 blocks are reserved
-# An owner was recently served if, since then, fewer tokens were computed than 8 pools hold.
+# An owner was recently served until the engine has computed as many tokens as 8 pools hold.
 MEMORY = 8
 STEP_SHARE = 32
 SHORTEST_STEP = 64  # prompt tokens; smaller chunks are inefficient
@@ -114,7 +117,7 @@ class FairShare:
         self._places = config.max_num_seqs
         self._open_places = config.max_num_seqs - config.max_num_seqs // RESERVE
         self._reserved_blocks = manager.config.num_blocks // RESERVE
-        self._memory = MEMORY * manager.config.num_blocks * manager.block_size
+        self._recent_tokens = MEMORY * manager.config.num_blocks * manager.block_size
         self._step = config.max_num_batched_tokens
         self._shared_step = min(self._step, max(SHORTEST_STEP, self._step // STEP_SHARE))
         self._computed = 0  # tokens, of all owners since the start
@@ -157,13 +160,15 @@ class FairShare:
         return self._step
 
     def catch_up(self) -> bool:
-        """Move the turns of owners that lack space forward; return True if any turn moved.
+        """Advance the turns of owners that lack space; return True if any turn was advanced.
 
-        If the smallest position of their waiting requests is not after `now`, move their turns by
-        an equal distance, so that this position is one step after `now`.
+        Do nothing while all waiting requests of these owners have positions after `now`. Otherwise,
+        advance all these owners by the same distance, so that the smallest position becomes `now`
+        plus the tokens of one step.
 
-        While an owner lacks space, `now` advances with the other owners. If the owner's turns
-        stayed, it would go before all other owners once there is space, until it has caught up.
+        While an owner lacks space, `now` advances with the other owners. Without this correction,
+        the waiting owner would have the smallest positions when there is space again. It would then
+        go before all other owners until it has caught up.
         """
         lacking = [owner for owner in self._owners.values() if owner.lacks_space]
         delayed = {owner: first for owner in lacking if (first := self._first(owner)) is not None}
@@ -171,8 +176,8 @@ class FairShare:
         lag = self._now + self._step - min(turns, default=self._now + self._step)
         if lag < self._step:
             return False
-        # An owner's first turn does not move beyond this bound. When its request runs, `now` jumps
-        # to its position. Beyond the bound, this jump would double the lag of the other owners.
+        # Do not move an owner's first request beyond this bound. When the request runs, `now` jumps
+        # to its position, and then the other owners would lag far behind `now`.
         bound = self._now + self._step + self._credit
         for owner, first in delayed.items():
             shift = min(lag, max(0.0, bound - self._rank(first)[1]))
@@ -213,9 +218,10 @@ class FairShare:
         return request in self._guesses
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """Return `stop` unless another owner goes first, or the request is waiting and lacks space.
+        """Return `stop` if the request may be computed now.
 
-        In these cases, return `start` for a running request and None for a waiting request.
+        Another owner may go first, or a waiting request may lack space. Then return `start` for a
+        running request and None for a waiting request.
         """
         owner = self._owners[self._name(request)]
         runs = request in owner.running
@@ -228,9 +234,9 @@ class FairShare:
         for other in self._owners.values():
             if other is owner:
                 continue
-            # A prompt of another owner goes first if it has a lower rank and can be computed now.
-            # While another request computes its next block, it cannot. That other request may be
-            # `request`, and then the two would wait for each other.
+            # The first prompt of another owner goes first if it has a lower rank and can be
+            # computed now. It cannot while another request, its writer, computes its next block.
+            # The writer may be `request`, and then the two would wait for each other.
             first = self._first(other)
             if first is None or self._rank(first) >= rank or first.awaits_writer:
                 continue
@@ -259,9 +265,9 @@ class FairShare:
     def _fits(self, request: Request) -> bool:
         """Return True if the free places, blocks and states suffice for a waiting request.
 
-        Other requests do not wait for a request that could not be admitted anyway. If layers with a
-        sliding window have separate blocks, these must suffice for the window and the tokens of a
-        step. Two blocks are added, since the tokens may begin and end within a block.
+        Other requests do not wait for a request that could not be admitted anyway. Window blocks
+        must suffice for a window and the tokens of a step. The tokens of two blocks are added,
+        since a step may begin and end within a block.
         """
         if len(self._manager.sequences) >= self._places:
             return False
@@ -292,7 +298,7 @@ class FairShare:
             }
         tokens = sum(self._pending_by_owner.values()) + self._expected_length(request)
         blocks = tokens // self._manager.block_size + running + 1
-        oldest, size = self._computed - self._memory, self._manager.block_size
+        oldest, size = self._computed - self._recent_tokens, self._manager.block_size
         pending_blocks = {
             name: -(-self._pending_by_owner[name] // size)
             for name, other in self._owners.items()

@@ -117,7 +117,7 @@ class CompletionOutput:
     weight_versions: ClassVar[None] = None
 
     def finished(self) -> bool:
-        """Return True if it has its last token."""
+        """Return True if the answer has ended."""
         return self.finish_reason is not None
 
 

@@ -194,6 +194,7 @@ def plan_memory(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -
 
     A model without attention has no K/V. Its blocks only identify prefixes, and the whole budget is
     for states.
+
     encoder_row: bytes of a row of the encoder cache, for which memory is reserved; 0 for a model
     without vision. Raises OutOfMemoryError if the budget is smaller than one block or exceeds the
     free memory, and ConfigError for too few window blocks.
@@ -240,9 +241,9 @@ def has_stores(config: EngineConfig) -> bool:
 def window_width(config: EngineConfig, decoder: DecoderModel) -> int:
     """Return the widest sliding window of a layer; 0 if window blocks are not used.
 
-    Window blocks need layers without a window too, since prefixes are found by the blocks of these
-    layers. They are not used with recurrent states or with stores, since both need blocks with the
-    K/V of all layers.
+    Window blocks are used only if some layers have no window, since the blocks of those layers
+    identify prefixes. They are not used with recurrent states or with stores, since both need
+    blocks with the K/V of all layers.
     """
     windows = {layout.window for layout in decoder.layouts}
     if decoder.state_layouts or has_stores(config) or None not in windows:

@@ -247,11 +247,11 @@ class RequestGroup:
     """A user's request: a prompt, and the parameters of its `n` answers.
 
     extras: the parts of the prompt beyond its token ids; None for most prompts. adapter: resolved
-    when the request was created. chat: data of the frontend for the next turn. loaded: ranges of
-    prompt tokens that a load has written to the pool, with their tiers; the request may hit fewer
-    tokens. loaded_tokens: number of loaded tokens that the request hits, by tier. token_text:
-    returns the text of a token; None if not needed. prediction: tokens of the answer that the
-    client expects. reply: the stored reply to the prompt, if the tiers have one.
+    when the request was created. chat: the frontend's data for the next message of a chat. loaded:
+    ranges of prompt tokens that a load has written to the pool, with their tiers; the request may
+    hit fewer tokens. loaded_tokens: number of loaded tokens that the request hits, by tier.
+    token_text: returns the text of a token; None if not needed. prediction: tokens of the answer
+    that the client expects. reply: the stored reply to the prompt, if the tiers have one.
     """
 
     request_id: str
@@ -279,7 +279,7 @@ class RequestGroup:
 
     @property
     def namespace(self) -> Namespace:
-        """The namespace of its K/V. A chat continues only answers of the same namespace."""
+        """The namespace of its K/V. A chat reuses token ids of answers only within a namespace."""
         return self.requests[0].sequence.namespace
 
     def retain(self, num_tokens: int, seconds: float) -> None:

@@ -2,9 +2,9 @@
 
 By default a step is one forward pass over all its tokens. With `deterministic` each pass computes
 one whole block of one sequence, padded after the known tokens. Then every matrix product has the
-same shape. The shape does not depend on other requests, on the cache, or on whether the tokens are
-of a prompt or generated. So results are equal bit for bit. When decoding fills a block, its last
-pass over the block is the same as the pass of a prefill.
+same shape. Neither other requests nor cached blocks change the shape, and it is the same for prompt
+tokens and generated tokens. So results are equal bit for bit. When decoding fills a block, the last
+pass over this block makes the same computation as a prefill of the block.
 """
 
 import functools
@@ -92,7 +92,7 @@ class Runner:
         deterministic: bool,
     ) -> None:
         self._model = parts.model
-        self._device = parts.model.device  # cached: a property that is slow in transformers
+        self._device = parts.model.device  # the property is slow in transformers
         self._backend = backend
         self._memory = parts.memory
         self._adapters = adapters

@@ -22,9 +22,9 @@ running request that is stopped keeps its place and its blocks. A waiting reques
 bypassed.
 
 A waiting request that lacks blocks ends the admissions of the step, so that later requests do not
-take blocks before it. There is one exception: a limit has stopped a running request, and the step
-is still empty. Then later requests are tried too, since the running request may wait for one of
-them. If the step stays empty, the request admitted last is preempted.
+take blocks before it. If a limit has stopped a running request and the step is still empty, later
+requests are tried nevertheless, since the running request may wait for one of them. If the step
+stays empty, the request admitted last is preempted.
 
 While several owners are active, a step has fewer prompt tokens, so that a new request waits only
 for a short step. This does not limit the tokens of decoding requests.
@@ -240,7 +240,8 @@ class Scheduler:
                 if not self._can_admit_more(budget):
                     return
                 computed = self._look_up(request)
-                # If this step saves a state for the request, the request resumes there later.
+                # If this step saves a state for the request, the request resumes from this state
+                # in a later step.
                 saves_state = self._manager.save_fork(computed)
                 request.awaits_writer = saves_state or computed.writer is not None
                 if request.awaits_writer:
@@ -251,8 +252,8 @@ class Scheduler:
                     continue
                 allocation = self._allocate(request, computed, stop - start)
                 if allocation is None and stop == start:
-                    # A limit stops it. Requests that bypass it could hold the limit's resources
-                    # forever, so the number of bypasses is limited.
+                    # A limit stops the request until other requests release resources. Requests
+                    # that bypass it could hold these resources forever, so limit the bypasses.
                     if request.times_bypassed >= self._max_bypassed:
                         return
                     continue

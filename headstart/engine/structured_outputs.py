@@ -62,9 +62,9 @@ class StructuredOutputsParams:
     """The constraint of an answer: exactly one of the following six. Raises RequestError.
 
     json: a JSON schema as a dict or as text, or a pydantic model. regex: a regular expression that
-    the whole answer matches. choice: the allowed answers. grammar: a context-free
-    grammar in Lark's or GBNF's notation. json_object: True for any JSON object. structural_tag:
-    free text with parts in JSON, see `read_tags`.
+    the whole answer matches. choice: the allowed answers. grammar: a context-free grammar in Lark's
+    or GBNF's notation. json_object: True for any JSON object. structural_tag: free text with parts
+    in JSON, see `read_tags`.
 
     Between JSON's tokens there may be a space, or a line's end and indentation.
     disable_any_whitespace forbids this; whitespace_pattern, a regular expression, replaces it. With

@@ -9,7 +9,7 @@ from headstart.tiers.worker import Job
 
 _BORDER = -1  # between the tokens of two requests
 _MATCH = 3  # tokens that must be equal before a draft
-_DECAY = 0.8  # weight of a compared token in the acceptance, relative to the next compared token
+_DECAY = 0.8  # each compared token reduces the weight of earlier tokens by this factor
 
 
 class Drafter(Protocol):

@@ -283,8 +283,8 @@ class Load:
 class Loads:
     """The current loads; a `Limit` of the engine's scheduler.
 
-    choose: takes the number of blocks that need not be computed if the load is made, and the bytes
-    of the load; returns the number of blocks to load, or 0 if computing is faster. before_writing:
+    choose: takes the number of blocks that are computed if nothing is loaded, and the bytes of the
+    load; returns the number of blocks to load, or 0 if computing is faster. before_writing:
     called when a load has taken blocks, before it overwrites them. states: None for a model without
     recurrent layers. waiting: the load that each request waits for.
     """
@@ -377,9 +377,9 @@ class Loads:
         """Load the lost blocks of a preempted request; return True if it waits for them.
 
         A load begins only when there is space for the request, since other requests would otherwise
-        take the blocks again. After this load, the request loads again before it runs only if it
-        hits fewer tokens than before the load. Otherwise, it could wait forever for blocks that the
-        store does not have.
+        take the blocks again. If the load has ended and the request has not run yet, a second load
+        begins only if the request hits fewer tokens than before the first. Otherwise, it could wait
+        forever for blocks that the store does not have.
         """
         manager, sequence = self.manager, request.sequence
         if manager.is_known(sequence):

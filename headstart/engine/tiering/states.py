@@ -148,7 +148,7 @@ def search_states(
 ) -> StateSearch:
     """Return a search for states that are deeper than the deepest state in the pool.
 
-    num_tokens: the largest number of tokens before a state. computed: the lookup in the pool.
+    num_tokens: the deepest position of a state to look for. computed: the lookup in the pool.
     hashes: the hashes of all full blocks of the sequence.
     """
     sequence, size = computed.sequence, block_size

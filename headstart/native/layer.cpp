@@ -32,7 +32,7 @@ inline __m512 activate(int64_t activation, __m512 x) {
     return x * sigmoid(activation == SILU ? x : gelu_exponent(x));
 }
 
-void normalise(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
+void normalize(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
     __m512 squares[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
     for (int64_t i = 0; i < width; i += 16) {
         const __m512 v = load(x + i, width - i);
@@ -49,11 +49,11 @@ void normalise(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
 }
 
 // Normalizes rows in place, then adds the residual. Waits for all threads at the end.
-void normalise_update(bf16* rows, const bf16* residual, int64_t count, int64_t width,
+void normalize_update(bf16* rows, const bf16* residual, int64_t count, int64_t width,
                       const Norm& norm, int thread, int all, Stages& stages) {
     for (int64_t r = count * thread / all; r < count * (thread + 1) / all; r++) {
         bf16* row = rows + r * width;
-        normalise(row, width, norm, row);
+        normalize(row, width, norm, row);
         for (int64_t i = 0; i < width; i += 16)
             store(row + i, width - i,
                   load(row + i, width - i) + load(residual + r * width + i, width - i));
@@ -73,7 +73,7 @@ struct Rows {
         if (norm.weight == nullptr) return x + row * width;
         bf16* out = memory.take<bf16>(count * width);
         for (int r = 0; r < count; r++)
-            normalise(x + (row + r) * width, width, norm, out + r * width);
+            normalize(x + (row + r) * width, width, norm, out + r * width);
         return out;
     }
 };
@@ -127,7 +127,7 @@ void before_attention(const Layer& layer, const bf16* hidden, int64_t rows, cons
     const int64_t dim = layer.head_dim;
     const auto turn = [&](bf16* row, int64_t width, const Norm& norm, int64_t number) {
         for (bf16* head = row; head < row + width; head += dim) {
-            if (norm.weight != nullptr) normalise(head, dim, norm, head);
+            if (norm.weight != nullptr) normalize(head, dim, norm, head);
             rotate(head, dim, cos + number * dim, sin + number * dim);
         }
     };
@@ -155,7 +155,7 @@ void after_attention(const Layer& layer, const bf16* attended, const bf16* hidde
         project(count, Rows{x, weight.inputs, NO_NORM},
                 {{&weight, to, normed ? nullptr : residual}}, all, stages);
         stages.finish(all);
-        if (normed) normalise_update(to, residual, count, width, norm, thread, all, stages);
+        if (normed) normalize_update(to, residual, count, width, norm, thread, all, stages);
     };
     for (int64_t row = 0; row < rows; row += CHUNK) {
         const int64_t some = std::min(CHUNK, rows - row);

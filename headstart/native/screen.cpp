@@ -20,7 +20,7 @@ inline __m512 weights(const uint32_t* pairs, int64_t inputs, int64_t input) {
 }
 
 // Quantizes 16 outputs of one panel.
-void quantise(const uint32_t* pairs, const Screen& screen, int64_t panel, int half) {
+void quantize(const uint32_t* pairs, const Screen& screen, int64_t panel, int half) {
     __m512 most = _mm512_setzero_ps();
     __mmask16 boundless = 0;
     for (int64_t i = 0; i < screen.inputs; i++) {
@@ -136,6 +136,6 @@ float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& ro
 // Fills screen->panels, aligned to 64 bytes, from a packed weight with at most 32,768 inputs.
 extern "C" void headstart_screen(const Weight* weight, const Screen* screen, int threads) {
     parallel_each(threads, screen->count(), [&](int64_t p) {
-        for (int half = 0; half < 2; half++) quantise(weight->at(p) + 16 * half, *screen, p, half);
+        for (int half = 0; half < 2; half++) quantize(weight->at(p) + 16 * half, *screen, p, half);
     });
 }

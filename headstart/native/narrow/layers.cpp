@@ -1,5 +1,5 @@
 // Decoder layers as in ../layer.cpp, with products of float32 rows, on CPUs with AVX2. Products and
-// attention use all threads, the operations between them one thread for few rows.
+// attention use all threads. The operations between them use one thread if they are short.
 //
 // With HALF, rows are bf16 stored as floats: each number that the layers' modules round to bf16 is
 // rounded here too, and K and V are bf16, which needs AVX-512. An MLP computes in float32, as its
@@ -55,7 +55,7 @@ inline float stored(float x) {
 }
 
 template <bool HALF>
-void normalise(const float* x, int64_t width, const Norm& norm, float* out) {
+void normalize(const float* x, int64_t width, const Norm& norm, float* out) {
     const auto* weight = static_cast<const float*>(norm.weight);
     __m256 squares = _mm256_setzero_ps();
     for (int64_t i = 0; i < width; i += LANES) {
@@ -78,7 +78,7 @@ void turn(float* row, int64_t width, int64_t dim, const Norm& norm, const float*
           const float* sin) {
     for (float *head = row, *other = head + dim / 2; head < row + width;
          head += dim, other += dim) {
-        if (norm.weight != nullptr) normalise<HALF>(head, dim, norm, head);
+        if (norm.weight != nullptr) normalize<HALF>(head, dim, norm, head);
         for (int64_t i = 0; i < dim / 2; i++) {
             const float first = head[i];
             head[i] = stored<HALF>(stored<HALF>(first * cos[i]) - stored<HALF>(other[i] * sin[i]));
@@ -148,14 +148,14 @@ void run_layers(const LayerRun* runs, int64_t count, float* hidden, int64_t rows
     const auto add = [&](float* to, int64_t some, const Norm& norm) {
         parallel_each(among, some, [&](int64_t r) {
             float *row = to + r * width, *more = update + r * width;
-            if (norm.weight != nullptr) normalise<HALF>(more, width, norm, more);
+            if (norm.weight != nullptr) normalize<HALF>(more, width, norm, more);
             for (int64_t i = 0; i < width; i++) row[i] = stored<HALF>(row[i] + more[i]);
         });
     };
     // Writes normalized rows to `update`.
     const auto begin = [&](const float* from, int64_t some, const Norm& norm) {
         parallel_each(among, some, [&](int64_t r) {
-            normalise<HALF>(from + r * width, width, norm, update + r * width);
+            normalize<HALF>(from + r * width, width, norm, update + r * width);
         });
     };
     const auto before = [&](const LayerRun& run, int64_t row, int64_t some) {

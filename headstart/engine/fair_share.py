@@ -34,7 +34,7 @@ count as free. The reserve is:
     blocks    1 / `RESERVE` of all blocks, or the free cached blocks within the shares of other,
               recently served owners, whichever is more
 
-While an owner waits for space, its turns are moved forward with `now` (`catch_up`).
+While an owner waits for space, its turns advance with `now` (`catch_up`).
 
 A request that arrives during a step waits for the end of the step, so steps must be short. While
 several owners are active, a step has at most `max_num_batched_tokens` / `STEP_SHARE` prompt tokens,
@@ -247,8 +247,8 @@ class FairShare:
     def _rank(self, request: Request) -> tuple[int, float]:
         """Return the request's rank, with its position in virtual time instead of its turn.
 
-        Cached tokens do not advance the position: they were computed for other requests, or before
-        a preemption.
+        Cached tokens do not advance the position, because they were computed for other requests or
+        before a preemption.
         """
         start = self._admissions.get(request, _NOT_ADMITTED).start
         computed = request.sequence.num_computed_tokens - start
@@ -309,7 +309,10 @@ class FairShare:
         return blocks + reserved <= self._manager.num_free_blocks
 
     def _expected_length(self, request: Request) -> int:
-        """Return a request's expected length; its maximum length if its owner has no answer yet."""
+        """Return a request's expected length in tokens.
+
+        Until its owner has a finished answer, this is the request's maximum length.
+        """
         limit = request.group.params.max_tokens
         owner = self._owners[self._name(request)]
         answer_length = owner.expected

@@ -91,7 +91,7 @@ def identify(
 
 
 def _quantized_layers(decoder: DecoderModel) -> list[str]:
-    """Return a text for each quantized layer: its format, and whether its inputs are rounded."""
+    """Return a string for each quantized layer: its format, and whether its inputs are rounded."""
     layers = []
     for name, module in sorted(decoder.module.named_modules()):
         matrix = module.matrix if isinstance(module, Linear | Embedding) else None
@@ -104,7 +104,7 @@ def _quantized_layers(decoder: DecoderModel) -> list[str]:
 
 
 def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -> list[str]:
-    """Return display texts of the options on which the K/V of a model depend, such as its dtype."""
+    """Return display names of the options on which the K/V depend, such as the dtype."""
     kinds = [str(decoder.dtype).removeprefix("torch.")]
     layers = [layer.matrix for layer in decoder.module.modules() if isinstance(layer, Linear)]
     quantized = [matrix for matrix in layers if matrix.kind is not None]

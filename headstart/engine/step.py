@@ -55,9 +55,10 @@ class Limit(Protocol):
     """A limit on the number of tokens that a step computes for a request. No method blocks."""
 
     def applies(self, request: Request) -> bool:
-        """Return True if the limit may affect the request; called when it is queued or preempted.
+        """Return True if the limit may affect the request.
 
-        If False, the other methods are not called for it.
+        Called when the request is queued or preempted. If False, the other methods are not called
+        for this request.
         """
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:

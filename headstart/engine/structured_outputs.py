@@ -265,7 +265,7 @@ def write_tags(text: str, whitespace: str, special: Mapping[str, int]) -> str:
 
 
 def lark_text(text: str, special: Mapping[str, int]) -> str:
-    """Return a text as Lark terminals, with special tokens by their ids."""
+    """Return a string as Lark terminals; special tokens become their ids."""
     tokens = sorted((token for token in special if token in text), key=len, reverse=True)
     if not tokens:
         return json_text.dumps(text) if text else ""

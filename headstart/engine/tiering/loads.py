@@ -1,7 +1,7 @@
 """The pool's blocks and their tiers: offers to stores, and loads from them.
 
-Computed blocks are offered to the saver in batches, and all remaining blocks when no request is
-left. If the saver has no space, a block is offered again just before the pool reuses it. The
+Computed blocks are offered to the saver in batches. When no request is left, all remaining blocks
+are offered. If the saver has no space, a block is offered again just before the pool reuses it. The
 engine's thread copies the bytes, and the saver's thread saves them.
 
 A block's bytes are its K/V, followed by its rows: the outputs of a pipeline's stage for the block's
@@ -217,7 +217,7 @@ class Load:
 
     key: identifies the prefix to load. first: index in the prompt of the first block that the job
     loads. start: number of tokens that would hit without the load. known: number of tokens whose
-    K/V the pool has; more than `start` if the pool has K/V after its deepest state. next: index of
+    K/V the pool has; more than `start` if the pool has K/V beyond its deepest state. next: index of
     the block that is written to the pool next. written: the tiers of the blocks written so far.
     state_tier: the tier of the state that was written to the pool. sequence: holds the blocks; None
     before anything has arrived. requests: the requests that wait for the load. lacks_space: the

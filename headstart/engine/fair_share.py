@@ -55,8 +55,9 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request
 
 CREDIT_STEPS = 8
-RESERVE = 8  # one in 8 places and one in 8 blocks are reserved
-# An owner was recently served until the engine has computed as many tokens as 8 pools hold.
+RESERVE = 8  # an eighth of the places and an eighth of the blocks are reserved
+# After it was served, an owner counts as recently served until the engine has computed as many
+# tokens as 8 pools hold.
 MEMORY = 8
 STEP_SHARE = 32
 SHORTEST_STEP = 64  # prompt tokens; smaller chunks are inefficient
@@ -311,7 +312,7 @@ class FairShare:
     def _expected_length(self, request: Request) -> int:
         """Return a request's expected length in tokens.
 
-        Until its owner has a finished answer, this is the request's maximum length.
+        Until its owner has a finished answer, assume that the answer has `max_tokens` tokens.
         """
         limit = request.group.params.max_tokens
         owner = self._owners[self._name(request)]

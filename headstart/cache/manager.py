@@ -514,8 +514,8 @@ class KVCacheManager:
         for sequence in sequences:
             new.update(dict.fromkeys(b for b in sequence.blocks if b in unwritten))
             new.update(dict.fromkeys(sequence.blocks[sequence.num_reused :]))
-        # Forget all of these blocks before freeing any. A block that is forgotten passes its
-        # identity to a copy, and the copy may be one of these blocks.
+        # Forget all of these blocks before freeing any. If another block has the same content, it
+        # takes over the identity of a forgotten block, and it may be one of these blocks.
         self.pool.forget([b for b in new if b.node is not None and b.ref_cnt == held[b]])
         for sequence in sequences:
             if self.group is not None:
@@ -568,10 +568,10 @@ def _copy_head(
 ) -> tuple[RowCopy, ...]:
     """Return the copy of a partial hit's rows to the sequence's block `index`, if it is needed.
 
-    The rows of the window block are copied too, unless the sequence uses a cached window block. If
-    the sequence has switched to a cached block, this block has the rows already. Then only window
-    rows are copied, and the source block is its own target. source_window: the window block of the
-    partial hit's block.
+    The rows of the window block are copied too, unless the sequence uses a cached window block. A
+    cached block to which the sequence has switched has the rows already. Then only window rows are
+    copied, and the `RowCopy` names the source block as target, which changes nothing.
+    source_window: the window block of the partial hit's block.
     """
     source, window = partial.block.block_id, sequence.window
     target_window = window.ids[index] if window is not None and index not in window.shared else -1

@@ -132,7 +132,7 @@ class SamplingState:
 
     @property
     def is_masked_argmax(self) -> bool:
-        """True if only the argmax of the raw logits of allowed tokens is needed."""
+        """True if the next token is the allowed token with the largest raw logit."""
         return self.takes_argmax and len(self.masks) == len(self.processors)
 
     @property

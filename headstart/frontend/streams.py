@@ -283,7 +283,8 @@ class _Waker:
 
     def add(self, mailbox: AsyncMailbox[Any], *, may_wait: bool) -> None:
         """Wake a mailbox's reader. Raises RuntimeError if the loop is closed."""
-        # List the mailbox before reading a flag: the loop resets flags before it reads the lists.
+        # List the mailbox, then read the flags. The loop resets the flags, then reads the lists. So
+        # if a flag is still set here, the loop will find the mailbox.
         if not may_wait:
             self._now.append(mailbox)
         elif not mailbox.is_listed:

@@ -139,7 +139,8 @@ class DecoderModel(ABC):
     state_layouts: tuple[StateLayout, ...] = ()
     """The states of one sequence, per recurrent layer; empty for a model without such layers."""
     without_adapters: tuple[str, ...] = ()
-    """Name prefixes of layers that take no adapters, since they compute sequences separately."""
+    """Name prefixes of layers that take no adapters: recurrent mixers that compute one sequence at
+    a time, while adapters are applied to the rows of all sequences."""
 
     def __init__(self, layouts: tuple[LayerLayout, ...], folder: Path | None = None) -> None:
         self.folder = folder

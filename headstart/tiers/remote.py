@@ -3,7 +3,8 @@
 A block is stored as a record with checksums, as on disk. The key contains the model's fingerprint
 and the block's name. The server's settings limit its size and choose the blocks to evict
 (`maxmemory`, `allkeys-lru`). When a server is down or slow, it is not called for a while (`Pause`),
-and all lookups miss. If a server refuses blocks, because it is full or a replica, only saves pause.
+and all lookups miss. If a server refuses blocks because it is full or a read-only copy of another
+server, saves pause, and lookups continue.
 """
 
 import time

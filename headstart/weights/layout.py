@@ -8,8 +8,8 @@ A torchao weight `a.weight` has these tensors:
 
 The metadata of the file's header has a JSON object for each weight, with three fields. `_type` is
 the class of the tensor, and `_tensor_data_names` lists the tensors that store it. `_data` has
-`block_size`, the numbers of outputs and inputs that share a step, and for some classes
-`target_dtype` (torchao/prototype/safetensors/safetensors_support.py).
+`block_size`: `[outputs, inputs]` that share one scale. For some classes it also has `target_dtype`
+(torchao/prototype/safetensors/safetensors_support.py).
 """
 
 import json

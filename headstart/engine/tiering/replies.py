@@ -58,7 +58,7 @@ class Replies:
         return False
 
     def save(self, request: Request, seconds: float) -> None:
-        """Save a finished request's reply, whose tokens take `seconds` to compute as a prompt."""
+        """Save a finished request's reply. seconds: time to compute its tokens in a prompt."""
         reply, tokens = request.group.reply, request.sampling.output_token_ids
         if reply is None or reply.tokens or request.index or not request.group.params.is_stored:
             return

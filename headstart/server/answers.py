@@ -72,8 +72,8 @@ class Source:
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self._returned: list[str] = []  # a stack of the characters that were put back
-        self.record: list[str] = []
-        """The characters that were read since a reader cleared this list."""
+        self.record: list[str] | None = None
+        """The characters that were read since a reader set this list; None if none are needed."""
         self.left_out = ""
         """White space that `until` left out before the last marker."""
 
@@ -86,13 +86,17 @@ class Source:
     def next(self) -> Reading[str]:
         """Return the next character. At the end of the text, every call returns END."""
         character = self._returned.pop() if self._returned else (yield)
-        (self._returned if character == END else self.record).append(character)
+        if character == END:
+            self._returned.append(END)
+        elif self.record is not None:
+            self.record.append(character)
         return character
 
     def back(self, text: str) -> None:
         """Put back the characters that were read last. `next` itself puts back END."""
         self._returned += reversed(text)
-        del self.record[len(self.record) - len(text) :]
+        if self.record is not None:
+            del self.record[len(self.record) - len(text) :]
 
     def space(self) -> Reading[str]:
         """Read white space, up to the next character that is not white space."""
@@ -257,7 +261,8 @@ def _read_call(
         else:
             early.append(text)
 
-    source.record.clear()
+    record: list[str] = []
+    source.record = record
     with suppress(_MalformedError):
         yield from _expect(source, "{")
         while (character := (yield from source.non_space())) != "}":
@@ -279,7 +284,8 @@ def _read_call(
                 yield from _read_value(source, lambda text: None)
         if name and not has_arguments:
             add_arguments("{}")
-    return None if name else "".join(source.record)
+    source.record = None
+    return None if name else "".join(record)
 
 
 def _expect(source: Source, character: str) -> Reading[None]:

@@ -130,7 +130,7 @@ class Checkpoint:
     users: the number of sequences whose next step reads it. used: the clock of the `StatePool` at
     its last use. is_passed: True if a later checkpoint on its path is written. is_lasting: True if
     tiers should store it. is_saved: True if a tier has it or will save it. entry: the number of its
-    valid entry in the eviction queue.
+    newest entry in the eviction queue; older entries are skipped.
     """
 
     def __init__(self, node: PrefixNode, key: BlockKey, position: int, writer: str) -> None:

@@ -247,8 +247,8 @@ class SamplingParams:
         length = sum(map(len, stops or ()))
         if len(stops or ()) > MAX_STOPS or length > MAX_STOP_CHARACTERS:
             raise RequestError(
-                f"stop has {len(stops or ()):,} texts of {length:,} characters; allowed: at most "
-                f"{MAX_STOPS:,} of {MAX_STOP_CHARACTERS:,} together"
+                f"stop has {len(stops or ()):,} texts of {length:,} characters in total; allowed: "
+                f"at most {MAX_STOPS:,} texts of {MAX_STOP_CHARACTERS:,} characters in total"
             )
         if self.stop_strings and not self.detokenize:
             raise RequestError(

@@ -14,17 +14,18 @@ not admitted while another request computes the next block of its prompt. So no 
 twice.
 
 This order applies to requests of the same priority, usually 0. Requests with a lower value go
-first: they are admitted and computed earlier, and preempted later. If owners share the engine,
-requests of the same priority are in the order of their turns (`fair_share.py`).
+first: they are admitted and computed earlier, and preempted later. If several owners (tenants)
+share the engine, requests of the same priority are in the order of their turns in virtual time
+(`fair_share.py`).
 
 A limit (`step.py`) may reduce a request's tokens in a step, or stop the request for the step. A
 running request that is stopped keeps its place and its blocks. A waiting request that is stopped is
 bypassed.
 
 A waiting request that lacks blocks ends the admissions of the step, so that later requests do not
-take blocks before it. If a limit has stopped a running request and the step is still empty, later
-requests are tried nevertheless, since the running request may wait for one of them. If the step
-stays empty, the request admitted last is preempted.
+take blocks before it. There is one exception: if the step is empty because a limit stopped a
+running request, later requests are tried too, since one of them may hold what the running request
+needs. If the step stays empty, the request admitted last is preempted.
 
 While several owners are active, a step has fewer prompt tokens, so that a new request waits only
 for a short step. This does not limit the tokens of decoding requests.
@@ -50,8 +51,8 @@ LOOKAHEAD = 16  # waiting requests that are looked up to find the best hit
 class Scheduler:
     """The waiting and the running requests; `schedule` returns each step's batch.
 
-    waits_for_inputs: in the last step, a request waited for its own inputs. max_prompt_tokens:
-    returns the limit of prompt tokens in the next step.
+    waits_for_inputs: True if a limit stopped a request whose inputs have not arrived yet.
+    max_prompt_tokens: returns the limit of prompt tokens in the next step.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Scheduler:
             self._leave_limits(request)
             self.running.remove(request)
         elif request in self.waiting:
-            self._leave_limits(request)  # ends its load, which may hold blocks
+            self._leave_limits(request)  # stops loading its prefix from a tier
             self.waiting.remove(request)
         self._limited.pop(request, None)
         request.drafts.clear()  # megabytes for a long prompt; the caller may retain the request

@@ -18,7 +18,7 @@ from headstart.errors import ConfigError
 from headstart.validation import Number, check_fields, option
 
 MAX_SKIPPED = 16
-"""Most queued requests that a step bypasses because they wait for another request's blocks."""
+"""The largest number of queued requests that a step bypasses while they wait for blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +59,10 @@ class SpeedModel:
 class ReplayRequest:
     """A request: its sequence of units (see `headstart.replay.trace`), and the times of its events.
 
-    num_blocks: number of blocks of prompt and reply. reply: unit ids of the reply after the
-    prompt's last unit. is_moved: another replica computed its prompt and sent the K/V. computed:
-    number of units with K/V, hits included. Times are in seconds; `finished` is the time of the
-    last token.
+    num_blocks: number of blocks of prompt and reply. reply: ids of the reply's units that follow
+    the prompt's last unit. is_moved: another replica computed its prompt and sent the K/V.
+    computed: number of units with K/V, hits included. Times are in seconds; `finished` is the time
+    of the last token.
     """
 
     name: str

@@ -159,7 +159,7 @@ def as_route_error(error: HTTPException, scope: Scope) -> ApiError:
         for method in ("DELETE", "GET", "POST")
         for route in routes
         if route.matches({**scope, "method": method})[0] is Match.FULL
-    ] or ["GET"]  # the only method for the page's files
+    ] or ["GET"]  # no route has this path, so it is a file of the page
     allowed = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
     refusal = ApiError(405, f"the method is {scope['method']}; allowed at this path: {allowed}")
     refusal.headers["Allow"] = allowed
@@ -210,7 +210,7 @@ def _path(error: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the path of the wrong field.
 
     pydantic's location also contains names of types, such as `list[str]`, and the tags of unions.
-    These are left out. An error of `refuse` may name a field within the value.
+    These are left out. An error of `bodies.refuse` may name a field within the value.
     """
     path: list[Any] = []
     for before, part in zip((None, *error["loc"]), error["loc"], strict=False):

@@ -61,7 +61,7 @@ class DiskStore:
         self._max_bytes = self._limit = max_bytes
         self._num_rebuilds = 0
         self._new: set[BlockHash] = set()  # blocks that the current save has listed
-        self._surplus = 0  # bytes of all files after their last listed blocks
+        self._surplus = 0  # bytes at the ends of files, after the last block in the index
         self._to_truncate: set[ModelRecord] = set()  # models whose files must be truncated
         self._files: dict[Path, SlotFile] = {}
         # Two connections, so that a lookup does not wait for a save.

@@ -1,8 +1,8 @@
-"""Weights in 4 or 5 bits, or 8 bits from files, with a step and a start per group of 32 inputs.
+"""Weights of 4, 5 or 8 bits, with a step and a start per group of 32 inputs.
 
     weight[o, i]  ~  (value[o, i] * step[o, i // 32] + start[o, i // 32]) * scales[o] * columns[i]
 
-With 8 bits, `value - 128` takes the place of `value`.
+With 8 bits, which only files have, `value - 128` takes the place of `value`.
 
 Weights that are rounded here take 4.5 or 5.5 bits each. Their steps and starts are 8-bit integers,
 multiples of a unit for each output. `scales` includes this unit. Steps and starts from files are
@@ -12,10 +12,10 @@ float16, so weights from files take 5, 6 or 9 bits each.
 equally large before rounding, so that a small input does not get the step of its large neighbors.
 This halves the error of 4 bits. SINQ (arXiv 2509.22944) also uses scales in both dimensions.
 
-`native/narrow/integers.h` describes the bytes, and the product of integers, for which each group of
-32 inputs of a row is rounded to 8 bits. On a CPU with AMX, bfloat16 rows are not rounded: the
-weight without `scales` is converted to bfloat16 as it is read (`native/linear.h`). Without compiled
-kernels, and on other devices, the weight becomes float32 tile by tile.
+`native/narrow/integers.h` describes the bytes and the integer product. For this product, each group
+of 32 elements of an input row is rounded to 8 bits. On a CPU with AMX, bfloat16 rows are not
+rounded: the weight without `scales` is converted to bfloat16 as it is read (`native/linear.h`).
+Without compiled kernels, and on other devices, the weight becomes float32 tile by tile.
 """
 
 from typing import Literal, NamedTuple

@@ -88,8 +88,8 @@ def distance(first: Thumbnail, second: Thumbnail) -> int | None:
 class _Entry:
     """An image that may replace others. pixels: compressed without loss.
 
-    is_encoded: since the image was last used, a search has found its embeddings in the encoder
-    cache. If the embeddings are missing later, they were evicted.
+    is_encoded: True if a search has found its embeddings in the encoder cache after the image's
+    last use. If the embeddings are missing later, they were evicted.
     """
 
     loaded: LoadedImage

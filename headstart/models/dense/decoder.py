@@ -30,7 +30,8 @@ from headstart.weights.reader import Reader
 class Description(NamedTuple):
     """A decoder without its weights: its folder and its configuration.
 
-    frequencies: by `LayerShape.angles`. max_model_len: length of the longest sequence in tokens.
+    frequencies: the rotary frequencies for each name in `LayerShape.angles`. max_model_len: length
+    of the longest sequence in tokens.
     """
 
     folder: Path

@@ -322,5 +322,5 @@ def test_pages_of_other_origins_may_ask_only_if_they_are_named() -> None:
 def test_a_port_that_is_taken_is_told_with_the_way_out() -> None:
     with listen(ServerOptions(port=0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} .*another program.*--port N"):
+        with pytest.raises(ConfigError, match=f"port {port}.*another program.*--port N"):
             listen(ServerOptions(port=port))

@@ -176,14 +176,15 @@ def exiting_on_interrupt() -> Iterator[None]:
     """
 
     def end(number: int, frame: object) -> None:
-        has_parts = False
+        parts = []
         for handle in Path("/proc/self/fd").glob("*"):
             with suppress(OSError):  # the file may be closed
                 if (path := handle.readlink()).suffix == ".incomplete":
-                    has_parts = True
-                    path.unlink()
-        suffix = "; complete files stay in the cache" if has_parts else ""
+                    parts.append(path)
+        suffix = "; complete files stay in the cache" if parts else ""
         click.echo(f"\nheadstart: interrupted{suffix}", err=True)
+        for path in parts:  # last, because the hub's threads may open them again
+            path.unlink(missing_ok=True)
         os._exit(128 + number)
 
     with handling(end, signal.SIGINT):

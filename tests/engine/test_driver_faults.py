@@ -187,24 +187,24 @@ def interrupt(dtype):
 def interrupt_steps():
     # A program that makes the steps itself goes on where Ctrl-C left it: each end comes once.
     engine = LLMEngine(sys.argv[1], dtype="float32", num_blocks=24, num_threads=1)
+    def run_steps(outputs):
+        while engine.has_unfinished_requests():
+            outputs.extend(engine.step())  # no signal can come between the two calls
     expected, hits = None, 0
     while hits < 20:
         engine.reset_prefix_cache()
         for number, prompt in enumerate(prompts):
             engine.add_request(str(number), prompt, greedy)
-        if expected is not None:
-            armed.append(True)
-            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 0.02))
         outputs, answers = [], {}
-        unfinished = True
-        while unfinished:
-            try:
-                unfinished = engine.has_unfinished_requests()
-                if unfinished:
-                    outputs.extend(engine.step())  # no signal can come between the two calls
-            except KeyboardInterrupt:
-                hits += 1
-        armed.clear()
+        try:
+            if expected is not None:
+                armed.append(True)
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 0.02))
+            run_steps(outputs)
+            armed.clear()
+        except KeyboardInterrupt:
+            hits += 1
+            run_steps(outputs)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for output in outputs:
             assert output.request_id not in answers or not answers[output.request_id][1]

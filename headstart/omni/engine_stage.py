@@ -7,8 +7,7 @@ new rows to later stages.
 The first stage has a request's prompt when the request arrives. A later stage receives rows: its
 prompt is complete when enough rows have arrived, and each further token waits for its row. Token
 ids do not determine these rows (a talker's prompt is one repeated mask token). So the identity of a
-block also covers its rows: by the identity of the thinker block that has the same rows, or by a
-digest of the rows.
+block also contains the identity of the thinker block with the same rows, or a digest of the rows.
 """
 
 import hashlib
@@ -111,7 +110,7 @@ class TalkerFeed(Feed):
 
     rows: the thinker's output to read. bos, eos, pad: constant rows `[width]`. They mark the
     beginning and the end of the thinker's answer, and fill the positions after it. voice: requests
-    with different voices share no block. positions: None if they are consecutive from 0 on.
+    with different voices share no block. positions: rotary positions; None for 0, 1, 2, ...
     anonymous: give the blocks a random identity, so that no other request hits them.
     """
 
@@ -301,7 +300,7 @@ class EngineStage(Stage):
         self._feeder = feeder
         self._deterministic = config.deterministic
         store = cache if caching else None
-        store_name = store.place(spec.name) if store is not None else spec.name
+        store_name = store.reserve_name(spec.name) if store is not None else spec.name
         self.rows = StageRows(
             store_name, config.block_size, spec.gives, store, find_outputs=spec.find_outputs
         )

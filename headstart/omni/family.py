@@ -110,9 +110,9 @@ class OmniModel:
                     f"the prompt has {name}, and features of {name}; allowed: one of them"
                 )
             features |= extracted
-        token_ids, placed = self.media.place(text.token_ids, features)
+        token_ids, placed_items = self.media.place(text.token_ids, features)
         items, rows = [], []
-        for item in placed:
+        for item in placed_items:
             content = (item.content[name] for name in sorted(item.content))
             digest = content_digest(item.kind, *content)
             items.append(MultiModalItem(digest, item.offset, item.length))
@@ -130,7 +130,7 @@ class OmniModel:
                 )
             rows.append(PlacedRows(item.offset, encoded))
         extras = None
-        if placed:
+        if placed_items:
             positions = self.positions(token_ids, features)
             extras = PromptExtras(tuple(items), PrecomputedEmbeddings(rows), positions)
         return SpokenPrompt(PreparedPrompt(token_ids, text.text, extras), features)
@@ -190,7 +190,7 @@ class OmniModel:
         """Return a decoder that generates text."""
         raise NotImplementedError
 
-    def encode(self, placed: PlacedItem) -> Tensor:
+    def encode(self, item: PlacedItem) -> Tensor:
         """Return the rows `[length, width]` that replace an item's placeholders."""
         raise NotImplementedError
 

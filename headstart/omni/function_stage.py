@@ -76,7 +76,9 @@ class _FunctionStage(Stage):
             )
         self.spec = spec
         self._cache = cache if spec.enable_prefix_caching else None
-        self._store_name = self._cache.place(spec.name) if self._cache is not None else spec.name
+        self._store_name = (
+            self._cache.reserve_name(spec.name) if self._cache is not None else spec.name
+        )
         self._states: dict[str, _State] = {}
 
     def open(self, request: OmniRequest) -> None:
@@ -197,10 +199,10 @@ class FramesPlan:
     segment.
 
     function: takes `(request, codes [n, ...], num_skipped)`, and returns the frames of all codes
-    after the first `num_skipped`. block: codes per call. segment: codes per segment, a multiple of
-    `block`; None makes each block a segment. identity: returns a digest of everything that a
-    request's frames depend on, except the codes. Raises ConfigError if the segment is not a
-    multiple of the block.
+    after the first `num_skipped`. block: codes whose frames a call returns. segment: codes per
+    segment, a multiple of `block`; None makes each block a segment. identity: returns a digest of
+    everything that a request's frames depend on, except the codes. Raises ConfigError if the
+    segment is not a multiple of the block.
     """
 
     function: Callable[[OmniRequest, Tensor, int], Tensor]

@@ -132,7 +132,7 @@ class Media:
         `token_ids` may have one placeholder per item, or one per embedding. Raises RequestError for
         any other number of placeholders.
         """
-        expanded, placed = list(token_ids), []
+        expanded, placed_items = list(token_ids), []
         contents = {"audio": self._audios(features), "image": self._images(features)}
         for kind, (lengths, _) in contents.items():
             placeholder = self.placeholders[kind]
@@ -154,9 +154,9 @@ class Media:
                 run = positions[start : start + length]
                 if run and run[-1] - run[0] >= length:
                     raise RequestError(f"{kind} placeholders from token {run[0]} on have a gap")
-                placed.append(PlacedItem(kind, run[0], length, content))
+                placed_items.append(PlacedItem(kind, run[0], length, content))
                 start += length
-        return expanded, sorted(placed, key=lambda item: item.offset)
+        return expanded, sorted(placed_items, key=lambda item: item.offset)
 
     def _audios(self, features: Mapping[str, Tensor]) -> tuple[list[int], list[dict[str, Tensor]]]:
         if "input_features" not in features:

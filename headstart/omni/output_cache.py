@@ -98,7 +98,7 @@ class OutputCache:
         self._order: OrderedDict[tuple[_Node, str], int] = OrderedDict()  # sizes; oldest first
         self._bytes = 0
         self._written = self._evicted = self._refused = 0
-        self._places: Counter[str] = Counter()
+        self._name_counts: Counter[str] = Counter()
 
     @property
     def stats(self) -> OutputCacheStats:
@@ -107,14 +107,14 @@ class OutputCache:
             len(self._order), self._bytes, self._written, self._evicted, self._refused
         )
 
-    def place(self, stage: str) -> str:
+    def reserve_name(self, stage: str) -> str:
         """Reserve a unique name for a stage, for `BlockPath.stage`.
 
         Two pipelines may have stages of the same name with different weights. The first stage gets
         the name unchanged.
         """
-        self._places[stage] += 1
-        count = self._places[stage]
+        self._name_counts[stage] += 1
+        count = self._name_counts[stage]
         return stage if count == 1 else f"{stage} ({count})"
 
     def find(self, path: BlockPath, start: int = 0) -> list[Mapping[str, Tensor]]:
@@ -285,7 +285,7 @@ class ContentCache:
 
     def __init__(self, cache: OutputCache, name: str) -> None:
         self._cache, self._name = cache, name
-        self._store_name = cache.place(name)
+        self._store_name = cache.reserve_name(name)
         self._store: ImageLoads | None = None
         self._model = ""
 
@@ -305,7 +305,7 @@ class ContentCache:
         blocks = self._cache.find(path)
         if blocks:
             self._cache.touch(path)
-            return blocks[0]["made"]
+            return blocks[0]["tensor"]
         key = EncoderKey(salt, content_digest(self._name, self._model, digest.hex()))
         tensor = self._store.load(key) if self._store is not None else None
         if tensor is None:
@@ -313,7 +313,7 @@ class ContentCache:
             tensor = make().cpu()
             if self._store is not None:
                 self._store.save(key, tensor, time.perf_counter() - start)
-        self._cache.put(path, 0, {"made": tensor})
+        self._cache.put(path, 0, {"tensor": tensor})
         return tensor
 
 

@@ -1,9 +1,9 @@
 """Pipelines: stages in an acyclic graph; each output goes to the stages that take it.
 
 A step of the pipeline runs one step of each stage that has work, in topological order. Outputs
-reach later stages immediately, so a talker speaks while its thinker still generates. Stages work on
-different requests at the same time. A driver's thread runs the steps. A request that fails in one
-stage ends in all stages and frees its memory; other requests continue.
+reach later stages immediately, so a talker generates codes while its thinker generates text. Stages
+work on different requests at the same time. A driver's thread runs the steps. A request that fails
+in one stage ends in all stages and frees its memory; other requests continue.
 
 docs/omni.md shows a graph in TOML. A stage's `kind` names its factory, by default the stage's name.
 `options` are the arguments of the factory.

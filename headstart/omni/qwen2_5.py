@@ -9,8 +9,7 @@ constant codec tokens; the content is in the thinker's rows:
     row        thinker's prompt  bos       answer 0  answer 1  answer 2 ... eos  pad  pad ...
 
 From position T on, the token's embedding is added to the row. The talker's prompt is complete when
-the first row of the thinker's answer arrives. After that, the talker runs one row behind the
-thinker.
+the first row of the thinker's answer arrives. Each later code needs one more row.
 
 Source: `Qwen2_5OmniForConditionalGeneration.generate` in transformers.
 """
@@ -200,11 +199,11 @@ class Qwen25Omni(OmniModel):
             )
         )
 
-    def encode(self, placed: PlacedItem) -> Tensor:
+    def encode(self, item: PlacedItem) -> Tensor:
         """Return the embeddings `[length, hidden]` that replace an item's placeholders."""
-        content = self._on_device(placed.content)
+        content = self._on_device(item.content)
         with torch.inference_mode():
-            if placed.kind == "audio":
+            if item.kind == "audio":
                 audio: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
                 return audio
             return torch.cat(self._thinker.get_image_features(**content).pooler_output)

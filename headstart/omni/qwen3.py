@@ -165,7 +165,7 @@ CODES = "codes"
 _NUM_HEADER = 3
 """Rows at the start of the answer's turn: the turn's start, the role, and a newline."""
 
-_OTHERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
+_OTHER_CODE_PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 """Sampling parameters of the other codes, as in transformers, unless the request is greedy."""
 
 
@@ -192,7 +192,7 @@ class FrameTalkerFeed(TalkerFeed):
         self._answer: list[Tensor] = []
         self._ended = False
         self._frames: list[Tensor] = []
-        params = SamplingParams(temperature=0) if self.params.is_greedy else _OTHERS
+        params = SamplingParams(temperature=0) if self.params.is_greedy else _OTHER_CODE_PARAMS
         self.sampling = SamplingState(params, (), [], self.generator, frozenset())
         """The sampling parameters of the other codes."""
         self._num_user = len(self.is_media)  # rows of the user's turns
@@ -207,7 +207,7 @@ class FrameTalkerFeed(TalkerFeed):
         self._num_rows += len(rows)
         user_rows = rows[: max(0, len(mask) - first)][mask[first : self._num_rows]]
         if len(user_rows):
-            self._add(self._with_others(user_rows))
+            self._add(self._with_other_codes(user_rows))
         self._answer += rows[max(0, self.answer_start - first) :]
         self._advance()
 
@@ -227,13 +227,13 @@ class FrameTalkerFeed(TalkerFeed):
             header = [self._row(index) for index in range(_NUM_HEADER)]
             pads = [self.pad] * (len(self.lead_ids) - 2)
             rows = [part.to(row) for part in (*header, *pads, self.bos, row) if part is not None]
-            self._add(self._with_others(torch.stack(rows)))
+            self._add(self._with_other_codes(torch.stack(rows)))
         frame = self._num_positions - self._num_prompt
         while (
             0 <= frame < len(self._frames)
             and (row := self._row(_NUM_HEADER + 1 + frame)) is not None
         ):
-            self._add(self._with_others(row[None], self._frames[frame][None]))
+            self._add(self._with_other_codes(row[None], self._frames[frame][None]))
             frame += 1
 
     def _row(self, index: int) -> Tensor | None:
@@ -247,7 +247,7 @@ class FrameTalkerFeed(TalkerFeed):
             return None
         return self.eos if index == len(self._answer) else self.pad
 
-    def _with_others(self, rows: Tensor, codes: Tensor | None = None) -> Tensor:
+    def _with_other_codes(self, rows: Tensor, codes: Tensor | None = None) -> Tensor:
         """Append the other codes of frames to their rows. float32 represents both exactly."""
         if codes is None:
             codes = torch.zeros(len(rows), self.model.num_others)
@@ -466,15 +466,15 @@ class Qwen3Omni(OmniModel):
                 projected[mask] = self._talker.hidden_projection(rows[mask])
         return projected
 
-    def encode(self, placed: PlacedItem) -> Tensor:
+    def encode(self, item: PlacedItem) -> Tensor:
         """Return the rows of an item's placeholders, `[length, hidden * (1 + deep layers)]`.
 
         A row is the placeholder's embedding, followed by the vectors that DeepStack adds to the
         outputs of the first layers. For audio these vectors are zeros.
         """
-        content = self._on_device(placed.content)
+        content = self._on_device(item.content)
         with torch.inference_mode():
-            if placed.kind == "audio":
+            if item.kind == "audio":
                 audio: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
                 zeros = audio.new_zeros(len(audio), self._num_deep * audio.shape[1])
                 return torch.cat([audio, zeros], dim=1)

@@ -117,20 +117,20 @@ class StageRows:
 
     # Admission
 
-    def usable(self, sequence: TokenSequence, found: ComputedBlocks) -> int:
-        """Return the number of found blocks, from the first on, that the request may skip.
+    def usable(self, sequence: TokenSequence, computed: ComputedBlocks) -> int:
+        """Return the number of computed blocks, from the first on, that the request may skip.
 
         Changes nothing. Blocks below the watermark need no rows, because their rows were passed
         on. Later blocks are usable up to the first block without stored rows. If all outputs are
         declared, the next blocks that other requests compute in this step are usable too.
 
-        With undeclared outputs, blocks of this step are not usable. An earlier step may have
-        computed the first tokens of such a block. If an output first appears in this step, it has
-        no rows for these tokens. Stored rows are usable only if all alignments are decided, or if
-        this request's pass will decide them before the rows are passed on. The pass will decide
-        them if the request runs alone and computes fewer tokens than every earlier pass.
+        With undeclared outputs, blocks of this step are not usable: an output that first appears in
+        this step has no rows for tokens of earlier steps. Stored rows are usable only if all
+        alignments are decided, or if this request's pass will decide them before the rows are
+        passed on. The pass will decide them if the request runs alone and computes fewer tokens
+        than every earlier pass.
         """
-        count = len(found.blocks)
+        count = len(computed.blocks)
         if not self._gives_rows:
             return count
         first = self._requests[sequence].watermark // self._block_size
@@ -141,7 +141,7 @@ class StageRows:
             left = len(sequence.token_ids) - usable * self._block_size
             limit = left if len(self._requests) == 1 else math.inf
             return usable if self._detector.is_settled_by(limit) else first
-        while usable < count and not found.is_written(usable):
+        while usable < count and not computed.is_written(usable):
             usable += 1
         return usable
 
@@ -253,7 +253,7 @@ class StageRows:
         """Store the blocks that the part completes, and add them to `filled`.
 
         Blocks with or after the first NaN or inf of the request are not stored, because stored rows
-        are never overwritten. The engine ends such a request.
+        are never overwritten.
         """
         request = self._requests[part.sequence]
         blocks: dict[int, dict[str, Tensor]] = {}

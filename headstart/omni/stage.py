@@ -147,8 +147,8 @@ class AlignmentDetector:
     def is_settled_by(self, num_tokens: float) -> bool:
         """Return True if a pass of one request with up to `num_tokens` tokens decides all outputs.
 
-        Such a pass decides a candidate if it is shorter than all passes that the candidate matched,
-        and one of these had more tokens than requests.
+        It decides a candidate if all passes that the candidate matched had more tokens, and at
+        least one of them had more tokens than requests.
         """
         return all(
             name in self._dense and num_tokens < min(lengths)

@@ -226,7 +226,7 @@ class DiskStore:
     def _changing(self) -> Iterator[DiskIndex]:
         """Open a transaction of the index; after it, truncate files to the listed blocks.
 
-        Remove models without blocks and their files, but not their descriptions. Other processes
+        Remove each model that has no blocks, and its file; its description stays. Other processes
         may have a removed file open, so they check `SlotFile.is_in_place` before each use.
         """
         index = self._open("changes")

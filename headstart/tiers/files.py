@@ -33,7 +33,7 @@ _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _ATTEMPTS = 5  # attempts to open a file that other processes replace
 _ALIGN = 512
 _READ_BYTES = 2 << 20  # bytes that one call reads; they stay in the CPU's cache for the checksums
-_NUM_BUFFERS = 8  # unused buffers of this size that are retained
+_NUM_BUFFERS = 8  # unused buffers of `_READ_BYTES` bytes that are retained
 
 
 def is_accepted(state: os.stat_result) -> bool:
@@ -136,8 +136,8 @@ _buffers = ReadBuffers(_READ_BYTES, _NUM_BUFFERS)
 class SlotFile:
     """Records in slots. May be used by several threads and processes. Raises OSError.
 
-    Another process may overwrite a slot during a read; name and checksums of the record reveal
-    this. read_only: the file must exist, and is not written.
+    Another process may overwrite a slot during a read; then the name or a checksum of the record
+    does not match. read_only: the file must exist, and is not written.
     """
 
     def __init__(self, path: Path, block_bytes: int, *, read_only: bool = False) -> None:

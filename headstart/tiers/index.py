@@ -1,8 +1,8 @@
 """The index of a disk store, with each block's slot and worth; functions for the store's folder.
 
 The index is an SQLite file with a rollback journal. Several processes may use it, and it stays
-consistent if a process is killed. It is not synced to the disk, so a power loss may damage it. A
-damaged index raises exceptions and is rebuilt from the records.
+consistent if a process is killed. It is not synced to the disk, so a power loss may damage it. If a
+query shows damage, the index is rebuilt from the records.
 
 The block with the least worth is evicted first, as in GreedyDual-Size (Cao and Irani, 1997). When a
 block is saved or used, its worth is set to `clock + seconds to compute / bytes`. The clock is the
@@ -233,7 +233,7 @@ class DiskIndex:
         """Return a block's row; None if the index does not have the block.
 
         Raises ValueError if lookups by name and by slot find different rows. Removing such a block
-        would overwrite another block.
+        would free a slot that another block occupies.
         """
         row = self._execute(
             f"SELECT {_COLUMNS}, EXISTS (SELECT 1 FROM blocks AS there INDEXED BY slots WHERE "
@@ -297,9 +297,8 @@ class DiskIndex:
     def victim(self, before: float) -> tuple[IndexedBlock, float] | None:
         """Return the block to evict next, and its worth; None if there is no candidate.
 
-        Candidates were last used before the time `before`, and have no children, since children
-        could not be found without their parent. A block with a last use in the future is also a
-        candidate: the system's clock was set back.
+        A candidate has no children, because they could not be found without their parent. It was
+        last used before the time `before`, or in the future: the system's clock was set back.
         """
         parents: list[tuple[int, BlockHash]] = []
         rows = self._execute(  # only columns of the index `order_of_eviction`
@@ -317,15 +316,14 @@ class DiskIndex:
             self._place_behind(parents)
             block = self.block(name)
             if block is None:
-                raise ValueError("the order of eviction has a missing block")
+                raise ValueError("the eviction order lists a missing block")
             return block, worth
         return None
 
     def _place_behind(self, parents: list[tuple[int, BlockHash]]) -> None:
         """Place `parents`, given as (depth, name), after their children in the eviction order.
 
-        Parents cannot be evicted before their children. If parents came earlier in the order, each
-        eviction would read all their rows.
+        Otherwise each eviction would read the rows of all parents that precede its victim.
         """
         for _, name in sorted(parents, reverse=True):  # the deepest blocks first
             self._execute(
@@ -367,8 +365,7 @@ def make_folder(folder: Path) -> bool:
     """Make a folder that only its owner may enter; return True if it can be written.
 
     If other users could write an existing folder, its files are removed. Raises ConfigError if the
-    folder cannot be used, or if it has only files of other programs. The mode of such a folder is
-    not changed.
+    folder cannot be used. A folder with only files of other programs is refused and not changed.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -403,7 +400,7 @@ def make_folder(folder: Path) -> bool:
     return is_writable
 
 
-@lru_cache(maxsize=256)  # called for every model with every block that is saved
+@lru_cache(maxsize=256)  # called for each model whenever a block is saved
 def slot_path(folder: Path, record: ModelRecord) -> Path:
     """Return the file of a model's blocks, named by a hash of the model and the block's size."""
     key = f"{record.fingerprint} {record.block_size} {record.block_bytes}"

@@ -29,7 +29,7 @@ from headstart.cache import BlockHash
 
 HEADER_BYTES = 128
 VERSION = 2
-"""The version of a record's format. Keys and exported files contain it too, so that engines of two
+"""The version of a record's format. The remote tier's keys also contain it, so that engines of two
 versions can share a server without reporting each other's blocks as damaged."""
 _MAGIC = b"hsblock%d" % VERSION
 _HEAD = struct.Struct("<8sIfQ32s32sQ")

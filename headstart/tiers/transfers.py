@@ -108,8 +108,8 @@ class Loader:
 
     Lookups have a separate worker, so that a new prompt does not wait for the load of another.
     Loads run one after the other. The engine takes the blocks of the preferred job as they arrive.
-    Other jobs may fill only half of the queue, so they never delay the preferred job. A load ends
-    early if it takes longer than computing its blocks would.
+    Blocks of other jobs may fill only half of `max_bytes`, so they never delay the preferred job.
+    A load ends early if it takes longer than computing its blocks would.
 
     max_bytes: limit of the bytes that wait to be taken; exceeded by at most one chunk. compute:
     returns the seconds to compute a number of blocks. rate: recent bytes per second; None before
@@ -191,7 +191,7 @@ class Loader:
         self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
-        """Wait for an event since the last call: blocks arrived, or a job ended or lacks space."""
+        """Wait until a job gets blocks, ends or lacks space, or did so since the last call."""
         with self._changed:
             wait_for(self._workers, lambda: self._has_news or self._loads.is_closed, timeout)
             self._has_news = False
@@ -205,7 +205,7 @@ class Loader:
     # In the threads of the workers
 
     def _pick(self) -> LoadJob | None:
-        """Return the next job to load; None if there is none, or the queue lacks space."""
+        """Return the next job to load; None if there is none, or its blocks have no space."""
         jobs = self._loads.jobs
         if not jobs:
             return None
@@ -214,7 +214,7 @@ class Loader:
         return job if job.done or self._may_load(job) else None
 
     def _may_load(self, job: LoadJob) -> bool:
-        """Return True if the queue has space for more blocks of a job."""
+        """Return True if `max_bytes` leaves space for more blocks of a job."""
         if job is self._preferred:
             return self.queued_bytes < self._max_bytes or not job.arrived
         return self.queued_bytes < self._max_bytes // 2
@@ -531,7 +531,7 @@ OBJECT_BLOCK = 1 << 16
 _LENGTH = struct.Struct("<Q")
 
 OBJECTS = ModelRecord("objects, 1", "image embeddings and replies", 1, OBJECT_BLOCK)
-"""The record of the objects of all models: an object's key covers everything that it depends on."""
+"""All models share this `ModelRecord`: an object's key covers everything that it depends on."""
 
 
 class ObjectStore:
@@ -548,7 +548,7 @@ class ObjectStore:
     def load(self, key: bytes, job: Job) -> memoryview | None:
         """Return an object; None if it is missing or damaged.
 
-        If only a farther tier than the nearest has the object, save it in all tiers.
+        An object that is missing in the nearest tier is then saved in all tiers.
         """
         for index, guarded in enumerate(self._stores):
             data = guarded.call(job, lambda store: self._load(store, key), None)

@@ -46,9 +46,7 @@ class _GivenUpError(BaseException):
 class _Call:
     """A call of a store.
 
-    seconds: its deadline. is_load: True if the call reads a chunk of a load. A late call pauses the
-    store. The exception is a load with a deadline shorter than `DEADLINE`: such a load is slower
-    than computing, but the store may work.
+    seconds: its deadline. is_load: True if the call reads a chunk of a load.
     """
 
     store: "GuardedStore"
@@ -79,7 +77,7 @@ class Job:
 class Worker:
     """A daemon thread that does jobs one after the other. It starts at the first job.
 
-    pick: returns the next job of the queue, None to wait; by default the first job. ended: called
+    pick: returns the next job of the queue (by default the first), or None to wait. ended: called
     after each call of a job's `work`. Both are called with the condition `changed` held. Several
     workers may share `changed`. If a job raises, a fault of kind `problem` is counted in `faults`.
     """
@@ -222,10 +220,11 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread | No
 
 
 class GuardedStore:
-    """A store whose calls by jobs have a deadline.
+    """A store that jobs call with a deadline.
 
     After a late call, the store is not called until the late call has returned. It is also paused
-    for 5 s to 5 min, unless the late call was a load with a deadline shorter than `DEADLINE`.
+    for 5 s to 5 min, unless the call was a load with a deadline shorter than `DEADLINE`. Such
+    a deadline is the time to compute the blocks: the store is slow, but may work.
     """
 
     def __init__(self, store: BlockStore) -> None:
@@ -242,7 +241,7 @@ class GuardedStore:
             return any(call.is_late for call in self._calls)
 
     @property
-    def is_resting(self) -> bool:
+    def is_unavailable(self) -> bool:
         """True while the store must not be called."""
         return self.pause.is_on or self.is_stuck
 
@@ -254,7 +253,7 @@ class GuardedStore:
 
     def load(self, names: Sequence[BlockHash], job: Job) -> Iterator[list[LoadedBlock]]:
         """Yield the blocks in chunks, up to the first block that is missing or late."""
-        if self.is_resting or job.time_left() <= 0:
+        if self.is_unavailable or job.time_left() <= 0:
             return
         chunks = _read_chunks(self.store, names)
         while chunk := self._call(job, lambda _: next(chunks, None), is_load=True):
@@ -272,20 +271,20 @@ class GuardedStore:
         deadline: float | None = None,
     ) -> T:
         """Return `work(store)`; `default` if the store must not be called or no time is left."""
-        if self.is_resting or job.time_left() <= 0:
+        if self.is_unavailable or job.time_left() <= 0:
             return default
         result = self._call(job, work, deadline)
         self.pause.answered()
         return result
 
     def save(self, blocks: Sequence[StoredBlock], job: Job) -> int:
-        if not self.is_resting:
+        if not self.is_unavailable:
             return self._call(job, lambda store: store.save(blocks), CHANGE_DEADLINE)
         self.faults.num_unsaved += len(blocks)
         return 0
 
     def touch(self, names: Sequence[BlockHash], job: Job) -> None:
-        if not self.is_resting:
+        if not self.is_unavailable:
             self._call(job, lambda store: store.touch(names), CHANGE_DEADLINE)
 
     def clear(self, job: Job) -> bool:

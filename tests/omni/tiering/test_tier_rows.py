@@ -22,7 +22,7 @@ def kept(
 ) -> tuple[TierRows, OutputCache]:
     cache = OutputCache(room)
     spec = StageSpec(name=name, gives=outputs or (HIDDEN, FRAMES))
-    return TierRows(spec, SIZE, like or LIKE, cache, cache.place(name)), cache
+    return TierRows(spec, SIZE, like or LIKE, cache, cache.reserve_name(name)), cache
 
 
 def sequence(*tokens: int, salt: str | None = None) -> TokenSequence:

@@ -30,10 +30,9 @@ from headstart.errors import (
 from headstart.imports import load_module
 from headstart.version import __version__, __version_tuple__
 
-# torch's threads spin while they wait for one another. If another process has the core of a thread
-# that others wait for, a step takes 2 to 10 times as long. So a waiting thread gives up its core
-# after a thousand iterations, which costs nothing on an idle machine. OpenMP reads the variable
-# when torch is imported.
+# torch's threads spin while they wait for one another. If other processes use the cores too, a step
+# takes 2 to 10 times as long. So a waiting thread gives up its core after a thousand iterations.
+# This costs nothing on an idle machine. OpenMP reads the variable when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:

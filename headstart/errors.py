@@ -15,7 +15,7 @@
      ├ OutOfMemoryError        not enough memory for the model, or for one request alone
      ├ CacheError              misuse of the cache manager: double free, unknown sequence
      └ EngineError             a step failed and its requests ended, or the engine is closed
-        ├ NoTokenError            a request's bans leave no next token; only this request ends
+        ├ NoTokenError            a request allows no next token; only this request ends
         ├ ReplicaLostError        the replica that answered died; only its own requests end
         └ TierError               after a reset, a tier may still hold blocks
 
@@ -88,7 +88,7 @@ class EngineError(HeadstartError):
 
 
 class NoTokenError(EngineError):
-    """A request's bans or structured outputs leave no next token. Only this request ended."""
+    """A request's options allow no next token. Only this request ended."""
 
 
 class ReplicaLostError(EngineError):

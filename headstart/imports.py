@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType, ModuleType
 
-# transformers imports torchao if it is installed. torchao warns about kernels for other machines,
-# and torch about the way in which torchao registers its classes.
+# transformers imports torchao if it is installed. torchao warns about kernels for other machines.
+# torch warns about the way in which torchao registers its classes.
 _WARNS_ON_IMPORT = ("torchao", "torch.utils._pytree")
 _MAY_CONTINUE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -23,9 +23,9 @@ def install(extra: str) -> str:
 def load_module(name: str) -> ModuleType:
     """Import a module with garbage collection off, and without warnings of optional packages.
 
-    The objects of 3,000 modules are never freed. Scanning them took a quarter of the import time,
-    and later 0.1 s of an engine step. So they are frozen after the import. Garbage is collected
-    before the import.
+    An engine imports about 3,000 modules, whose objects are never freed. Scanning them would take
+    a quarter of the import time, and 0.1 s of a later step. So the objects are frozen after the
+    import. Garbage is collected before the import.
     """
     if name in sys.modules:
         return import_module(name)  # waits if another thread is importing it
@@ -37,10 +37,9 @@ def load_module(name: str) -> ModuleType:
         with _silent_packages():
             module = import_module(name)
         if was_enabled:
-            # Imports, such as torch.fx's, leave stack frames in reference cycles. If these were
-            # frozen, all objects of their callers would stay alive, such as the first engine of a
-            # process. So clear these frames. Collecting all garbage would take several times as
-            # long.
+            # Some imports, such as torch.fx's, leave stack frames in reference cycles. A frozen
+            # frame would keep its caller's objects alive, such as a process's first engine. So
+            # clear these frames. Collecting all garbage would take several times as long.
             for entry in gc.get_objects(generation=0):  # older objects were collected before
                 if type(entry) is FrameType and not entry.f_code.co_flags & _MAY_CONTINUE:
                     with suppress(RuntimeError):  # the frame is still running

@@ -29,7 +29,7 @@ from headstart.errors import HeadstartError, RequestError
 NOT_AN_OPTION = "not an option of headstart; see docs/vllm.md"
 
 _MAX_TEXT = 300
-_MAX_INTEGER_BITS = 256  # Python refuses to write integers of more than 4,300 digits
+_MAX_INTEGER_BITS = 256  # for short errors; `repr` fails for more than 4,300 digits
 _MAX_FLOAT = sys.float_info.max
 
 
@@ -201,8 +201,8 @@ def option(default: Any = MISSING, help_text: str = "", allowed: Allowed | None 
 def check_fields(options: Any, error: type[Exception], prefix: str = "") -> None:
     """Raise `error` if a field of a dataclass has a value outside its type or range.
 
-    A field without `allowed` that has several types (besides None) is not checked. prefix: put
-    before the field's name.
+    A field of several types, None not counted, is checked only if it has `allowed`. prefix: a text
+    in front of the field's name in the error.
     """
     kind: Any = type(options)
     for name, (allowed, is_optional, default) in _allowed_values(kind).items():

@@ -128,7 +128,7 @@ class Checkpoint:
     node: None after the checkpoint was dropped. key: the head of the next block; empty at a block
     border. writer: the request whose step writes the checkpoint; None after this step is committed.
     users: the number of sequences whose next step reads it. used: the clock of the `StatePool` at
-    its last use. is_passed: True if a later checkpoint on its path is written. is_lasting: True if
+    its last use. is_passed: True if a deeper checkpoint on its path is written. is_lasting: True if
     tiers should store it. is_saved: True if a tier has it or will save it. entry: the number of its
     newest entry in the eviction queue; older entries are skipped.
     """

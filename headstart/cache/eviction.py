@@ -116,16 +116,16 @@ class AdaptiveLru(EmptyFirstLru):
 
     A partial block holds fewer rows than a full block. After a one-shot request it is never hit;
     after a turn of a chat, the next turn hits it. So the limit follows the hits: for each partial
-    block, `claim` adds `EARNED` to the limit, and `take` subtracts 1. Up to the limit, partial
-    blocks are taken by recency, like full blocks. Partial blocks beyond the limit are taken before
-    any full block, oldest first. O(1) per block.
+    block, `claim` adds `LIMIT_PER_HIT` to the limit, and `take` subtracts 1. Up to the limit,
+    partial blocks are taken by recency, like full blocks. Partial blocks beyond the limit are taken
+    before any full block, oldest first. O(1) per block.
 
     Retained blocks are taken after all others. When the mark of a retained block ends, the block
-    joins the queue, as if it had just been released. If more than `most_retained` blocks are
+    joins the queue, as if it had just been released. If more than `max_retained` blocks are
     retained, the blocks whose marks end first join the queue too.
     """
 
-    EARNED: ClassVar[int] = 4
+    LIMIT_PER_HIT: ClassVar[int] = 4
 
     def __init__(
         self, blocks: Sequence[KVCacheBlock], marks: Marks, max_length: int | None = None
@@ -138,12 +138,12 @@ class AdaptiveLru(EmptyFirstLru):
         self._limit = 0
         self._marks = marks
         self._retained = RetainedBlocks(marks)
-        self.most_retained = self._num_blocks // 2
+        self.max_retained = self._num_blocks // 2
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         if self._marks:
             blocks = self._retained.add(blocks)
-            self._queue.extend(self._retained.expire(self.most_retained))
+            self._queue.extend(self._retained.expire(self.max_retained))
         super().release(blocks)
         for block in blocks:
             if block.node.__class__ is PrefixNode:  # only full blocks follow
@@ -158,7 +158,7 @@ class AdaptiveLru(EmptyFirstLru):
         super().claim(self._retained.remove(blocks) if self._retained.count else blocks)
         if self._partial and not self._partial.keys().isdisjoint(blocks):
             self._limit = min(
-                self._num_blocks, self._limit + self.EARNED * self._remove_partial(blocks)
+                self._num_blocks, self._limit + self.LIMIT_PER_HIT * self._remove_partial(blocks)
             )
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -278,7 +278,7 @@ class FairLru:
             self._cached[owner] = AdaptiveLru([], self._marks, self._num_blocks)
         if self._marks:  # at most half of the owner's share
             share = self._shares.weight(owner) / sum(map(self._shares.weight, self._cached))
-            self._cached[owner].most_retained = int(self._num_blocks * share / 2)
+            self._cached[owner].max_retained = int(self._num_blocks * share / 2)
         return self._cached[owner]
 
     def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:

@@ -16,7 +16,7 @@ from headstart.cache.identity import (
 from headstart.mypyc_hints import mypyc_attr
 
 _RUN = 64  # blocks of a prompt whose hashes are cached together
-_MOST_RUNS = 2048  # runs in `_young`, and the same number in `_old`; a run takes 2.3 KB
+_MAX_RUNS = 2048  # runs in `_young`, and the same number in `_old`; a run takes 2.3 KB
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -89,7 +89,7 @@ class BlockHasher:
         hashes = young.get(run_key)
         if hashes is None:
             hashes = self._old.get(run_key) or self._hash(parent, keys)
-            if len(young) >= _MOST_RUNS:
+            if len(young) >= _MAX_RUNS:
                 self._old = young
                 self._young = young = {}
             young[run_key] = hashes

@@ -50,7 +50,7 @@ _FRAME_HEAD = struct.Struct("<4sIII")
 # `Any`, so that mypyc uses Python integers. Its native integers abort the process if memory runs
 # out.
 _to_integer: Any = int.from_bytes
-# `Any`, so that `MultiModalItem` reports a digest of another type. mypyc would raise TypeError.
+# `Any`, so that a digest of a wrong type raises CacheError. mypyc would raise TypeError.
 _get_digest: Any = attrgetter("digest")
 _SALT_HEAD = _FRAME_HEAD.pack(_MARKER, 0, 0, 0)[:12]  # an item has a length of at least 1
 

@@ -1,9 +1,9 @@
 """The prefix index: the tree of prefixes that are cached, or were evicted recently.
 
 A node whose block was evicted stays as a ghost, so that a miss can be explained as an eviction. The
-latest `max_ghosts` ghosts stay. An older ghost stays only if its parent is cached or a root: only
-there can a lookup end. An evicted node also stays while it has descendants. If there are more than
-`OLD_GHOSTS * max_ghosts` older ghosts and such ancestors, the oldest of these ghosts are removed.
+latest `max_ghosts` ghosts stay. An older ghost stays only if a lookup can end there: its parent is
+cached or a root. An evicted node also stays while it has descendants. If these ancestors and the
+older ghosts exceed `OLD_GHOSTS * max_ghosts` nodes, older ghosts are removed, oldest first.
 
 The node of a partial block (the last block of a finished request, if it is not full) has no
 children and no hash. Its rows can only be copied.
@@ -198,7 +198,7 @@ class PrefixIndex(PrefixTree):
         self.unwritten: set[KVCacheBlock] = set()
         self._unordered: list[PrefixNode] = []  # nodes that `commit` adds to an `order`
         self._ghosts: deque[PrefixNode] = deque()
-        self._old_ghosts: deque[PrefixNode] = deque()  # where lookups end
+        self._old_ghosts: deque[PrefixNode] = deque()  # their parents are cached or roots
         self._ancestors: set[PrefixNode] = set()  # evicted nodes that stay for their descendants
 
     def clear(self) -> None:
@@ -314,7 +314,7 @@ class PrefixIndex(PrefixTree):
             self._drop_ghosts(len(ghosts) - self.max_ghosts)
 
     def _drop_ghosts(self, count: int) -> None:
-        """Remove the oldest `count` ghosts, except where lookups end and where children follow."""
+        """Remove the oldest `count` ghosts, or make them old ghosts or ancestors."""
         ghosts, ancestors, old_ghosts = self._ghosts, self._ancestors, self._old_ghosts
         for _ in range(count):
             node = ghosts.popleft()

@@ -54,8 +54,8 @@ class ComputedBlocks(NamedTuple):
 
     known_tokens: the number of tokens with cached K/V. For a model with recurrent layers or sliding
     windows, the sequence resumes at `num_tokens`, and `known_tokens` and `blocks` may reach
-    further. state: the checkpoint at `num_tokens`, for recurrent layers. is_fork: True if no
-    request is computing the sequence's next block.
+    further. state: the checkpoint at `num_tokens`, for recurrent layers. is_fork: True if the
+    prompt forks at `known_tokens`: no request is computing the next block.
     """
 
     sequence: TokenSequence
@@ -271,11 +271,10 @@ def _has_more(index: PrefixIndex, root: RootNode, keys: list[BlockKey], depth: i
 def _keys_of_others(
     index: PrefixIndex, root: RootNode, computed: ComputedBlocks
 ) -> Iterator[list[BlockKey]]:
-    """Yield the lists of keys that the same content would have under other salts below this root.
+    """Yield the keys of the hit and the next block under each other salt below this root.
 
-    The content is the hit and the next block. Below the root of another salt, no key contains a
-    salt. Below the public root, the first key after the public blocks contains the salt. So one
-    list is yielded for each other salt of the blocks there.
+    Below the root of another salt, no key contains a salt. Below the public root, the first key
+    after the public blocks contains the salt.
     """
     sequence, public = computed.sequence, computed.sequence.num_public
     own_salt = sequence.namespace.salt

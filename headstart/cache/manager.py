@@ -472,7 +472,7 @@ class KVCacheManager:
         self.stats.take_back()
         self._step += 1
         for sequence in failed:
-            self._give_back(sequence)
+            self._release(sequence)
         return failed
 
     def reset(self) -> None:
@@ -497,7 +497,7 @@ class KVCacheManager:
             raise CacheError(f"{name!r} is in a step: commit_step or fail_step comes first")
         if self._caching and self.config.partial_hits and sequence.is_stored:
             index_partial(self.pool, sequence)
-        self._give_back(sequence, is_cached=self._caching)
+        self._release(sequence, is_cached=self._caching)
 
     def discard(self, sequences: Sequence[TokenSequence]) -> None:
         """Release the sequences' blocks, and cache nothing that they computed.
@@ -514,20 +514,20 @@ class KVCacheManager:
         for sequence in sequences:
             new.update(dict.fromkeys(b for b in sequence.blocks if b in unwritten))
             new.update(dict.fromkeys(sequence.blocks[sequence.num_reused :]))
-        # Forget all of these blocks before freeing any. If another block has the same content, it
-        # takes over the identity of a forgotten block, and it may be one of these blocks.
+        # The identity of a forgotten block moves to its first copy, which may be one of these
+        # blocks. So forget all of them before the first is freed.
         self.pool.forget([b for b in new if b.node is not None and b.ref_cnt == held[b]])
         for sequence in sequences:
             if self.group is not None:
                 self.group.discard(sequence)
-            self._give_back(sequence)
+            self._release(sequence)
         unwritten.difference_update([b for b in new if b.node is None])
 
     def _check_known(self, sequence: TokenSequence) -> None:
         if not self.is_known(sequence):
             raise CacheError(f"sequence {sequence.request_id!r} holds no blocks; freed twice?")
 
-    def _give_back(self, sequence: TokenSequence, *, is_cached: bool = False) -> None:
+    def _release(self, sequence: TokenSequence, *, is_cached: bool = False) -> None:
         """Release the sequence's blocks; with `is_cached` its last state becomes a checkpoint."""
         self._withdraw(sequence)
         if self.group is not None:
@@ -568,10 +568,10 @@ def _copy_head(
 ) -> tuple[RowCopy, ...]:
     """Return the copy of a partial hit's rows to the sequence's block `index`, if it is needed.
 
-    The rows of the window block are copied too, unless the sequence uses a cached window block. A
-    cached block to which the sequence has switched has the rows already. Then only window rows are
-    copied, and the `RowCopy` names the source block as target, which changes nothing.
-    source_window: the window block of the partial hit's block.
+    The rows of the window block are copied too, unless the sequence uses a cached window block. If
+    the sequence has switched to a cached block, this block has the rows already. Then only window
+    rows are needed, and the `RowCopy` copies the source block to itself. source_window: the window
+    block of the partial hit's block.
     """
     source, window = partial.block.block_id, sequence.window
     target_window = window.ids[index] if window is not None and index not in window.shared else -1

@@ -10,13 +10,13 @@ branch: before the last token of a prompt, at the end of a reply, at marks, at r
 and at forks. A fork is a position where a lookup found K/V but no state.
 
 When no slot is free, the checkpoint with the least value is dropped (GreedyDual: Young, "On-line
-file caching", 1998). The value is the clock at its last use plus the number of tokens that it
-saves: the tokens since the previous checkpoint on its path. For the last checkpoint of a path, this
-number is multiplied by `LAST`. The clock is the value of the checkpoint that was dropped last. So
+file caching", 1998). The clock of the pool is the value of the checkpoint that was dropped last.
+The value of a checkpoint is the clock at its last use plus the number of tokens since the previous
+checkpoint on its path. For the last checkpoint of a path, this number is multiplied by `LAST`. So
 unused checkpoints lose value relative to new ones.
 
-Tiers store the checkpoints in `unsaved`. Of a prompt's regular checkpoints, they store only the
-last one that is at least half an interval before the end of the prompt.
+Of a prompt's regular checkpoints, tiers store only the last one that is at least half an interval
+before the end of the prompt.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class SequenceState:
     if a step has written the working slot. step_start: the first token of its last step. wanted:
     positions of checkpoints, in ascending order. next_regular: the next multiple of `interval`.
     last_regular: the last multiple that is at least half an interval before the end of the prompt.
-    announced: checkpoints that later steps will write at forks, for which other requests can wait.
+    announced: checkpoints at forks that later steps will write. Other requests can wait for them.
     saves: checkpoints that the step under way writes. is_saved: True if a tier has the working
     slot's state.
     """
@@ -400,7 +400,7 @@ class StatePool(LayerGroup):
         heappush(self._queue, (self._value(checkpoint), self._count, checkpoint))
 
     def _release(self, checkpoint: Checkpoint) -> None:
-        """Note that a sequence has read a checkpoint, which counts as used now."""
+        """Note that a sequence has read a checkpoint. The checkpoint counts as used now."""
         checkpoint.users -= 1
         if checkpoint.node is not None:
             checkpoint.used = self._clock  # `_take` corrects the value of its entry

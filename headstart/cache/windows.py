@@ -11,7 +11,7 @@ window before this position are cached.
 
 Most released window blocks are evicted in the order of their release. Windows where later prompts
 may branch (at the ends of prompts and replies, at marks, at forks, and at regular intervals) are
-evicted after all others, least recently used first.
+evicted after all other window blocks, least recently used first.
 """
 
 from collections import OrderedDict

@@ -8,7 +8,7 @@ __all__ = ["cleanup_dist_env_and_memory"]
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Collect garbage, return a device's unused memory, and stop Ray if `shutdown_ray`.
+    """Collect garbage, release the device memory that torch caches, and stop Ray if `shutdown_ray`.
 
     The memory of an `LLM` is freed by `close()`, or when the program no longer refers to it.
     """

@@ -21,7 +21,7 @@ def encode_image_base64(image: "Image", *, image_mode: str = "RGB", format: str 
     from PIL import ImageOps
 
     upright = ImageOps.exif_transpose(image)
-    shown = to_rgb(upright) if image_mode == "RGB" else upright.convert(image_mode)
+    converted = to_rgb(upright) if image_mode == "RGB" else upright.convert(image_mode)
     file = io.BytesIO()
-    shown.save(file, format)
+    converted.save(file, format)
     return base64.b64encode(file.getvalue()).decode()

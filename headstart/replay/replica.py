@@ -3,7 +3,7 @@
 The queue is in order of arrival. A step first continues running prefills, oldest first. Then it
 admits requests from the head of the queue. A step has at most `chunk` prompt tokens in all. Every
 decoding request gets one token. As in the engine, a request waits while another request computes
-the next block of its prompt. It also waits until the pool has space for its whole prompt and reply,
+a block that both need next. It also waits until the pool has space for its whole prompt and reply,
 so no request is ever preempted. A request whose prompt was computed on another replica decodes as
 soon as it is admitted. Steps without prefill are simulated as one event, which lasts until a reply
 ends or a request arrives.
@@ -116,11 +116,11 @@ class Replica:
 
     def check_fits(self, num_blocks: int, name: str) -> None:
         """Raise ConfigError if a request needs more blocks than the pool has."""
-        have, size = self.manager.config.num_blocks, self.manager.block_size * self.grain
-        if num_blocks > have:
+        capacity, size = self.manager.config.num_blocks, self.manager.block_size * self.grain
+        if num_blocks > capacity:
             raise ConfigError(
                 f"request {name} needs {num_blocks * size:,} tokens of KV memory, and a replica "
-                f"has {have * size:,}; allowed: more memory per replica"
+                f"has {capacity * size:,}; allowed: more memory per replica"
             )
 
     def begin(self, now: float) -> float | None:

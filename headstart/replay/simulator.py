@@ -3,13 +3,12 @@
 There are three kinds of events: a request arrives, a replica's step ends, and a prompt's K/V arrive
 at another replica. A request is routed when it arrives. At the end of a step, the router's index
 receives the replica's cache events. Then the router is notified of first tokens and finished
-replies. Routing, the network and snapshots take no time. Requests arrive at the times of the trace,
-even if the replicas cannot keep up (an open loop).
+replies. Routing and cache events take no time. Requests arrive at the times of the trace, even if
+the replicas cannot keep up (an open loop).
 
-With prefill replicas, the router chooses only among them. When a prefill replica has computed a
-prompt and its first token, it sends the K/V to the least loaded of the other replicas, which
-decodes. Each prefill replica sends one prompt at a time, then frees the prompt's blocks, which stay
-cached.
+With prefill replicas, the router chooses only among them. The other replicas decode. When a prefill
+replica has computed a prompt and its first token, it frees the prompt's blocks, which stay cached.
+Then it sends the K/V to the least loaded decoding replica. It sends one prompt at a time.
 """
 
 import gc
@@ -200,8 +199,8 @@ class _Simulation:
         assert len(self.jobs) == len(self.trace.requests), "a request was left waiting"
         simulated = now - self.trace.requests[0].time  # a trace need not begin at time 0
         result = self._summarize(simulated)
-        spent = time.perf_counter() - start
-        result.events_per_second = (len(self.jobs) + self._num_steps) / spent
+        elapsed = time.perf_counter() - start
+        result.events_per_second = (len(self.jobs) + self._num_steps) / elapsed
         return result
 
     def _summarize(self, seconds: float) -> ReplayResult:

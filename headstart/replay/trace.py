@@ -1,4 +1,4 @@
-"""A trace: requests with their arrival times and the identity of their prompts.
+"""A trace: requests with their arrival times and the ids of their prompts' blocks.
 
 Traces identify blocks of prompts, not tokens, and a simulation needs only blocks. So one *unit*
 stands for `grain` tokens: the cache manager gets a token id for each unit, and `block_size / grain`
@@ -17,12 +17,12 @@ Files of traces, which may end in .gz:
                             (full blocks), `leaf` (node of the last full block). For each node:
                             `pdelta`; the parent is node - 1 - pdelta, or -1 for none
 
-Synthetic workloads have 4 random arrivals per second, and units of 16 tokens:
+Synthetic workloads have 4 requests per second on average, and units of 16 tokens:
 
     shared-prompt   one system prompt of 4,096 tokens before every question
     documents       questions about 200 documents of 8,192 tokens, some far more popular
     chats           conversations whose prompts hold all earlier turns
-    agents          chats behind a long tool description, with many short turns
+    agents          chats that begin with a long tool description and have many short turns
 """
 
 import gzip
@@ -50,9 +50,9 @@ _SESSION_ARRAYS = ("B", "t", "L", "out", "sess", "nblk", "leaf", "pdelta")
 class TraceRequest:
     """One request.
 
-    time: seconds since the trace began. parts: the ids of the prompt's full units, in runs.
-    num_tokens, num_output: tokens of the prompt and of the reply. session: equal for the requests
-    of one conversation. first_unit: added to each id.
+    time: seconds since the trace began. parts: the ids of the prompt's full units, in several
+    lists. num_tokens, num_output: tokens of the prompt and of the reply. session: equal for the
+    requests of one conversation. first_unit: the offset that `units` adds to each id.
     """
 
     time: float
@@ -95,7 +95,7 @@ class Trace:
     def copied(self, copies: int, gap: float = 1.0) -> "Trace":
         """Return `copies` copies of the trace, each `gap` seconds after the previous one.
 
-        Copies share no prefix with each other. Raises ConfigError for more units than token ids.
+        Copies share no prefix with each other. Raises ConfigError if they need too many unit ids.
         """
         if copies < 1:
             raise ConfigError(f"copies is {copies}; allowed: at least 1")

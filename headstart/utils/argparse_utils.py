@@ -15,8 +15,8 @@ __all__ = ["FlexibleArgumentParser"]
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """A parser that accepts both `--max_model_len` and `--max-model-len`.
 
-    If a flag's value is JSON, single keys may be set (`--flag.key 3`), and items added to a list
-    with a plus (`--flag.list+ 3`). `-O3` is `--optimization-level 3`.
+    If a flag's value is JSON, `--flag.key 3` sets a single key, and `--flag.list+ 3` adds an item
+    to a list. `-O3` is `--optimization-level 3`.
 
     >>> parser = FlexibleArgumentParser()
     >>> _ = parser.add_argument("--max-model-len", type=int)
@@ -30,14 +30,14 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse arguments as any parser does; `parse_args` calls this method, too."""
+        """Parse arguments; `parse_args` calls this method too."""
         arguments = list(sys.argv[1:] if args is None else args)
         stop = arguments.index("--") if "--" in arguments else len(arguments)  # no flags after it
         flags = self._join_keys(map(self._spell, arguments[:stop]))
         return super().parse_known_args([*flags, *arguments[stop:]], namespace)
 
     def _spell(self, argument: str) -> str:
-        """Return an argument with its flag spelled as `add_argument` got it."""
+        """Return an argument with its flag spelled as in the call of `add_argument`."""
         flags = {flag.replace("_", "-"): flag for flag in self._option_string_actions}
         name, equals, value = argument.partition("=")
         flag, dot, keys = name.partition(".")

@@ -226,7 +226,7 @@ def test_a_partial_block_that_is_hit_and_then_covered_counts_as_one_hit() -> Non
     finish(manager, "turn", [1, 2, 3, 4, 5, 6])
     assert hits(manager, [1, 2, 3, 4, 5, 6, 7]) == 6
     finish(manager, "next turn", [1, 2, 3, 4, 5, 6, 7])
-    assert room(manager) == AdaptiveLru.EARNED
+    assert room(manager) == AdaptiveLru.LIMIT_PER_HIT
 
 
 def test_many_partial_blocks_over_the_room_cost_each_take_the_same() -> None:

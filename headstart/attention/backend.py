@@ -27,7 +27,7 @@ class LayerLayout:
 
     The two widths differ if a model compresses keys and values differently (DeepSeek-V3). `window`
     is the layer's sliding window; None if the layer's rows see all tokens before them. `repr` omits
-    `window`, because tiers identify K/V by this `repr`, but not by the window.
+    `window`, because fingerprints contain this `repr`, and stored K/V do not depend on the window.
     """
 
     kv_heads: int
@@ -96,7 +96,7 @@ class StepPlan:
 
     @property
     def separate(self) -> list[Span]:
-        """All other spans, which are computed one by one."""
+        """Spans that are not in `decoding`, which are computed one by one."""
         return [s for s in self.spans if s.num_rows > 1 or self.contiguous_gather]
 
 
@@ -140,7 +140,7 @@ class AttentionBackend(Protocol):
     def compiled(
         self, layer_idx: int, rows: tuple[int, int], options: AttentionOptions, dtype: torch.dtype
     ) -> tuple[int, int] | None:
-        """Return structs for compiled code that replaces `attend`; None if not supported.
+        """Return addresses with which compiled layers call the kernel; None if not supported.
 
         `rows` has the number of rows and the number of query heads. The rows are contiguous, in
         `dtype`. The result has the addresses of the layer's `AttentionStep` and `AttentionCall`

@@ -351,8 +351,8 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     A scale `[tokens, heads]` is the head's largest magnitude over 127, so every element is off by
     at most half a scale. Elements are rounded to the nearest, ties to even. A row's bits depend on
     that row alone. A head that is not finite has the scale NaN, so all its elements are NaN when
-    they are read. A head whose scale would be a subnormal float32 becomes zeros, since processors
-    differ on such numbers; its elements do not exceed 1.5e-36.
+    they are read. A head whose scale would be a subnormal float32 becomes zeros, since CPUs differ
+    on subnormal numbers. Its elements are at most 1.5e-36.
 
     Compiled attention writes the same bits (`native/attention/int8_rows.h`).
 

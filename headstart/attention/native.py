@@ -378,7 +378,7 @@ class NativeStep:
     """The `AttentionStep` of a plan, and the arrays that it points to.
 
     `kv_splits` is the number of parts into which the keys of a decoding row are split, if there
-    are enough keys. It gives work to all threads if there are more threads than KV heads.
+    are enough keys. So all threads have work even if there are more threads than KV heads.
     """
 
     def __init__(
@@ -513,7 +513,7 @@ class NativeStep:
 def _key_borders(first: int, stop: int, most: int) -> list[int]:
     """Return the borders of at most `most` parts of the keys.
 
-    One more key seldom changes them, so `NativeStep.update` often succeeds.
+    One more key seldom changes the borders, so `NativeStep.update` often succeeds.
     """
     splits = min(most, (stop - first) // SPLIT_KEYS)
     if splits < 2:

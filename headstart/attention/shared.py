@@ -6,7 +6,7 @@ tables form a trie. Tables that share a path of the trie form a group, whose row
 path's tokens together: K and V are read once instead of once per row, and vector products become
 matrix products. A row's outputs from its groups and from the rest of its context are merged:
 
-    part i has the largest score m_i, the sum l_i = sum of exp(score - m_i), the output o_i
+    part i has m_i = max score, l_i = sum of exp(score - m_i), o_i = sum of exp(score - m_i) value
     m = max m_i,   out = sum of o_i exp(m_i - m) / sum of l_i exp(m_i - m)
 
 Only decoding rows, one per sequence, are grouped. A prefill has enough rows without grouping.

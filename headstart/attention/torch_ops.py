@@ -12,8 +12,8 @@ separate path, since products over a strided view of the memory are slower than 
 All layers with the same sliding window read the same memory rows, so the row numbers are computed
 once in a step. A prefix that decoding sequences share (`shared.py`) is read once. Their remaining
 contexts are grouped by similar length. One gather reads a group, padded to its longest context. The
-padding of a row is at most a quarter of this length, or `SMALL_GAP` tokens. Every other span is cut
-into chunks of rows; a chunk reads no key after its last row.
+padding of a row is at most a quarter of this length, or `SMALL_GAP` tokens. A span of several rows
+is cut into chunks of rows. A chunk reads no key after its last row.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from headstart.attention.backend import AttentionOptions, Span, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost
 
-# The break-even point of `bench/kernels/attention.py`. A group costs a few more torch operations.
+# The break-even point of `bench/kernels/attention.py`. Each group adds a few torch operations.
 SHARING = SharingCost(group=8192, member=32)
 # Rows of a prefill in one pair of products: enough for full GEMM speed, but few enough to limit
 # wasted work above the causal diagonal.
@@ -238,7 +238,7 @@ class PoolPlan(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Decoding rows that are computed together, over common tokens or over one sequence each.
+    """Decoding rows that are computed together, over shared tokens or each over its own tokens.
 
     rows: row numbers in the flat batch, int64 `[batch]`. kv_rows: row numbers in the memory, int64,
     in the order `[sequences, kv_heads, columns]`. hidden: bool `[batch, columns]`, True for
@@ -286,7 +286,7 @@ class DecodeSpan(NamedTuple):
 
 
 class StepTables:
-    """The memory rows that a step reads in all layers with one window and number of KV heads.
+    """The memory rows that a step reads in all layers with the same window and KV heads.
 
     With shared groups, `decode` has only the tokens of each sequence outside its groups. The
     members of a shared group are indices in `plan.decoding`.
@@ -421,7 +421,7 @@ def _isolate_nonfinite(keys: Tensor, values: Tensor) -> None:
 
     In other rows the weight of such a value is 0, but the product would be NaN. So the value
     becomes zeros and its key NaN: its score is NaN in rows that see it, and masked in other rows.
-    On a CPU, finite values are skipped; elsewhere the check would wait for the device.
+    On a CPU, return early if all values are finite. Elsewhere this check would wait for the device.
     """
     nonfinite = _zero_if_finite(values, (-1,)).isnan().unsqueeze(-1)
     if nonfinite.is_cpu and not nonfinite.any():

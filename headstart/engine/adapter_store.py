@@ -81,7 +81,7 @@ class AdapterStore(AdapterNames):
         self.has_unnamed = True
 
     def name_miss(self, request: Request) -> None:
-        """Replace the digest of an adapter in the request's miss explanation by its name."""
+        """Replace the adapter's digest in the request's miss explanation with its name."""
         missed = request.missed
         if missed is not None and missed.adapter is not None:
             names = [a.name for a in self.named if a.digest == missed.adapter]
@@ -99,17 +99,17 @@ class AdapterStore(AdapterNames):
         Begin to read an adapter that is not in memory, unless running requests use `max_loras`
         adapters. If it cannot be read or has changed, `take_refused` returns the error.
         """
-        adapter, name = request.group.adapter, request.group.request_id
+        adapter, request_id = request.group.adapter, request.group.request_id
         if adapter is None or request in self._running:
             return stop
-        if name in self._refused:
+        if request_id in self._refused:
             return start
         if adapter.digest in self._resident:
             self._resident.move_to_end(adapter.digest)
             return stop
         if adapter.digest in self._failed:
-            self._refused[name] = self._failed[adapter.digest]
-        elif self._reading is None and self._has_place():
+            self._refused[request_id] = self._failed[adapter.digest]
+        elif self._reading is None and self._can_add():
             self._reading = adapter, self._reader.submit(self._read_again, adapter)
         return start
 
@@ -123,13 +123,13 @@ class AdapterStore(AdapterNames):
     # Memory
 
     def take_in(self) -> None:
-        """Add the newly read adapter to the resident ones, if fewer than `max_loras` are in use.
+        """Make the newly read adapter resident, if fewer than `max_loras` adapters are in use.
 
         Call only before the scheduler runs. Then the scheduler can admit the adapter's request
         before the adapter is evicted again.
         """
         self._failed = {}
-        if self._reading is None or not self._reading[1].done() or not self._has_place():
+        if self._reading is None or not self._reading[1].done() or not self._can_add():
             return
         (adapter, reading), self._reading = self._reading, None
         try:
@@ -158,7 +158,7 @@ class AdapterStore(AdapterNames):
         refused, self._refused = self._refused, {}
         return refused
 
-    def _has_place(self) -> bool:
+    def _can_add(self) -> bool:
         """Return True if running requests use fewer than `max_loras` adapters."""
         return len(set(self._running.values())) < self._config.max_loras
 

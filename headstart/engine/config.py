@@ -43,7 +43,7 @@ class EngineConfig(CacheOptions):
         None, "slots for states of recurrent layers; default: a share of the K/V memory", _COUNTS
     )
     num_window_blocks: int | None = option(
-        None, "KV blocks of sliding-window layers; default: a tenth of num_blocks or more", _COUNTS
+        None, "KV blocks of sliding-window layers; default: at least a tenth of num_blocks", _COUNTS
     )
     max_model_len: int | None = option(None, "maximum tokens in prompt and answer", _COUNTS)
     max_num_batched_tokens: int = option(2048, "maximum tokens computed in a step", _COUNTS)

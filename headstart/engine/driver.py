@@ -457,12 +457,12 @@ class LocalDriver:
                 self._inflight.pop(output.request_id, None)
 
     def _submit(self, inflight: _InflightRequest) -> None:
-        name = inflight.group.request_id
-        if name in self._inflight:
+        request_id = inflight.group.request_id
+        if request_id in self._inflight:
             with suppress(Exception):  # the receiver is closed
-                inflight.receive(RequestError(f"request id {name!r} is in use"))
+                inflight.receive(RequestError(f"request id {request_id!r} is in use"))
             return
-        self._inflight[name] = inflight  # first, so that `_do` ends it if `submit` fails
+        self._inflight[request_id] = inflight  # first, so that `_do` ends it if `submit` fails
         try:
             self._engine.submit(inflight.group)
         except HeadstartError as error:
@@ -481,7 +481,7 @@ class LocalDriver:
 
     def _end_request(self, inflight: _InflightRequest, error: BaseException) -> None:
         self._inflight.pop(inflight.group.request_id, None)
-        with suppress(Exception):  # the receiver is closed; `wait` raises for its caller
+        with suppress(Exception):  # the receiver is closed; a thread in `wait` gets an error
             inflight.receive(error)
 
     def _end(self, reason: BaseException) -> None:

@@ -97,7 +97,7 @@ class EngineCore:
         if config.max_draft and hooks is None and parts.states is None:
             self.drafting = Drafting(self.manager, config, self.max_model_len)
         elif config.max_draft and config.speculation != "auto":
-            _LOG.warning("speculation has no effect: recurrent layers and pipelines have no drafts")
+            _LOG.warning("speculation has no effect with recurrent layers or in a pipeline")
         self._scheduler = Scheduler(
             self.manager,
             config,
@@ -224,9 +224,9 @@ class EngineCore:
         batch = self._schedule()
         if not batch.scheduled and self.tiers is not None and self.tiers.wait():
             batch = self._schedule()
-        for name, refusal in self.adapters.take_refused().items():
+        for request_id, refusal in self.adapters.take_refused().items():
             error = engine_error("the request's adapter cannot be used", refusal)
-            self._end(results, self._groups[name], error)
+            self._end(results, self._groups[request_id], error)
         if not batch.scheduled:
             waits = self._scheduler.waits_for_inputs or (self.tiers and self.tiers.is_loading)
             if not results and self._groups and not waits:
@@ -250,9 +250,9 @@ class EngineCore:
     def _compute(
         self, batch: Batch
     ) -> tuple[list[Choice], dict[Any, EngineError], StepLogits | None]:
-        """Return the choice of each part, the errors by failed request, and the logits.
+        """Return each part's token or error, the errors by failed request, and the logits.
 
-        If a request failed, there are no choices and no logits. If an image cannot be encoded, the
+        If a request failed, there are no tokens and no logits. If an image cannot be encoded, the
         requests with this image fail before the model runs. If the model, a logits processor or the
         sampler raises, all requests of the batch fail.
         """
@@ -356,8 +356,8 @@ class EngineCore:
         """Append the drafted tokens that the sampler also chooses, and its next token.
 
         token: the last token of the request. number: the part's index in the step. If K or V of
-        drafted tokens are not finite, the draft is rejected without an error. If the sampler later
-        chooses such a token, the step that computes it ends the request with an error.
+        drafted tokens are not finite, the draft is rejected without an error. If the sampler then
+        chooses one of these tokens, the step that computes it ends the request with an error.
         """
         request, num_accepted = part.request, 0
         row = sum(logits.counts[:number])  # the row from which `token` was sampled

@@ -31,8 +31,8 @@ is admitted only if the reserve stays free. Blocks that the running requests wil
 count as free. The reserve is:
 
     places    1 / `RESERVE` of all places
-    blocks    1 / `RESERVE` of all blocks, or the free cached blocks within the shares of other,
-              recently served owners, whichever is more
+    blocks    the larger of two numbers: 1 / `RESERVE` of all blocks, and the free cached blocks
+              within the shares of other owners that were recently served
 
 While an owner waits for space, its turns advance with `now` (`catch_up`).
 
@@ -236,8 +236,8 @@ class FairShare:
             if other is owner:
                 continue
             # The first prompt of another owner goes first if it has a lower rank and can be
-            # computed now. It cannot while another request, its writer, computes its next block.
-            # The writer may be `request`, and then the two would wait for each other.
+            # computed now. A prompt waits while another request computes its next block. If
+            # `request` computes that block, the two would wait for each other.
             first = self._first(other)
             if first is None or self._rank(first) >= rank or first.awaits_writer:
                 continue

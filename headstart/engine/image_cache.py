@@ -437,7 +437,7 @@ def _images(extras: PromptExtras | None) -> tuple[PromptImage, ...]:
 
 # Images that one process reads and another process encodes. The reading process sends the digest,
 # the placeholders and the pixels of an image. The other process runs the image processor, whose
-# result is larger: 8 times as large for Qwen2-VL, and 53 MB for an icon with SmolVLM.
+# result is larger than the pixels: 8 times for Qwen2-VL, and 53 MB for an icon with SmolVLM.
 
 
 class SentImage(NamedTuple):

@@ -28,7 +28,7 @@ from headstart.weights.greedy_head import every_token, mask_logits
 ALL_BANNED = "every token is banned, or a penalty overflows"
 
 Rows = Sequence[tuple[int, Any]]
-"""Pairs of the index of a row in a step's logits, and the processor of the row's answer."""
+"""Rows of a step's logits: each row's index, and the processor of its answer."""
 
 Failures = dict[int, EngineError]
 """Errors by row, for rows from which no token can be chosen. Other rows are unaffected."""
@@ -71,9 +71,9 @@ class LogitsProcessor(ABC):
 
 
 class TokenMask(LogitsProcessor):
-    """A processor that bans tokens and leaves the logits of all others unchanged.
+    """A processor that bans tokens and leaves the logits of allowed tokens unchanged.
 
-    A request with only such processors can get its argmax without computing all logits.
+    If all processors of a request are masks, its argmax does not need all logits.
     """
 
     @classmethod

@@ -189,7 +189,7 @@ class SamplingParams:
 
         The keys of a logit_bias may be texts, and its values are limited to -100 to 100.
         """
-        # max_tokens=None is not the default: it means no limit but the model's.
+        # max_tokens=None is not the default: it means only the model's limit.
         values = {n: v for n, v in kwargs.items() if v is not None or n == "max_tokens"}
         if "logit_bias" in values:
             values["logit_bias"] = _read_bias(values["logit_bias"])

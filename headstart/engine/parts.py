@@ -136,7 +136,7 @@ def _name(folder: Path | None) -> str:
 
 
 def _weights(decoder: DecoderModel, folder: Path | None) -> str:
-    """Return the SHA-256 of configuration and weights, cached by files, sizes and times."""
+    """Return the SHA-256 of configuration and weights, cached by the files' sizes and times."""
     if decoder.folder is None or folder is None or not decoder.has_its_files:
         return decoder.fingerprint()
     key = hashlib.sha256(repr((decoder.folder.resolve(), decoder.files)).encode()).hexdigest()
@@ -158,7 +158,7 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
 # A million tokens in blocks of 16. Creating more blocks takes seconds.
 DEFAULT_MAX_BLOCKS = 65_536
 MIN_STATES = 16
-_SAVED_PER_STATE = 32  # stored states are `tokens_per_state` / 32 tokens apart or more
+_SAVED_PER_STATE = 32  # stored states are at least `tokens_per_state` / 32 tokens apart
 _LOG = logging.getLogger("headstart.tiers")
 _MOST_PREPARED = 8192  # maximum positions for `prepare`, which would otherwise delay the start
 

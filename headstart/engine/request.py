@@ -134,7 +134,7 @@ class Request:
     by prefix caching. turn: see `headstart.engine.fair_share`. token_gaps: seconds from each token
     to the next. awaits_writer: at the last admission attempt, another request was computing the
     next block of this prompt. num_read: number of tokens with K/V from earlier steps. num_drafted,
-    num_accepted: numbers of drafted tokens.
+    num_accepted: numbers of drafted and of accepted tokens.
     """
 
     group: "RequestGroup"

@@ -121,7 +121,7 @@ class Runner:
             parts.append(_Rows(request.sequence, start, end, end, wanted, group.extras, draft))
             if needs_prompt or (samples and not request.sampling.is_masked_argmax):
                 greedy_only = False
-            if draft and request.sampling.processors:  # its masks depend on each token
+            if draft and request.sampling.processors:  # each drafted token changes the next mask
                 greedy_only = False
             masks += (request.sampling.masks,) * wanted
         counts = [rows.wanted for rows in parts]
@@ -153,7 +153,7 @@ class Runner:
             self._states[0].release()
 
     def _forward_blocks(self, rows: _Rows) -> Iterator[Tensor]:
-        """Yield the logits of rows by block, computing each block from its first token again."""
+        """Compute each block of the rows from its first token; yield the rows' logits by block."""
         size = self._memory.block_size
         for start in range(rows.start // size * size, rows.stop, size):
             known = min(start + size, rows.stop)
@@ -216,7 +216,7 @@ class Runner:
             self.end_step()
 
     def _plan_windows(self, parts: list[_Rows], spans: list[Span]) -> StepPlan | None:
-        """Return the plan of layers in window blocks; None if the memory has none."""
+        """Return the plan for the pool of window blocks; None if the memory has no such pool."""
         memory = self._memory
         if not memory.num_window_blocks:
             return None

@@ -19,13 +19,13 @@ share the engine, requests of the same priority are in the order of their turns 
 (`fair_share.py`).
 
 A limit (`step.py`) may reduce a request's tokens in a step, or stop the request for the step. A
-running request that is stopped keeps its place and its blocks. A waiting request that is stopped is
-bypassed.
+running request that is stopped stays in `running`, with its blocks. A waiting request that is
+stopped is bypassed.
 
 A waiting request that lacks blocks ends the admissions of the step, so that later requests do not
 take blocks before it. There is one exception: if the step is empty because a limit stopped a
-running request, later requests are tried too, since one of them may hold what the running request
-needs. If the step stays empty, the request admitted last is preempted.
+running request, later requests are tried too, since the running request may wait for one of them.
+If the step stays empty, the request admitted last is preempted.
 
 While several owners are active, a step has fewer prompt tokens, so that a new request waits only
 for a short step. This does not limit the tokens of decoding requests.

@@ -18,7 +18,7 @@ class ScheduledTokens(NamedTuple):
     """A part of a batch: tokens `start` to `stop - 1` of a request, computed in this step.
 
     samples: True if these tokens include the request's last token; its logits give the next token.
-    draft: tokens that may follow, computed as well.
+    draft: drafted tokens after `stop`, computed in the same step.
     """
 
     request: Request
@@ -87,7 +87,7 @@ class EngineHooks(Limit, Protocol):
     """Callbacks of a pipeline, called in each step. An engine outside a pipeline has none.
 
     They are also a limit: a request waits until the inputs of all its tokens have arrived.
-    stored_rows: the rows that tiers store with K/V; read before the first step.
+    stored_rows: the stage's outputs that tiers store with K/V; read before the first step.
     """
 
     @property

@@ -1,10 +1,10 @@
 """Compiled kernels: C++ built when headstart is installed, if there is a compiler.
 
 One library serves every x86 CPU. Most kernels need AVX-512 with its bf16 and VNNI instructions
-(`library`). Float32 attention, products of float32 rows with weights of 16 to 4 bits, and layers of
-few float32 rows need only AVX2 (`avx2_library`). If the library was not built or the CPU lacks the
-instructions, these functions return None, and callers use torch operations. If the CPU has AMX,
-bf16 products use it. Products of bytes use VNNI if the CPU has it.
+(`library`). Kernels for float32 rows and for recurrent layers need only AVX2 (`avx2_library`). If
+the library was not built or the CPU lacks the instructions, these functions return None, and
+callers use torch operations. If the CPU has AMX, bf16 products use it. Products of bytes use VNNI
+if the CPU has it.
 
 The environment variable `HEADSTART_NATIVE=0` disables all kernels. `HEADSTART_CPU=avx512` disables
 AMX. `HEADSTART_CPU=avx2` disables all instructions beyond AVX2; `dtype="auto"` is then float32, as
@@ -95,7 +95,7 @@ def vnni() -> int:
 
 @cache
 def _read_cpu(kernels: ctypes.CDLL) -> tuple[int, int]:
-    """Return the levels of kernels and of VNNI that the CPU has; this is slow in a VM."""
+    """Return the CPU's levels of kernels and of VNNI; reading them is slow in a VM."""
     return int(kernels.headstart_native_level()), int(kernels.headstart_native_vnni())
 
 

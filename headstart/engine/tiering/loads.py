@@ -337,7 +337,7 @@ class Loads:
     def _begin_state(
         self, request: Request, num_tokens: int, computed: ComputedBlocks
     ) -> Load | None:
-        """Start a load of a state deeper than the pool's; return None if none can exist."""
+        """Start a load of a state deeper than the pool's; return None if it cannot exist."""
         states, pool, size = self.states, self.manager.states, self.manager.block_size
         assert states is not None and pool is not None
         if computed.num_tokens >= num_tokens or pool.num_slots == 1:
@@ -466,10 +466,10 @@ class Loads:
 
     def _take_state(self, load: Load, num_blocks: int) -> LoadedBlock | None:
         """Take slots for the last tokens before a state; return the state, or None on failure."""
-        depth, rows = divmod(load.position, self.manager.block_size)
+        depth, num_tail = divmod(load.position, self.manager.block_size)
         if not load.has_state or load.sequence is None or load.next + num_blocks != depth:
             return None  # the load was cancelled
-        if rows and not self.manager.append_slots(load.sequence, rows):
+        if num_tail and not self.manager.append_slots(load.sequence, num_tail):
             self.loader.cancel(load.job)
         return self.loader.take_state(load.job)
 
@@ -477,8 +477,8 @@ class Loads:
         """Write a state into the slot of a load's sequence, and the K/V of its last tokens."""
         pool = self.manager.states
         assert self.states is not None and pool is not None
-        depth, rows = divmod(load.position, self.manager.block_size)
-        block_id = sequence.block_table()[depth] if rows else None
+        depth, num_tail = divmod(load.position, self.manager.block_size)
+        block_id = sequence.block_table()[depth] if num_tail else None
         self.states.payload.write(pool.of(sequence).slot, block_id, state.payload)
         pool.load(sequence, is_saved=state.tier == self.states.stores[0].tier)
         load.state_tier = state.tier

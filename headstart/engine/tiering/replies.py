@@ -58,7 +58,7 @@ class Replies:
         return False
 
     def save(self, request: Request, seconds: float) -> None:
-        """Save a finished request's reply. seconds: time to compute its tokens in a prompt."""
+        """Save a finished request's reply. seconds: time to compute as many prompt tokens."""
         reply, tokens = request.group.reply, request.sampling.output_token_ids
         if reply is None or reply.tokens or request.index or not request.group.params.is_stored:
             return
@@ -68,7 +68,7 @@ class Replies:
 
 
 def _identify(sequence: TokenSequence, model: str, block_size: int) -> bytes:
-    """Return 64 bytes that identify a prompt: half of them a key, half the seed of a mask."""
+    """Return 64 bytes that identify a prompt: a key of 32 bytes, and the seed of a mask."""
     keys, length = sequence.cut(block_size), len(sequence.token_ids)
     tail = sequence.cut_partial(length, block_size) if length % block_size else b""
     head = repr(("headstart/reply/1", model, *sequence.namespace)).encode()

@@ -5,11 +5,11 @@ the hash of its last full block, which covers all earlier tokens, and the tokens
 Its bytes are the states, followed by the K/V of the tokens after the block, since other records
 have the K/V of full blocks only.
 
-The stores get the checkpoints before the last token of a prompt, at the end of a reply, at marks,
-and at forks. Of the checkpoints at regular intervals within a prompt, they get only one near its
-end (`headstart/cache/states.py`). A checkpoint that is less than `min_gain` tokens after the
-previous stored checkpoint of its path is not stored. A checkpoint is offered to the stores when the
-K/V of its last tokens can be read: when these tokens fill a block, or when their request ends.
+`headstart/cache/states.py` defines the positions of checkpoints. Of the checkpoints at regular
+intervals within a prompt, only one near the prompt's end is stored. A checkpoint less than
+`min_gain` tokens after the previous stored checkpoint of its path is not stored. A checkpoint is
+offered to the stores when the K/V of its last tokens can be read: when these tokens fill a block,
+or when their request ends.
 """
 
 import hashlib
@@ -161,10 +161,10 @@ def search_states(
         """
         deepest = min(num_tokens, (first + num_stored + 1) * size - 1)
         for position in range(deepest, max(start, size - 1), -1):
-            depth, rows = divmod(position, size)
-            if rows and not has_tail:
+            depth, num_tail = divmod(position, size)
+            if num_tail and not has_tail:
                 continue
-            tail = sequence.cut_partial(position, size) if rows else BlockKey(b"")
+            tail = sequence.cut_partial(position, size) if num_tail else BlockKey(b"")
             name = name_state(hashes[depth - 1], tail)
             yield StateName(name, position, max(0, depth - first))
 

@@ -27,7 +27,7 @@ _MIN_QUEUED_BYTES = 16 << 20
 _QUEUE_SHARE = 4  # a queue is the pool's bytes divided by this, between these limits
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
 _LAST_SAVES = 10.0  # seconds that closing may take, and that clearing waits for the current save
-_TRY_AGAIN = 16  # one in 16 declined loads is made, to measure the rate
+_TRY_AGAIN = 16  # one of 16 loads that seem too slow is made, to measure the rate
 _SLOWEST = 16.0  # tokens per second that computing is assumed to reach before it is measured
 _OVERHEAD = 0.002  # seconds of a load, besides the time for its bytes
 

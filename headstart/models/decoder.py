@@ -140,7 +140,7 @@ class DecoderModel(ABC):
     """The states of one sequence, per recurrent layer; empty for a model without such layers."""
     without_adapters: tuple[str, ...] = ()
     """Name prefixes of layers that take no adapters: recurrent mixers that compute one sequence at
-    a time, while adapters are applied to the rows of all sequences."""
+    a time. An adapter needs the rows of all sequences."""
 
     def __init__(self, layouts: tuple[LayerLayout, ...], folder: Path | None = None) -> None:
         self.folder = folder
@@ -228,9 +228,9 @@ class DecoderModel(ABC):
         """Release the backend and its memory; safe to call twice."""
 
     def fix_rows(self) -> None:  # noqa: B027 (most models need nothing)
-        """Make each row's results independent of the other rows in its KV block, bit for bit.
+        """Prepare for deterministic mode, in which each pass computes one KV block of one request.
 
-        In deterministic mode, each pass computes one block of one request. The effect lasts until
+        Each row's results become independent of the other rows in its block, bit for bit, until
         `detach`. The current backend is detached. Raises `UnsupportedModelError` if this is not
         possible.
         """

@@ -24,7 +24,7 @@ def _attention_layers(kinds: Iterable[str], window: int | None) -> list[LayerSha
 
 
 def _mistral_layers(config: Any) -> list[LayerShape]:
-    # Ministral has the model_type mistral, and layer_types.
+    # Ministral has the model_type mistral too, but sets layer_types.
     kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
     return _attention_layers(kinds, config.sliding_window)
 

@@ -2,8 +2,8 @@
 
 Making configuration and tokenizer from the file's metadata takes seconds to minutes. They stay in a
 folder in the user's cache, and are made again only if the file changes. The counts in the metadata
-are checked first: with a damaged count, the package `gguf`, which transformers also uses, would
-read beyond the end of the file until memory is full. ggml's docs/gguf.md specifies the format.
+are checked first. With a damaged count, the package `gguf` would read beyond the end of the file
+until memory is full. ggml's docs/gguf.md specifies the format.
 """
 
 import hashlib

@@ -1,17 +1,17 @@
 """Quantization of a floating-point checkpoint to 4 bits, layer by layer.
 
 Each layer is read in float32 and runs over a calibration text. Its weights are scaled (see below),
-and rounded by GPTQ in four stages: q, k and v; o; gate and up; down. A stage runs over the outputs
-of the layers and stages before it, whose weights are already rounded. Memory holds the float
-weights of one layer, and the hidden states of the text. The layers are headstart's own modules.
-They attend over whole windows of the text, without paged memory.
+and rounded by GPTQ in four stages: (q, k, v), (o), (gate, up), (down). A stage runs over the
+outputs of the layers and stages before it, whose weights are already rounded. Memory holds the
+float weights of one layer, and the hidden states of the text. The layers are headstart's own
+modules. They attend over whole windows of the text, without paged memory.
 
-The scales of inputs are AWQ's (Lin et al. 2023, https://arxiv.org/abs/2306.00978). They are called
-units here, because a checkpoint's scales are quantization steps. Units reduce the rounding error
-without a cost at inference. Input i of a linear layer is divided by a unit u[i], and column i of
-its weight is multiplied by u[i]. This changes no output. The columns of a group share a step, so a
-larger column has a smaller relative error. For this reason u[i] is larger for a large input, and
-for a small column. The inputs are divided by changing the weights that produce them:
+Inputs are scaled as in AWQ (Lin et al. 2023, https://arxiv.org/abs/2306.00978). This reduces the
+rounding error without a cost at inference. Input i of a linear layer is divided by a unit u[i], and
+column i of its weight is multiplied by u[i]. This changes no output. A group of columns shares a
+quantization step, so a larger column has a smaller relative error. For this reason u[i] is larger
+for a large input, and for a small column. The inputs are divided by changing the weights that
+produce them:
 
     inputs of          are divided in
     q, k, v            the norm before them
@@ -164,10 +164,7 @@ def _divide_norm(
 
 
 def _divide_outputs(linear: nn.Linear, units: Tensor) -> None:
-    """Divide the last `len(units)` outputs of a linear layer by `units`.
-
-    These are all outputs of v or up, or the outputs of v or up in a fused layer.
-    """
+    """Divide the outputs of v or up by `units`; in a fused layer, they are the last outputs."""
     linear.weight[-len(units) :].div_(units.unsqueeze(1))
     if linear.bias is not None:
         linear.bias[-len(units) :].div_(units)
@@ -180,7 +177,7 @@ _CHARACTERS = 4_000_000
 
 
 def _read_text(file: Path | None) -> str:
-    """Return the first 4 million characters of a file, or the topics of Python's `help()`.
+    """Return the first 4 million characters of a file; for None, the topics of Python's `help()`.
 
     Raises `ConfigError` for a file that cannot be read, or is not UTF-8.
     """

@@ -275,8 +275,8 @@ def _read_matrices(file: Path, model: DecoderModel) -> dict[str, dict[str, Tenso
     return matrices
 
 
-# What the names of the decoder's layers begin with, in this order: in models with other parts, in
-# old files of such models, and in text models.
+# Name prefixes of decoder layers: in models with other parts, in old files of these models, and in
+# text models. The first prefix that occurs is used.
 _BODIES = ("model.language_model.", "language_model.model.", "model.")
 
 

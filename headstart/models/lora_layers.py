@@ -14,8 +14,8 @@ row of A with the matching column of B. The ranks of all adapters are concatenat
     out += hidden @ up.T                            up: B of every adapter
 
 A row of the batch is also multiplied by the ranks of other adapters, without effect. This costs
-little, since the layer's own product is a hundred times wider. For few rows the cost depends mostly
-on the number of products, which does not grow with the number of adapters.
+little, since a layer has a hundred times more outputs than ranks. For few rows the cost depends
+mostly on the number of products, which does not grow with the number of adapters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -149,7 +149,7 @@ class DecoderShape:
         return layer.kv_heads or self.kv_heads, layer.head_dim or self.head_dim
 
     def path(self, name: str) -> str:
-        """Return the family's dotted name for one of Llama's."""
+        """Return the family's dotted name of a module, by Llama's dotted name."""
         return ".".join(self.names.get(part, part) for part in name.split("."))
 
 

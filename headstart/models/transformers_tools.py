@@ -76,7 +76,7 @@ def load_auto_tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTok
 
 
 class RotaryConfig(PreTrainedConfig):
-    """A configuration of any architecture, whose rotary parameters transformers checks.
+    """A configuration for any architecture. transformers checks its rotary parameters.
 
     All keys become attributes.
     """

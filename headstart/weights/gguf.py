@@ -4,13 +4,12 @@ Weights in formats of 4, 5 and 8 bits are stored with unchanged values and float
 
     Q4_0    32 weights: d, 16 bytes                     weight = d * (value - 8)
     Q4_1    32 weights: d, m, 16 bytes                  weight = d * value + m
-    Q4_K    256 weights: d, dmin, 8 pairs of 6 bits     weight = d * scale * value - dmin * min
+    Q4_K    256 weights: d, dmin, 8 scales and mins     weight = d * scale * value - dmin * min
     Q8_0    32 weights: d, 32 signed bytes              weight = d * value
 
-Byte i of a block of Q4_0 or Q4_1 has its values i and i + 16. In Q4_K, each group of 32 weights has
-a pair of scale and min. Q5_0, Q5_1 and Q5_K also have the fifth bit of each value. Q5_0 and Q5_1
-have 4 bytes with one bit for each weight. Q5_K has 32 bytes: bit g of byte i is for weight i of
-group g.
+In Q4_0 and Q4_1, byte i has the values i and i + 16. In Q4_K, each group of 32 weights has a scale
+and a min of 6 bits. Q5_0, Q5_1 and Q5_K also have the fifth bit of each value. Q5_0 and Q5_1 have 4
+bytes with one bit for each weight. Q5_K has 32 bytes: bit g of byte i is for weight i of group g.
 
 The package `gguf`, an optional dependency, reads the files.
 """

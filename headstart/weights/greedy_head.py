@@ -102,11 +102,9 @@ class GreedyHead:
 
     It uses half as much memory as `weight`, which must stay alive as long as this object.
 
-    If rows or weights have a few much larger elements, the bounds are too wide, and all logits are
-    computed. If the bounds are too wide for most rows of a step, they are not tried in the next
-    step. If they fail again after this pause of one step, the next pauses last 3, 7, ... up to 255
-    steps. After a step in which the bounds suffice for at least half of the rows, the next pause
-    lasts one step again.
+    Outliers in a row or in the weights make the bounds too wide, and all logits of the row are
+    computed. After a step in which the bounds are too wide for most rows, they are not tried in the
+    next step. If this happens after every pause, the pauses last 1, 3, 7, ... up to 255 steps.
     """
 
     def __init__(self, weight: PackedWeight) -> None:

@@ -26,7 +26,7 @@ from headstart.native.bindings import Weight
 
 WeightForm = Literal["bfloat16", "int8", "int8 in groups", "fewer bits"]
 """The form of a stored weight. int8: with a scale for each output. int8 in groups: with a step for
-each group of inputs. fewer bits: 5 or 4 bits with such steps."""
+each group of inputs. fewer bits: 5 or 4 bits, also in groups."""
 
 Product = Literal["bfloat16", "float32", "integers", "fbgemm", "torch"]
 """bfloat16: compiled; weights of fewer bits are converted to bfloat16 as they are read. float32:

@@ -22,9 +22,9 @@ FORMATS: dict[WeightKind, Callable[[Tensor], StoredValues]] = {
 # Layers that weights="int4" stores in more bits. They are a third of the weights, and would cause
 # more than half of the error. With grouped-query attention, `k_proj` and `v_proj`
 # are a few percent of the weights.
-_KEYS = frozenset({"k_proj", "v_proj"})
+_KV = frozenset({"k_proj", "v_proj"})
 _FUSED = frozenset({"qkv_proj", "gate_up_proj"})  # contain one of the layers above
-_MORE_BITS = _KEYS | {"o_proj", "up_proj"} | _FUSED
+_MORE_BITS = _KV | {"o_proj", "up_proj"} | _FUSED
 # Projections to the decays and gates of recurrent layers. They are small, and states are sensitive
 # to their errors.
 _RECURRENT_GATES = frozenset({"in_proj_a", "in_proj_b"})
@@ -40,7 +40,7 @@ def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> Wei
         return "int8"
     if kind != "int4" or layer_name not in _MORE_BITS:
         return kind
-    return "int8" if layer_name in _KEYS and outputs < inputs else "int5"
+    return "int8" if layer_name in _KV and outputs < inputs else "int5"
 
 
 def quantize(

@@ -8,7 +8,7 @@ template supports. Other orders are changed:
     several system messages at the beginning      one message
     a system message, if none is supported        text of the user's first turn
     turns of one role in a row                    one turn
-    a user's turn after a tool's result           text after the result
+    a user's turn after a tool's result           text at the end of the result
     a user's turn after a call without a result   an empty turn of the assistant between them
     an assistant or a tool that speaks first      an empty turn of the user before it
     a system message alone                        an empty turn of the user after it

@@ -47,7 +47,7 @@ Conversation = Sequence[Message]
 
 _MAX_TEMPLATES = 16  # templates in the cache of `_supports_parts`
 # Texts that `publish` appends to a prefix. No tokenizer merges both with the prefix in the same
-# way, so the token ids that both prompts begin with do not depend on the text after the prefix.
+# way. So the token ids that both prompts begin with depend only on the prefix.
 _CONTINUATIONS = ("a", " 0")
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _ESCAPED = _OPEN + _CLOSE

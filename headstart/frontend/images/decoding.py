@@ -195,8 +195,8 @@ def read_data_url(url: str, limit: int) -> bytes:
     head = url[: max(comma, 0)]
     if not is_data_url(head) or not head.lower().endswith(";base64"):
         raise RequestError(f"an image's URL is {describe(url)}; allowed: data:image/...;base64,...")
-    others = sum(url.count(mark, comma) for mark in f"{_SPACES}=") + 3 * url.count("%", comma)
-    _check_bytes((len(url) - comma - 1 - others) * 3 // 4, limit)  # before the text is copied
+    ignored = sum(url.count(mark, comma) for mark in f"{_SPACES}=") + 3 * url.count("%", comma)
+    _check_bytes((len(url) - comma - 1 - ignored) * 3 // 4, limit)  # before the text is copied
     try:
         data = decode_base64(url[comma + 1 :])
     except ValueError as error:

@@ -108,8 +108,7 @@ class ImageReader:
         """Return the image as input of the vision tower. Raises RequestError.
 
         If the shape is known from an earlier request, the image processor runs only when the image
-        is encoded. An image whose embeddings are cached is never encoded. For such an image, the
-        processor would take most of the time.
+        is encoded. So it does not run for an image whose embeddings are cached.
         """
         with self._lock:
             shape = self._shapes.pop(key, None)

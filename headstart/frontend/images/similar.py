@@ -5,11 +5,11 @@ tenant that set this option too. An earlier image replaces the new image if it s
 picture and its embeddings are in the encoder cache. The prompt then has the digest of the earlier
 image, and the output reports the replacement.
 
-Up to three earlier images are examined, those with the nearest thumbnails. Either of the two images
-may be the original of the other. A copy is the original scaled by one of Pillow's filters, then
-saved as JPEG or WebP; both changes are optional. To find the filter and the codec, a small window
-with many edges is scaled and saved in several ways, and compared with the other image. Then the
-whole original is scaled and saved, and the result must equal the other image in every pixel.
+Up to three earlier images are examined, those with the nearest thumbnails. The new image may be
+the copy or the original. A copy is the original scaled by one of Pillow's filters, then saved as
+JPEG or WebP; both changes are optional. To find the filter and the codec, a small window with many
+edges is scaled and saved in several ways, and compared with the other image. Then the whole
+original is scaled and saved, and the result must equal the other image in every pixel.
 
 A codec erases faint details, so two different pictures may have the same copy. To detect this,
 details of up to 4 pixels are painted over in the original, and the result is saved again. If

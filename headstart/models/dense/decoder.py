@@ -114,7 +114,7 @@ class DenseDecoder(DecoderModel):
         recurrent = [layer.mixer for layer in layers if layer.is_recurrent]
         # A layer that reads another layer's K and V has no K/V memory.
         owners = [index for index, layer in enumerate(shape.layers) if layer.source is None]
-        self._first_reader = 1 + owners[-1]  # layers from this index on read K and V of others
+        self._first_reader = 1 + owners[-1]  # layers from here on read K and V of earlier layers
         layouts = [_layout(shape, index) for index in owners if shape.layers[index].mixer is None]
         super().__init__(tuple(layouts), description.folder)
         self.state_layouts = tuple(mixer.state for mixer in recurrent)

@@ -3,7 +3,7 @@
 In deterministic mode, the bits of a row must not depend on other rows. In transformers' modules an
 expert computes only the rows that chose it, and the number of these rows changes the last bits of
 its products. In this mode, every chosen expert computes all rows, and the results of the other rows
-are discarded. With a block of 16 rows this reads no additional weights.
+are discarded. This reads no additional weights, since only chosen experts compute.
 """
 
 import hashlib

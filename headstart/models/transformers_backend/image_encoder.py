@@ -2,7 +2,7 @@
 
 transformers' image processors (with Pillow) make pixel values. The model's vision tower and
 projection make embeddings from them. The number of an image's placeholders, and the tokens around
-them, follow from configuration and tokenizer alone:
+them, are known before the image is encoded:
 
     llava                  all images are cropped to one size; one embedding per patch
     qwen2_vl, qwen2_5_vl   the image's size determines a grid of patches, merged 2 x 2;

@@ -117,10 +117,10 @@ def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]
 def _needed_weights(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     """Return the names of weights that were not loaded and would change the answers.
 
-    A weight is needed if its module is in the model and has parameters, or if its name contains one
-    of the model's lists of layers. Three kinds of weights are not needed: draft layers, other parts
-    (a vision tower, another head), and buffers that old versions stored, whose modules have no
-    parameters.
+    A weight is needed if its module is in the model and has parameters, or if its name begins with
+    the name of a list of layers. Three kinds of weights are not needed: draft layers, other parts
+    (a vision tower, another head), and buffers of modules without parameters, which old versions of
+    transformers stored.
     """
     modules = dict(model.named_modules())
     drafts = getattr(model.config.get_text_config(), _DRAFT_LAYERS, None) or 0

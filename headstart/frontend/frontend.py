@@ -328,9 +328,8 @@ class ModelFacts(NamedTuple):
 
     vocab_size: the width of the logits. shares: the weight of each owner in the division of the
     cache. num_states, state_bytes: number and total bytes of the slots for states of recurrent
-    layers; 0 without recurrent layers.
-    num_window_blocks, window: number of window blocks, and tokens of the sliding window; 0 without
-    a window.
+    layers; 0 without recurrent layers. num_window_blocks, window: number of window blocks, and
+    tokens of the sliding window; 0 without a window.
     """
 
     vocab_size: int

@@ -102,11 +102,11 @@ class LLM(SyncFacade):
     Thread-safe, also while streams are open: all requests share the steps of one engine. After
     `close` every call raises EngineError.
 
-    Parameters of calls: `cache_salt`: requests with different salts share no K/V. `adapter`: the
-    name of a loaded LoRA adapter. `lora_request`: an adapter in vLLM's form, loaded when it is
-    first used. `priority`: requests with lower values run first. In a call with several prompts,
-    `adapter`, `lora_request`, `priority` and `sampling_params` are one value for all or a list.
-    `TemplateOptions` explains the parameters of chats.
+    Calls have these parameters. `cache_salt`: requests with different salts share no K/V.
+    `adapter`: the name of a loaded LoRA adapter. `lora_request`: an adapter in vLLM's form, loaded
+    when it is first used. `priority`: requests with lower values run first. `adapter`,
+    `lora_request`, `priority` and `sampling_params` apply to all prompts of a call, or are lists
+    with a value for each prompt. `TemplateOptions` explains the parameters of chats.
 
     >>> from headstart.models.demo import demo_model_path
     >>> llm = LLM(demo_model_path(), num_blocks=64)

@@ -124,11 +124,11 @@ class PromptCodec:
         )
 
     def encode_anchored(self, text: str) -> list[list[int]]:
-        """Return the ids of a text in the middle of a prompt, as the only item of a list.
+        """Return `[ids]` for a text in the middle of a prompt, or `[]`.
 
         The text is tokenized after a special token, because some tokenizers add a space at the
-        beginning of a text. No text merges with a special token. If the tokenizer has no special
-        token that can precede a text, the list is empty.
+        beginning of a text. No text merges with a special token. The list is empty if the tokenizer
+        has no special token that can precede a text.
         """
         for token_id in self.tokenizer.all_special_ids[:1]:
             anchored = self.encode(self.decode([token_id]) + text)

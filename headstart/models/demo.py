@@ -1,6 +1,6 @@
 """The demo model: a generated Llama of 24 million parameters that needs no download.
 
-Its weights are random, from a fixed seed: it is as fast as a real model of its size, and its
+Its weights are random, from a fixed seed. It is as fast as a real model of its size, but its
 answers are noise. Its tokens are bytes, plus three for chats and padding. It is written once to
 the user's cache folder, in Hugging Face's layout. The ordinary loader reads it.
 """
@@ -85,8 +85,8 @@ def _write_model(folder: Path, dtype: torch.dtype) -> None:
         else:
             values = torch.randn(weight.shape, generator=generator) * config.initializer_range
             weights[name] = values.to(dtype)
-    # Large embeddings make a token depend mostly on the previous token. The text varies, and no two
-    # logits are so close that rounding decides which one is larger.
+    # Large embeddings make a token depend mostly on the previous token. So the text varies, and
+    # rounding does not decide which logit is the largest.
     weights["model.embed_tokens.weight"] *= 25
     favor_printable_bytes(weights["lm_head.weight"])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -108,14 +108,14 @@ class LoraSettings:
         return float(alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _matches(wanted: str | list[str], name: str) -> bool:
-    """Return True if a dotted name is wanted.
+def _matches(names: str | list[str], name: str) -> bool:
+    """Return True if a dotted name matches a regular expression, or one of several names.
 
-    wanted: a regular expression, or a list of dotted names or of their last parts.
+    names: complete dotted names, or their last parts.
     """
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, name) is not None
-    return name in wanted or any(name.endswith(f".{end}") for end in wanted)
+    if isinstance(names, str):
+        return re.fullmatch(names, name) is not None
+    return name in names or any(name.endswith(f".{end}") for end in names)
 
 
 def _by_pattern(patterns: Mapping[str, float], name: str, default: float) -> float:

@@ -105,7 +105,7 @@ def _config_option(folder: Path) -> dict[str, Any]:
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Return the tokenizer of the package `tokenizers` if it alone determines the ids, or None."""
+    """Return the tokenizer of the package `tokenizers`; None unless it alone determines the ids."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     classes = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, llama.cpp's format, under transformers' names, one at a time.
+"""Reader of the tensors of a GGUF file (llama.cpp's format), under transformers' names.
 
 Weights in formats of 4, 5 and 8 bits are stored with unchanged values and float16 steps:
 

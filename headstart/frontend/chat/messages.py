@@ -10,7 +10,7 @@ template supports. Other orders are changed:
     turns of one role in a row                    one turn
     a user's turn after a tool's result           text at the end of the result
     a user's turn after a call without a result   an empty turn of the assistant between them
-    an assistant or a tool that speaks first      an empty turn of the user before it
+    a first turn of the assistant or a tool       an empty turn of the user before it
     a system message alone                        an empty turn of the user after it
 
 Texts are joined by an empty line. A message never changes the text of earlier messages, so the

@@ -14,8 +14,7 @@ original is scaled and saved, and the result must equal the other image in every
 A codec erases faint details, so two different pictures may have the same copy. To detect this,
 details of up to 4 pixels are painted over in the original, and the result is saved again. If
 painting over a detail does not change the copy, the codec erased this detail, and the earlier image
-does not replace the new image. A picture with very many erased details has grain; its erased
-details are ignored.
+does not replace the new image. If very many details are erased, they are grain, and are ignored.
 """
 
 import io
@@ -134,7 +133,7 @@ class SimilarImages:
             self.num_bytes = 0
 
     def find_or_add(self, loaded: LoadedImage, salt: str | None) -> LoadedImage:
-        """Return the earlier image that replaces `loaded`, or `loaded` itself, which is stored."""
+        """Return the earlier image that replaces `loaded`; otherwise store and return `loaded`."""
         picture = loaded.picture
         key = EncoderKey(salt, loaded.digest)
         if picture is None or self._use(key):

@@ -38,8 +38,8 @@ _MAY_BE_NULL = frozenset(
 )
 
 
-# Keys that a config.json may have in addition to its family's defaults, without need for
-# transformers' class. They have no effect, or headstart reads them.
+# Keys that a config.json may have in addition to its family's defaults. Any other key requires
+# transformers' configuration class.
 _HARMLESS = frozenset(
     {
         *("architectures", "transformers_version", "dtype", "torch_dtype", "rope_parameters"),

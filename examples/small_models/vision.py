@@ -41,7 +41,7 @@ def _write(folder: Path) -> None:
     CLIPImageProcessorPil(
         size={"shortest_edge": 224}, crop_size={"height": 224, "width": 224}
     ).save_pretrained(folder)
-    config = LlavaConfig(  # type: ignore[call-arg] # image_token_id also has another name
+    config = LlavaConfig(  # type: ignore[call-arg] # image_token_id is an alias
         vision_config=CLIPVisionConfig(
             hidden_size=256,
             intermediate_size=1024,

@@ -2,14 +2,14 @@
 
 Every module of `token2wav` runs, with weights that are constructed instead of trained:
 
-    code          its embedding selects one of 16 notes; code 0 is a rest
-    diffusion     raises the mel bin of the note from the floor, by an amount that depends on the
-                  voice; the initial noise makes the note tremble
+    code          its embedding selects one of 16 notes; code 0 is a pause
+    diffusion     moves every mel bin to a low level, and the note's bin to a higher level, which
+                  depends on the voice; the initial noise makes the note tremble
     vocoder       turns bins into amplitudes; the first transposed convolution makes a wave from the
-                  amplitude of a note, and each of the others upsamples it to the next higher rate
+                  amplitude of a note, and each later one upsamples the wave to the next rate
 
-A note is a pair of channels, its cosine and its sine, so that a complex product can shift its
-frequency. Its kernel is a triangle two strides wide times a wave of the note's frequency.
+The two channels of a note are the cosine and the sine of its wave, which a kernel multiplies as a
+complex number. The kernel is a wave of the note's frequency times a triangle two strides wide.
 Neighboring triangles add up to 1. All frequencies are multiples of the mel frame rate, so the waves
 of neighboring frames are in phase, and a held note is a pure tone.
 """
@@ -26,14 +26,14 @@ CHANNELS = 4 * NOTES
 """Channels of the vocoder's first layer. The next stage has half of them, two for each note."""
 
 _FRAME_RATE = 50
-_FLOOR = -20.0  # a bin far below the vocoder's threshold (-10.9), so that noise stays silent
-_LOUD = -2.0  # a bin whose amplitude is within the range of the vocoder
+_FLOOR = -20.0  # level of bins without a note, far below the vocoder's threshold of -10.9
+_LOUD = -2.0  # level of the note's bin, within the vocoder's range
 _GUIDANCE = 0.5  # of transformers' sampler
 _LOUDNESS = 0.7
 
 
 def frequency(code: int) -> int:
-    """Return the pitch of a code in Hz: 200 and the following multiples of 50; 0 for the rest."""
+    """Return the pitch of a code in Hz: 200 and the following multiples of 50; 0 for a pause."""
     return (4 + (code - 1) % NOTES) * _FRAME_RATE if code else 0
 
 
@@ -44,7 +44,7 @@ def give_voice(token2wav: Any) -> None:
 
 
 def _teach_diffusion(model: Any) -> None:
-    """Set the velocity of each bin: towards the floor, except for the bin of the code's note.
+    """Set the velocity of each bin: towards `_FLOOR`, except for the bin of the code's note.
 
     A hidden row has each note twice, with opposite signs, and a constant pattern that no bin reads.
     Without the pattern, the norm would amplify the small values of rows without a note.

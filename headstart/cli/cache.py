@@ -41,10 +41,10 @@ from headstart.tiers.index import (
 )
 from headstart.tiers.store import ModelRecord
 
-_SHORTEST = 4  # least number of digits that identify a prefix
+_SHORTEST = 4  # minimum number of digits that identify a prefix
 _NAME = re.compile(rf"[0-9a-f]{{{_SHORTEST},64}}")
 _DIGITS = 12  # digits of a name that are shown
-_MOST_SHOWN = 8  # greatest number of names in an error message
+_MOST_SHOWN = 8  # maximum number of names in an error message
 _WIDTH = 100  # columns if the output is not a terminal
 _AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
@@ -131,11 +131,11 @@ def cache() -> None:
     type=click.IntRange(1),
     default=30,
     show_default=True,
-    help="Greatest number of prefixes to list.",
+    help="Maximum number of prefixes to list.",
 )
 @_folder()
 def list_prefixes(model: str | None, lines: int, folder: str | None) -> None:
-    """List the models, or the prefixes of MODEL, split where they fork.
+    """List the models, or the prefixes of MODEL with a line for each branch.
 
     MODEL is a name that ls shows, or the first digits of a fingerprint. The part of the name in
     brackets may be left out.
@@ -289,7 +289,7 @@ def _find_models(path: Path, name: str) -> list[ModelState]:
     """
     states, name = read_models(path), as_typed(name)
     titles = [state.model.record.title for state in states]
-    begins = (f"{name} (", f"{name}, ")  # a pipeline's stage follows a comma
+    begins = (f"{name} (", f"{name}, ")  # a pipeline's stage may follow, after a comma
     if any(is_named := [f"{title}, ".startswith(begins) for title in titles]):
         return list(compress(states, is_named))
     fingerprints = sorted({state.model.record.fingerprint for state in states})

@@ -325,7 +325,7 @@ def _image(chat: Chat, argument: str) -> None:
 
 
 def _add_waiting(chat: Chat, path: Path, size: str) -> None:
-    """Note that a file will be sent with the next message."""
+    """Record that a file will be sent with the next message."""
     chat.conversation.waiting.append(f"{path.name} ({size})")
     note(f"{path.name}: {size}, sent with your next message")
 

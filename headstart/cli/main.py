@@ -59,7 +59,7 @@ class _Commands(click.Group):
     """A group of commands that shows each of headstart's errors as one line."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command. For a name of another program, fail and report headstart's name."""
+        """Return a command. For a similar program's command, fail with headstart's name for it."""
         if cmd_name in _OTHER_NAMES:
             ctx.fail(f"no such command {cmd_name!r}; use headstart {_OTHER_NAMES[cmd_name]}")
         return super().get_command(ctx, cmd_name)

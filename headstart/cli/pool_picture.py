@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HELD, CACHED, EMPTY = "■", "□", "·"
 SIGNS = {BlockState.HELD: HELD, BlockState.CACHED: CACHED, BlockState.EMPTY: EMPTY}
-# Contrast of at least 3 on black and on white; the terminal's yellow is hardly visible on white.
+# Contrast of at least 3:1 on black and on white; the terminal's yellow is hardly visible on white.
 COLORS = tuple(f"color({number})" for number in (31, 133, 136, 65, 63, 167))
 CELLS_PER_ROW = (64, 48, 32, 16)
 MAX_CELLS = 512
@@ -76,7 +76,7 @@ class PoolPicture:
         Rows with only empty blocks are left out. For an empty pool, the first row is drawn.
         """
         per_cell = max(1, -(-len(self._states) // MAX_CELLS))
-        cells = []  # the state and owner of the first block in use, for each cell
+        cells = []  # a state (held before cached before empty), and the owner of its first block
         for start in range(0, len(self._states), per_cell):
             states = self._states[start : start + per_cell]
             state = min(states, key=(HELD, CACHED, EMPTY).index)

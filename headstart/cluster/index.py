@@ -115,7 +115,7 @@ def add_bit(holders: Holders, keys: Iterable[PrefixKey], bit: int) -> None:
 def take_bits(holders: Holders, bits: int, singles: Sequence[int]) -> Generator[None, None, None]:
     """Remove bits from a table in steps.
 
-    A step examines whole parts, until these have at least `SWEPT` blocks. singles: see `take_bit`.
+    A step examines whole parts with at least `SWEPT` blocks in total. singles: see `take_bit`.
     """
     num_examined = 0
     for part in holders:
@@ -205,7 +205,7 @@ class ReplicaIndex:
     def steps(self, batch: EventBatch) -> Generator[None, None, None]:
         """Apply a batch in steps of about a millisecond; requests may be routed between steps.
 
-        A large replica's snapshot takes a tenth of a second in total. If the replica is removed
+        The snapshot of a large cache takes a tenth of a second in total. If the replica is removed
         meanwhile, the remaining steps are skipped. The caller must finish a batch before it begins
         the next batch of the same replica.
         """
@@ -380,7 +380,7 @@ def _slices(keys: Sequence[PrefixKey]) -> Iterator[Sequence[PrefixKey]]:
 
 
 def _reach(keys: Sequence[PrefixKey], tables: Sequence[Holders]) -> int:
-    """Return an upper bound of the number of blocks on any replica, without reading all keys."""
+    """Return an upper bound on how many of the first blocks a replica has; probe few keys."""
     for index in range(_STRIDE - 1, len(keys), _STRIDE):
         if not _is_held(keys[index], tables):
             return index

@@ -33,7 +33,7 @@ DECODE_TOKENS = 512
 SLACK, SLACK_SECONDS = 0.05, 0.01
 """Costs up to `lowest * (1 + SLACK) + SLACK_SECONDS` count as equal to the lowest cost."""
 LOAD_RATE = 100_000.0
-"""Tokens per second loaded from a slower tier: 13 GB/s for 128 KB a token."""
+"""Tokens per second loaded from a slower tier: 13 GB/s at 128 KB per token."""
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class ReplicaLoad:
 
     @property
     def rate(self) -> float:
-        """Prompt tokens per second while prompts wait, mixed with the mean rate of all replicas.
+        """Prompt tokens per second while prompts wait, averaged with the mean rate of all replicas.
 
         A replica that also decodes computes prompts more slowly, so its rate is lower.
         """
@@ -165,16 +165,16 @@ class RoutingPolicy:
         raise NotImplementedError
 
     def sent(self, request: RouteRequest, replica: int) -> None:
-        """Note that the request was sent to this replica."""
+        """Record that the request was sent to this replica."""
 
     def prompt_done(self, request: RouteRequest, replica: int) -> None:
-        """Note that the request has its first token."""
+        """Record that the request has its first token."""
 
     def done(self, request: RouteRequest, replica: int) -> None:
-        """Note that the request finished or was given up."""
+        """Record that the request finished or was given up."""
 
     def forget(self, replica: int) -> None:
-        """Note that the replica is gone with its cache; its number may be used again."""
+        """Record that the replica and its cache are gone; its number may be used again."""
 
 
 class Expected(RoutingPolicy):
@@ -376,7 +376,7 @@ class Router:
             self.policy.sent(entry.request, replica)
 
     def first_token(self, request_id: str, now: float) -> None:
-        """Note that the request's prompt is computed; ignores unknown requests."""
+        """Record that the request's prompt is computed; ignores unknown requests."""
         self.catch_up()
         entry = self._sent.get(request_id)
         if entry is None or entry.is_running:
@@ -387,7 +387,7 @@ class Router:
         self.policy.prompt_done(entry.request, entry.load.replica)
 
     def finish(self, request_id: str) -> None:
-        """Note that the request finished or was given up; ignores unknown requests."""
+        """Record that the request finished or was given up; ignores unknown requests."""
         self.catch_up()
         entry = self._sent.pop(request_id, None)
         if entry is None:

@@ -4,7 +4,7 @@ Glossary
     register    adjacent coordinates of the residual stream with a name
     form        a linear form of registers, `{name: factor}` or rows of a matrix `[n, width]`
     marker      a coordinate that is 1 at the tokens to which a head may attend
-    fast, slow  rotary pairs that rotate much or hardly within the context
+    fast, slow  rotary pairs with a large or a negligible rotation over the context
 
 A Llama has no biases. The register ONE replaces them. Before a norm, ONE is so large that it alone
 determines the divisor. So the divisor is nearly equal at all tokens, and the norm leaves the other
@@ -23,7 +23,7 @@ from torch import Tensor
 
 LOUD = 256.0  # value of ONE in the embedding, far larger than all other registers together
 STEEP = 20.0  # steepness of a neuron's condition
-NEXT = 0.22  # rotary pairs that rotate faster than this distinguish adjacent tokens
+NEXT = 0.22  # radians per token; faster rotary pairs distinguish adjacent tokens
 SOUGHT = 4000.0  # score of a marked token that is selected by distance
 Form = dict[str, float]
 
@@ -103,7 +103,7 @@ class Wirer:
              ridge: float = 1e-2) -> tuple[list[int], Tensor]:  # fmt: skip
         """Return rotary pairs with angles in [low, high), and amplitudes `[2 * pairs + 1]`.
 
-        The amplitudes are fitted so that the score at each distance has its value. The last
+        The amplitudes are fitted so that the score at `distance[i]` is near `value[i]`. The last
         amplitude is a constant.
         """
         d = torch.tensor(distance, dtype=torch.float64)
@@ -167,7 +167,7 @@ class Wirer:
         weight[:, start : start + len(rows)] += gain * rows.T
 
     def neurons(self, layer: int, condition: Form, read: Tensor, write: Tensor) -> None:
-        """Add what the rows `read` give to the rows `write` where `condition` is positive.
+        """Add `write.T @ read @ x`, for the normed stream x, where `condition` is positive.
 
         The addition is proportional to the condition, a sum of flags minus a threshold. With a
         condition of 0.5, the factor is 1. read, write: `[n, width]`.

@@ -7,13 +7,13 @@ Glossary
     query      a question, the first words of its answer (the stem), and the value that ends it
     episode    one document and many queries about it, as (text, supervised) segments in order
 
-Every answer restates the question ("The age of John Doe is 29"), so the completion form of the
-reference and the chat form end in the same words. If a question asks for a person, the answer
+A query is asked in a chat or, as in the reference, in a text to complete. In both, the answer
+restates the question ("The age of John Doe is 29"). If a question asks for a person, the answer
 is "The person is ...". If the document does not contain the value, the answer ends in `UNKNOWN`.
 
-Names, streets and towns come from Faker's word lists and from syllables. A fifth of the listed
-words, and all words of the reference's own table, are held out: the training split never uses
-them and the evaluation split uses nothing else.
+Names come from Faker's lists and, in training, from syllables. Streets and towns use the same words
+and fixed lists. A fifth of the names, and all words of the reference's own table, are held out:
+the training split has no such names, and the evaluation split has no others.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def name_pools(evaluation: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Query:
-    """A question, the stem of its answer, the value, and the topic."""
+    """A question, the stem of its answer, and the value."""
 
     ask: str
     stem: str
     answer: str
     kind: str
-    topic: str = ""
-    label: str = ""
+    topic: str = ""  # the person's name in a look-up by name
+    label: str = ""  # the column's label
 
 
 @dataclass(frozen=True)

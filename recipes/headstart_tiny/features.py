@@ -1,10 +1,10 @@
 """The features of each token in the starting weights of `headstart-tiny`: its code and its flags.
 
 A token's code has 64 coordinates. The first 10 distinguish tokens roughly, for heads that compare
-preceding tokens: digits have separate codes, all openers of a value or a name share one code. The
-first 32 are equal for "number" and "number ". All 64 identify the token in the output. Tokens that
-close a value have the code of the end of an answer, so that copying stops at the end of a cell. A
-label or "the" before a token counts as an opener: "age 29" is found as "| 29".
+preceding tokens. They differ for each digit, and are equal for all openers (tokens before a value
+or a name). The first 32 are equal for "number" and "number ". All 64 identify the token in the
+output. Tokens that close a value have the code of the end of an answer, so that copying stops at
+the end of a cell. A label or "the" before a token counts as an opener: "age 29" is found as "| 29".
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def flags_of(text: str) -> set[str]:
 
 
 def label_of(text: str) -> dict[int, float]:
-    """Return the column that a token names, or NULL if a label ends there."""
+    """Return factors of the columns that a token names; NULL if no column applies after it."""
     word = text.strip()
     if text in ("\n", "\n\n", "The ", data.USER):
         return {NULL: 1.0}

@@ -326,8 +326,8 @@ def work(rank: int, settings: Settings) -> None:
     """Run one worker: one thread, separate batches, and gradients shared with other workers."""
     torch.set_num_threads(1)
     if settings.workers > 1:
-        meeting = f"file://{Path(settings.out).resolve()}/meeting"
-        dist.init_process_group("gloo", meeting, rank=rank, world_size=settings.workers)
+        rendezvous = f"file://{Path(settings.out).resolve()}/rendezvous"
+        dist.init_process_group("gloo", rendezvous, rank=rank, world_size=settings.workers)
     Trainer(settings, rank).run()
 
 
@@ -335,7 +335,7 @@ def main() -> None:
     settings = parse()
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "meeting").unlink(missing_ok=True)
+    (out / "rendezvous").unlink(missing_ok=True)
     load_tokenizer(out, settings.vocab, settings.seed)
     if settings.workers == 1:
         work(0, settings)

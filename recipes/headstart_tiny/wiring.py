@@ -8,11 +8,11 @@ training can refine them. The architecture is an unchanged Llama.
               cell that ends here; the ID that ends here; the label that a question requests ("the
               *shoe* size"), and whether it requests a person ("whose *age*")
     layer 1   from the latest opener (the token before a value or a name): the kind of the cell
-              before it, whether a name begins after it, and its hash, the signature of this name;
-              the latest label ("age"), and whether its question requests a person
+              before it, whether a name begins after it, and the opener's hash (the signature of
+              this name); the latest label ("age"), and whether its question requests a person
     layer 2   the bag of a name: the mean of the codes of its tokens so far, found by their common
               signature; the signature of the latest name, which identifies a row; the ID of the
-              row; a cell's column, from the header's label that follows the kind of the cell before
+              row; a cell's column: the label in the header after the label of the previous cell
     layer 3   the bag of the latest name, for every cell of its row; the cell's column at the token
               that closes the cell; at the end of "who has ...?": the signature of the row with
               this value in this column
@@ -43,7 +43,7 @@ from reading import ADDRESS, COUNTRY, ID, NUMBER, SIGN, Reading, part
 from torch import Tensor
 
 SURE = 36.0  # score of an equal column
-SLACK = 13.0  # a match may score less than a full match by this much; otherwise the sink wins
+SLACK = 13.0  # the sink wins if a match scores less than a full match by more than this
 OFF = 150.0  # changes a sink's score so much that the sink always or never wins
 LOUDLY = 6.0  # strength of an answer, relative to the code of the token at which it is output
 APART = 400.0  # score per squared distance of bags

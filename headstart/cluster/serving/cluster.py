@@ -135,7 +135,7 @@ class ReplicaCluster:
         local_options = {"num_cpus": max(count_cores(), cpus), "include_dashboard": False}
         try:
             # Without an address, start a private Ray, even if another program has started a Ray
-            # here. Ray creates a token, which all its callers must have.
+            # here. Ray creates the token that protects it.
             ray.init(
                 address or "local",
                 log_to_driver=False,
@@ -184,7 +184,7 @@ class ReplicaCluster:
         """Log the reason why replicas do not start, which Ray Serve reports after 30 s."""
         logged = ""
         while not is_over.wait(_WAIT_POLL):
-            with suppress(Exception):  # the next check may succeed; the caller gets the error
+            with suppress(Exception):  # `serve.run` raises errors that last
                 message = serve.status().applications[self._name].deployments[_DEPLOYMENT].message
                 if message and message != logged:
                     logged = message

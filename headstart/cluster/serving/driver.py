@@ -6,7 +6,7 @@ of their blocks. The server also stores the earlier turns of chats, whichever re
     submitted ──▶ routed ──▶ sent ──first tokens──▶ answered, token by token ──▶ finished
                     ▲          │                        │
                     └──────────┘ the replica is lost    │ the replica is lost: an error, since a
-                      another one computes it again     ▼ client may have seen tokens
+                      another replica computes it       ▼ client may have seen tokens
 
 A replica is lost when it died, or when it missed two heartbeats (`heartbeat.py`). A request that
 returns its tokens only at the end is always computed again, as the client has seen no token. A
@@ -79,7 +79,7 @@ class ReplicaAdapters(AdapterNames):
     adapter's name, folder and digest. A replica that does not have this adapter loads it before it
     answers. So the folder must have the same files on every machine with replicas.
 
-    read: lets a replica load an adapter, from its name and folder.
+    read: loads an adapter (name, folder) in one replica, and returns it.
     """
 
     def __init__(self, read: Callable[[str, Path], Adapter]) -> None:
@@ -241,7 +241,7 @@ class ReplicaDriver:
     ) -> None:
         """Send requests to replicas.
 
-        put: stores images for replicas, as `ray.put`. clock: returns seconds, to detect silent
+        put: stores images for replicas, such as `ray.put`. clock: returns seconds, to detect silent
         replicas.
         """
         self._replicas = handle.options(stream=True)
@@ -437,9 +437,10 @@ class ReplicaDriver:
             return read_error(error)
 
     async def _stream(self, running: _Running, request: AnswerRequest) -> None:
-        """Send a request to a replica; receive its first tokens, and all later tokens at the end.
+        """Send a request to a replica, and receive its tokens.
 
-        Reports may deliver the later tokens earlier. Raises the errors of Ray and of the replica.
+        The stream has the first tokens and, at its end, all later tokens. Reports may deliver these
+        earlier. Raises the errors of Ray and of the replica.
         """
         attempt = _Attempt(running, time.perf_counter())
         self._attempts[request.key] = attempt
@@ -493,7 +494,7 @@ class ReplicaDriver:
         group, facts, images = running.group, self._frontend.facts, self._frontend.images
         salt, sequence = group.namespace.salt, group.requests[0].sequence
         owner = facts.shares.owner(salt)
-        sequence.cut(facts.hasher.block_size)  # counts its public blocks
+        sequence.cut(facts.hasher.block_size)  # sets `num_public`
         message = None if images is None else images.take(group)
         # A thread copies the images, which may take long.
         images_ref = None if message is None else await asyncio.to_thread(self._put, message)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SILENCE = 120.0
 """Seconds without a heartbeat until a server counts as dead."""
 HEARTBEAT = 9.0
-"""Seconds until a replica without news sends an empty report."""
+"""Seconds until a replica without changes sends an empty report."""
 _BEATS = 4  # heartbeats that a server sends in `silence` seconds
 _RAY_POLL = 2.0  # seconds between checks of Ray's processes
 _CONNECT_TIMEOUT = 5.0  # seconds that a process of Ray may take to accept a connection

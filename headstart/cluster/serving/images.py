@@ -63,7 +63,7 @@ class ServerImages(ImagePrompts):
         return send_images(self._fingerprint, extras)
 
     def note_encoded(self, group: RequestGroup) -> None:
-        """Note that a replica has the embeddings of a request's images."""
+        """Record that a replica has the embeddings of a request's images."""
         for image in group.images if group.params.is_stored else ():
             key = EncoderKey(group.namespace.salt, bytes.fromhex(image.digest))
             self._encoded.add(key, image.num_tokens)

@@ -111,7 +111,7 @@ async def show_replicas(request: Request) -> Response:
 
 @router.post("/explain")
 async def explain_prompt(body: CachePromptRequest, request: Request) -> Response:
-    """Show how much of a prompt each replica has cached, without running it."""
+    """Show how much of a prompt each replica has cached, without computing it."""
     llm = _llm_of(request)
     prepared = await api.prepare(service_of(request), body, request, begins_reply=True)
     hasher, count = llm.frontend.facts.hasher, len(prepared.prompt_token_ids)

@@ -77,7 +77,7 @@ class CachePublisher:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Note the start of a request, which may change the cache."""
+        """Record the start of a request, which may change the cache."""
         self._num_running += 1
         self._is_busy.set()
         if self._task is None or self._task.done():
@@ -173,7 +173,7 @@ class CachePublisher:
         """Reset the cache; return None if it was not reset.
 
         With tiers, the manager reports the reset only in the next step, so this method reports it.
-        It does so before that step, because a later report would also clear the step's blocks.
+        A report after that step would also clear the step's blocks.
         """
         done = self._llm.engine.reset_prefix_cache(
             reset_running_requests=running, reset_tiers=tiers
@@ -298,7 +298,7 @@ class EngineReplica:
             async with aclosing(self._llm.outputs(group)) as outputs:
                 async for output in outputs:
                     if group not in self._server_of:  # the server is dead
-                        return  # without an error, which Ray would try for a second to send
+                        return  # Ray would try for a second to send an error
                     is_first = not counts
                     part = RequestDelta.of(output, counts, is_first=is_first)
                     if is_first:

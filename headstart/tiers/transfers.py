@@ -548,7 +548,7 @@ class ObjectStore:
     def load(self, key: bytes, job: Job) -> memoryview | None:
         """Return an object; None if it is missing or damaged.
 
-        An object that is missing in the nearest tier is then saved in all tiers.
+        An object that only a farther tier has is then saved in all tiers.
         """
         for index, guarded in enumerate(self._stores):
             data = guarded.call(job, lambda store: self._load(store, key), None)

@@ -20,7 +20,7 @@ INT8_REVISION = 1
 
 _LEVELS = 127  # steps on either side of zero
 _SMALLEST = torch.finfo(torch.float32).tiny
-_LARGEST = float.fromhex("0x1.020406p+121")  # 127 times the next float32 is infinite
+_LARGEST = float.fromhex("0x1.020406p+121")  # 127 times the next larger float32 is infinite
 _CACHE_LINE = 64  # bytes
 _PREFAULTED = 64 << 20  # most bytes of `prefault`
 

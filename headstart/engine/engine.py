@@ -86,9 +86,8 @@ class EngineCore:
         self._runner = Runner(parts, backend, self.adapters, deterministic=config.deterministic)
         self._sampler = Sampler(self.model.vocab_size)
         self._fair_share = FairShare(self.manager, config)
-        # Hooks and loads come first. While a request waits for its inputs, the scheduler does not
-        # query the later limits. If it did, a later limit could make other requests wait for this
-        # request.
+        # Hooks and loads come first: the scheduler does not query the later limits for a request
+        # that waits for its inputs. Otherwise, a later limit could make other requests wait for it.
         loads = self.tiers.loads if self.tiers is not None else None
         limits: list[Limit | None] = [hooks, loads, self.adapters, self.images, self._fair_share]
         self.drafting: Drafting | None = None

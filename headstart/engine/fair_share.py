@@ -22,8 +22,8 @@ position. If its owner has an unfinished prompt at a smaller position, `now` ris
 position.
 
 The order of the queue does not suffice, since prompts are computed in chunks over many steps, and
-better hits are admitted first. So `FairShare` is also a limit: a prompt waits while another owner
-has a prompt with a smaller position that can be computed now. Decoding is never delayed.
+requests with better hits are admitted first. So `FairShare` is also a limit: a prompt waits while
+another owner has a prompt with a smaller position that can be computed now. Decoding never waits.
 
 The limit also reserves space for other owners: blocks, and places among the `max_num_seqs` running
 requests. A request of an owner without running requests may use all free space. Any other request

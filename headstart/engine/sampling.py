@@ -100,7 +100,7 @@ def token_logprobs(
 
 
 class SampledToken(NamedTuple):
-    """A token, and its log-probabilities if requested; `top` begins with its own entry."""
+    """A token, and its log-probabilities if requested; `top` begins with the token's entry."""
 
     token_id: int
     logprob: float | None

@@ -184,7 +184,7 @@ def release_threads() -> None:
 
     GNU's OpenMP retains worker threads for each thread that ever computed in parallel. Workers spin
     before they sleep. If there are more workers than cores, they spin for a shorter time, and
-    waking them delays tokens. Does nothing without such a library.
+    waking them delays tokens.
     """
     soft = 1  # omp_pause_soft
     pause = getattr(_torch_library(), "omp_pause_resource_all", None)

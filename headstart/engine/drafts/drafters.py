@@ -41,7 +41,7 @@ class RepetitionDrafter:
     """
 
     def __init__(self, earlier: Sequence[int] = ()) -> None:
-        # By three tokens: the position after their last occurrence.
+        # The position after the last occurrence of three tokens, by these tokens.
         self._next: dict[tuple[int, ...], int] = {}
         self._tokens = [*earlier, _BORDER]
         self._start = len(self._tokens)

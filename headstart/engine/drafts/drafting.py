@@ -37,7 +37,7 @@ from headstart.engine.step import Batch
 
 _SHARED = 40  # tokens; a shorter prefix is attended to separately by each request
 _EARLIER = 2048  # tokens of another request that drafts are taken from
-# Lengths of drafts. With the undrafted token, a request has 2, 4, 8 or 16 rows: sizes of `RowCost`.
+# Lengths of drafts. With the last token, a request has 2, 4, 8 or 16 rows, as `RowCost` estimates.
 _LENGTHS = (1, 3, 7, 15)
 # If several requests run, a draft must raise the tokens per second by this factor. A smaller gain
 # is lost later: requests with drafts finish first, and the steps of the remaining requests take
@@ -57,9 +57,9 @@ class RowCost:
     long, because two steps of the smaller size would compute as many rows.
 
     A size with fewer than three measured steps is estimated at 1.25 times the next smaller size.
-    This ratio is usual if reading the weights takes most of a step. So drafts are tried first, and
-    measured steps then decide. Every 512 steps, the measured steps of all sizes above the latest
-    step's size are removed, because the contexts or the load of the machine may have changed.
+    This ratio is usual if reading the weights takes most of a step. So drafts are tried at first,
+    and then the measured steps decide. Every 512 steps, the measured steps of all sizes above the
+    latest step's size are removed, because the contexts or the machine's load may have changed.
     """
 
     _PRIOR = 1.25  # expected ratio of a size's seconds to those of the next smaller size

@@ -24,9 +24,9 @@ from headstart.tiers.worker import GuardedStore, StoreChain, Worker
 
 _MAX_QUEUED_BYTES = 256 << 20  # limit of each queue: blocks to save, blocks to take in
 _MIN_QUEUED_BYTES = 16 << 20
-_QUEUE_SHARE = 4  # a queue is the pool's bytes divided by this, between these limits
+_QUEUE_SHARE = 4  # a queue's limit is the pool's bytes divided by this, within the bounds above
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
-_LAST_SAVES = 10.0  # seconds that closing may take, and that clearing waits for the current save
+_LAST_SAVES = 10.0  # seconds that `close` may take, and that `clear` waits for a save
 _TRY_AGAIN = 16  # one of 16 loads that seem too slow is made, to measure the rate
 _SLOWEST = 16.0  # tokens per second that computing is assumed to reach before it is measured
 _OVERHEAD = 0.002  # seconds of a load, besides the time for its bytes

@@ -380,8 +380,8 @@ class LLMEngine(SyncFacade):
     def step(self) -> list[RequestOutput]:
         """Compute one step, and return the outputs of its requests in their `output_kind`.
 
-        If a request fails, the outputs of the others are returned first; the next call raises its
-        EngineError. If Ctrl-C interrupts the call, the next call returns the outputs.
+        If a request fails, the outputs of other requests are returned first. The next call raises
+        the EngineError. If Ctrl-C interrupts the call, the next call returns the outputs.
         """
         self.engine.require_open()
         if not self._pending:

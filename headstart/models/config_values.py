@@ -17,8 +17,8 @@ _LENGTH_NAMES = (
     *("seq_length", "n_ctx"),
 )
 _UNKNOWN_LENGTH = 2048
-# Largest number of tokens. A longer context from rotary scaling is ignored, since the factor in a
-# damaged file may be infinite.
+# Largest number of tokens. Rotary scaling beyond it is ignored, since the factor in a damaged file
+# may be infinite.
 _MOST_TOKENS = 1 << 31
 
 

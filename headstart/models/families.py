@@ -39,7 +39,7 @@ def _enabled_window(config: Any) -> int | None:
 
 
 def _qwen_layers(config: Any) -> list[LayerShape]:
-    """Return layers; by default, those from `max_window_layers` on have a sliding window."""
+    """Return layers; by default, layers from `max_window_layers` on have a sliding window."""
     kinds = config.layer_types or [
         "full_attention" if index < config.max_window_layers else "sliding_attention"
         for index in range(config.num_hidden_layers)
@@ -48,7 +48,7 @@ def _qwen_layers(config: Any) -> list[LayerShape]:
 
 
 def _smollm3_layers(config: Any) -> list[LayerShape]:
-    """Return layers; by default, every fourth has no rotary positions."""
+    """Return layers; by default, every fourth layer has no rotary positions."""
     rotates = config.no_rope_layers
     if rotates is None:
         interval = config.no_rope_layer_interval

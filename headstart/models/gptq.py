@@ -154,7 +154,7 @@ def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 def _divide_norm(
     weight: Tensor, kind: NormKind, units: Tensor, stored_dtype: torch.dtype
 ) -> Tensor:
-    """Divide a norm's weight in place and round it for storage; return the units that result."""
+    """Divide a norm's weight in place and round it for storage; return the exact units."""
     offset = 1.0 if kind == "gemma" else 0.0  # Gemma multiplies by 1 + weight
     divided = ((weight + offset) / units - offset).to(stored_dtype).float()
     exact = (weight + offset) / (divided + offset)

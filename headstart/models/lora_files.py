@@ -1,9 +1,9 @@
 """LoRA adapters in PEFT's files. An adapter that is not fully supported is refused.
 
 `adapter_config.json` has the layers that an adapter changes, their ranks and scales. Training
-options are ignored. Options that do more than add `B @ A` to linear layers are refused unless their
-value is false or empty. The same holds for options that are unknown, such as those of a later PEFT.
-Source: PEFT 0.18, `LoraConfig`, `check_target_module_exists`, `get_pattern_key`.
+options are ignored. Unknown options, and options that do more than add `B @ A` to linear layers,
+are refused unless their value is false or empty. Source: PEFT 0.18, `LoraConfig`,
+`check_target_module_exists`, `get_pattern_key`.
 
 An adapter's identity is a digest of the names, shapes, scales and bytes of its matrices, each field
 with its length in front. It does not cover the adapter's name, path and training settings. So the

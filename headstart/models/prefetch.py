@@ -1,4 +1,4 @@
-"""Preparation of a model's files and memory while torch is imported; does not import torch.
+"""Preparation of a model's files and memory during the import of torch. Must not import torch.
 
 Importing torch occupies one core for seconds. Meanwhile a thread lets the system read the weight
 files ahead, and touches the memory for packed weights. The system clears each page when it is first

@@ -247,8 +247,8 @@ class GGUFCheckpoint(Checkpoint):
                 self._tensors[name] = tensor
         rotated, query = metadata.get("rope.dimension_count"), self.shapes.get(_QUERY)
         if self._architecture in ("qwen35", "gemma4"):
-            # Qwen3.5 rotates only a part of each head. In Gemma 4, the number is for layers with
-            # full attention, and layer 0 has a sliding window.
+            # Qwen3.5 rotates only a part of each head. Gemma 4's rope.dimension_count is for layers
+            # with full attention, and layer 0 has a sliding window.
             rotated = None
         if rotated is not None and query is not None and rotated * heads != query[0]:
             raise UnsupportedLayerError(f"only {rotated} elements of each head are rotated")

@@ -1,4 +1,4 @@
-"""The tensors that store each quantized weight of a checkpoint; checks that they fit together.
+"""The tensors that store each quantized weight of a checkpoint, and checks that they fit together.
 
 A torchao weight `a.weight` has these tensors:
 

@@ -92,10 +92,9 @@ class Grouped(NamedTuple):
         """Return the weight with the same values; None if its bits or groups are not supported.
 
         Each output has a unit, a power of two. Steps and starts are divided by it and rounded to
-        float16. The unit brings the output's largest step into the range 1024 to 2048, so that
-        float16 can store the starts. With 8 bits, the range is 128 to 256. A step that was float16
-        stays exact unless the output's largest step exceeds it by a factor of more than 2**24. With
-        8 bits, the factor is 2**21.
+        float16. The unit brings the output's largest step into the range 1024 to 2048 (128 to 256
+        with 8 bits), so that float16 can store the starts. A step that was float16 stays exact
+        unless the largest step is more than 2**24 times as large (2**21 with 8 bits).
         """
         inputs = len(self.groups)
         padded = nn.functional.pad(self.groups, (0, -inputs % GROUP), value=-1).view(-1, GROUP)

@@ -48,7 +48,7 @@ def compile_layers(
         for module in layer.modules()
         if isinstance(module, nn.Linear | Linear)
     ]
-    # Without AMX, products with integer weights take float32 rows; bfloat16 rows are converted.
+    # Without AMX, products with integer weights take float32 rows, so bfloat16 rows are converted.
     in_float32 = dtype == torch.bfloat16 and all(
         isinstance(module, Linear) and module.matrix.computes_float32 for module in linears
     )

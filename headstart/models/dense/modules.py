@@ -54,7 +54,7 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
         powers = torch.arange(0, width, 2, dtype=torch.float32) / width
         frequencies = Frequencies(1.0 / parameters["rope_theta"] ** powers)
     elif rope == "proportional":
-        # The first pairs have the frequencies of a fully rotated head. The others have frequency 0.
+        # The first pairs have the frequencies of a fully rotated head. Other frequencies are 0.
         count = int(part * head_dim // 2)
         powers = torch.arange(0, 2 * count, 2, dtype=torch.float32) / head_dim
         rotated = 1.0 / parameters["rope_theta"] ** powers / parameters.get("factor", 1.0)

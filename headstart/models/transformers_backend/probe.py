@@ -185,7 +185,7 @@ _REASONS = {
 # second step has one row, which reads all earlier tokens from memory.
 _CUTS = ((0, 7, 8, 24), (0, 5, 6, 13), (0, 2, 3, 9), (0, 9, 10, 12), (0, 12, 13, 17))
 _BLOCK = 4
-# Logits of a row that are compared. An error before the LM head shows in any part of them.
+# The number of logits of a row to compare. An error before the LM head changes all logits.
 _LOGITS = 8192
 # The tolerance, as a multiple of the effect of two units in the last place of attention.
 _NOISE_FACTOR = 4.0

@@ -450,9 +450,9 @@ class CallFormat:
     detokenized even if they are special tokens. id_length: length of a call's id, if the chat
     template prescribes it.
 
-    A forced answer is `head`, the calls separated by `between`, and `tail`. A call is `opening`
-    with the JSON name in place of {name}, the arguments, and `closing`. If `between` is None, the
-    answer has one call.
+    A forced answer is `head`, the calls separated by `between`, and `tail`. If `between` is None,
+    the answer has one call. A call is `opening`, the arguments, and `closing`. In `opening`, the
+    tool's name in JSON replaces {name}.
     """
 
     read: Callable[[Source, Container[str]], Reading[None]]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _LONG = 1 << 15  # bytes; longer bodies are parsed in a thread
 _MAX_VALUES = 1 << 20  # in a body; parsing them blocks all threads for up to 0.1 s
-# Maximum number of objects in a body, and of lists. Some APIs process them in the event loop.
+# Limit for the objects and for the lists in a body. Some APIs process them in the event loop.
 _MAX_OBJECTS = 20_000
 
 
@@ -75,7 +75,7 @@ def _parse_body(kind: type[Body], data: bytes) -> Body:
     except json.JSONDecodeError as error:
         problem = {"type": "json_invalid", "loc": (error.pos,), "ctx": {"error": error.msg}}
         raise RequestValidationError([problem]) from error
-    except (ValueError, RecursionError) as error:  # no UTF-8, too many digits, too many brackets
+    except (ValueError, RecursionError) as error:  # not UTF-8, too many digits or brackets
         raise ApiError(400, "the body is not readable JSON") from error
     for container, bracket, name in ((dict, b"{", "objects"), (list, b"[", "lists")):
         if data.count(bracket) > _MAX_OBJECTS < _count(value, container):
@@ -163,7 +163,7 @@ async def list_models(request: Request) -> Response:
 async def show_model(name: str, request: Request) -> Response:
     """Show the model, or an adapter."""
     service = base_service_of(request)
-    service.adapter(name)  # raises ApiError for another name
+    service.adapter(name)  # raises ApiError for an unknown name
     return JsonResponse(next(card for card in _cards(service) if card["id"] == name))
 
 
@@ -205,7 +205,7 @@ def create_speech_app(
     options: ServerOptions | None = None,
     tenants: Tenants | None = None,
 ) -> FastAPI:
-    """Return an ASGI application for a model that speaks. Arguments as for `create_app`."""
+    """Return an ASGI application for a model with speech output. Arguments as for `create_app`."""
     options = options or ServerOptions()
     service = SpeechService(omni, name, options, tenants or open_tenants(options))
     app = _Application(service, _SPEECH_ROUTERS)

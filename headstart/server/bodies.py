@@ -175,7 +175,7 @@ class ClientTool(Body):
         kind = value.get("type", cls.types[-1]) if isinstance(value, dict) else cls.types[-1]
         if kind in cls.types:
             return value
-        allowed = f"allowed: {cls.types[-1]!r}, your own tool"
+        allowed = f"allowed: {cls.types[-1]!r} (your own tool)"
         raise refuse(f"{describe(kind)} does not run here; {allowed}", "type", "not_here")
 
 

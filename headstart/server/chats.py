@@ -158,7 +158,7 @@ def _check(fields: Mapping[str, Any], names: Set[str], path: str, template: str)
 def template_text(
     tokenizer: PreTrainedTokenizerBase, chat_template: str | None, with_tools: bool
 ) -> str:
-    """Return the text of the chat template; "" without one, which the engine reports later."""
+    """Return the chat template; "" if there is none. The engine reports a missing one later."""
     try:
         text: str = tokenizer.get_chat_template(chat_template, [{}] if with_tools else None)
     except ValueError:

@@ -44,7 +44,7 @@ _INSTEAD = refusals(
             "/v1/embeddings /v2/embed /pooling /score /v1/score /rerank /v1/rerank /v2/rerank "
             "/classify /generative_scoring"
         ),
-        "for speech call `/v1/chat/completions` of a model that speaks": (
+        "for speech call `/v1/chat/completions` of a model with speech output": (
             "/v1/audio/transcriptions /v1/audio/translations /v1/audio/speech"
         ),
         "adapters are loaded at startup, with `--lora-modules NAME=PATH`": (
@@ -192,7 +192,7 @@ def _read_validation(error: RequestValidationError) -> ApiError:
 
 
 def _describe(error: Mapping[str, Any]) -> str:
-    """Return pydantic's text, or our own for a missing or unknown `type`."""
+    """Return pydantic's text, or a clearer one for a missing or unknown `type`."""
     if error["type"] == "union_tag_invalid":
         context = error["ctx"]
         return f"the type is {context['tag']!r}; allowed: {context['expected_tags']}"

@@ -50,7 +50,7 @@ _HEAD_SECONDS = 75
 Clients close idle connections earlier (httpx after 5 s, aiohttp after 15 s). If the server closed
 them first, a request sent at that moment would fail with "connection reset".
 """
-_BUFFER = 64 << 10  # bytes of a request's head, and of an answer that waits to be sent
+_BUFFER = 64 << 10  # limit, in bytes, of a request's head and of an answer's unsent part
 _MAX_CONNECTIONS = 1 << 16
 _BACKLOG = 2048  # connections that wait to be accepted
 _TICK = 0.05  # seconds between two checks
@@ -80,7 +80,7 @@ def listen(options: ServerOptions) -> socket.socket:
             ) from error
     try:
         info = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-        if options.port:  # check that it is free: SO_REUSEPORT lets a user's servers share a port
+        if options.port:  # check that it is free, as SO_REUSEPORT lets servers share a port
             socket.create_server(info[4][:2], family=info[0]).close()
         listener = socket.socket(info[0], socket.SOCK_STREAM)
         # SO_REUSEPORT allows a restart while the system still closes a killed server's connections.

@@ -10,7 +10,7 @@ from headstart.validation import Number, OneOf, check_fields, describe, option
 
 _COUNTS = Number(int, 1)
 MOST_LOGGED = 2048
-"""Characters of a prompt or an answer in a line of the log."""
+"""Maximum number of characters of a prompt or an answer in a log line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class ServerOptions:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free port", Number(int, 0, 65_535))
     served_model_name: str | None = option(
-        None, "the model's name in the API; default: the name given to load it"
+        None, "the model's name in the API; default: the name or path of the loaded model"
     )
     model_alias: tuple[str, ...] = option(
         (), "a further name of the model in the API; may be given several times"

@@ -415,8 +415,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
             if priority < 0 and call is not None and not call.tenant.is_admin:
                 raise ApiError(
                     403,
-                    f"priority is {priority}; allowed: at least 0, or a key that was made with "
-                    "--admin",
+                    f"priority is {priority}; allowed without an administrator's key: at least 0",
                     param="priority",
                 )
             self.calls.count_prompt()

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` of a model that speaks: text or speech, whole or streamed.
+"""`POST /v1/chat/completions` of a model with speech output, whole or streamed.
 
 With the modality "audio" an answer has OpenAI's `audio`: the speech in base64, its transcript, and
 an id by which later messages may refer to it.
@@ -56,7 +56,7 @@ MAX_SECONDS = 600
 MAX_SAMPLES = 2**26
 """Maximum number of samples in all channels of a sound: 256 MiB."""
 RATES = range(1_000, 768_001)
-"""Allowed samples per second of a file. The time to resample grows with the ratio of the rates."""
+"""Allowed sampling rates of a file. Resampling time grows with the ratio to the model's rate."""
 MAX_PIXELS = 2**25
 """Maximum number of pixels of an image."""
 MAX_ITEMS = 32
@@ -94,7 +94,7 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
             if not 0 < seconds <= MAX_SECONDS or file.frames * file.channels > MAX_SAMPLES:
                 raise RequestError(
                     f"a sound has {seconds:g} s in {file.channels} channels; allowed: up to "
-                    f"{MAX_SECONDS} s, and {MAX_SAMPLES:,} samples of all channels"
+                    f"{MAX_SECONDS} s, and {MAX_SAMPLES:,} samples in all channels"
                 )
             channels = file.read(dtype="float32", always_2d=True)
             samples: NDArray[np.float32] = soxr.resample(
@@ -255,14 +255,14 @@ _REFUSED = (
     *("documents", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
     *("return_progress", "prediction"),
 )
-"""Fields of a chat that have no effect on a speaking model."""
+"""Fields of a chat that have no effect on a model with speech output."""
 _UNSET: tuple[Any, ...] = (None, False, [], {}, "none")
 _LONG = 2**16
 """Samples of speech whose encoding blocks the event loop for milliseconds."""
 
 
 class SpeechService(BaseService["AsyncOutputStream[OmniOutput]", "OmniOutput"]):
-    """A speaking model behind the server."""
+    """A model with speech output behind the server."""
 
     def __init__(
         self, omni: AsyncOmni, name: str, options: ServerOptions, tenants: Tenants
@@ -303,7 +303,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     service.adapter(body.model)
     _check_fields(body)
     form = _read_form(body)
-    params = _read_params(service, body, speaks=form is not None)
+    params = _read_params(service, body, with_speech=form is not None)
     salt = service.salt(request, body.salt)
     service.check_ready()
     prompt = await asyncio.to_thread(
@@ -328,12 +328,12 @@ def _check_fields(body: ChatCompletionRequest) -> None:
     if body.response_format is not None and body.response_format.type == "text":
         fields.remove("response_format")
     if fields:
-        text = f"{fields[0]} is set; allowed for a model that speaks: none"
+        text = f"{fields[0]} is set; allowed for a model with speech output: none"
         raise ApiError(400, text, param=fields[0])
     for name, value in (("priority", 0), ("add_generation_prompt", True)):
         actual = getattr(body, name)
         if actual is not None and actual != value:
-            text = f"{name} is {actual}; allowed for a model that speaks: {value}"
+            text = f"{name} is {actual}; allowed for a model with speech output: {value}"
             raise ApiError(400, text, param=name)
 
 
@@ -342,7 +342,7 @@ def _read_form(body: ChatCompletionRequest) -> str | None:
     if "audio" in (body.modalities or ()):
         form = body.audio.format if body.audio is not None else "wav"
         if body.stream and form != "pcm16":
-            text = f"audio.format is {form!r}; allowed: pcm16 with stream"
+            text = f"audio.format is {form!r}; allowed with stream: pcm16"
             raise ApiError(400, text, param="audio.format")
         return form
     if body.audio is not None:
@@ -352,7 +352,7 @@ def _read_form(body: ChatCompletionRequest) -> str | None:
 
 
 def _read_params(
-    service: SpeechService, body: ChatCompletionRequest, *, speaks: bool
+    service: SpeechService, body: ChatCompletionRequest, *, with_speech: bool
 ) -> OmniParams:
     omni = service.omni.omni
     voice = body.audio.voice if body.audio is not None else None
@@ -366,7 +366,7 @@ def _read_params(
         text=replace(omni.text_params, **sampling),
         speech=speech,
         voice=voice,
-        audio=speaks,
+        audio=with_speech,
         seed=body.seed or 0,
     )
 
@@ -434,12 +434,12 @@ class _Answer(Chunks):
 
     def read(self, output: Any) -> Iterable[bytes]:
         """Yield the events of an output, which has the whole answer so far."""
-        speaks = self._form is not None
+        with_speech = self._form is not None
         self.usage.count(output)
         if text := output.text[self._num_sent :]:
             self._num_sent += len(text)
-            yield self._delta(self._audio(transcript=text) if speaks else {"content": text})
-        chunks = output.audio_chunks[self._num_chunks :] if speaks else ()
+            yield self._delta(self._audio(transcript=text) if with_speech else {"content": text})
+        chunks = output.audio_chunks[self._num_chunks :] if with_speech else ()
         self._num_chunks += len(chunks)
         for chunk in chunks:
             if len(chunk):
@@ -447,7 +447,7 @@ class _Answer(Chunks):
                 yield self._delta(self._audio(data=data))
         if output.finished:
             last = {}
-            if speaks:
+            if with_speech:
                 expires_at = self._transcripts.add(self._salt, self._name, output.text)
                 last = self._audio(expires_at=expires_at)
             yield self._delta(last, output.finish_reason)

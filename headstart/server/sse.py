@@ -76,7 +76,7 @@ def frame(data: Any, event: str | None = None) -> bytes:
 
 
 async def read_whole(outputs: Sequence[RequestOutput], make: Callable[[], Answer]) -> Answer:
-    """Return the result of `make`, which parses `outputs`; in a thread if they are long."""
+    """Return `make()`, which parses `outputs`. Run it in a thread if the outputs are long."""
     size = 0
     for output in outputs:
         size += sum(len(entry or ()) for entry in output.prompt_logprobs or ())
@@ -105,7 +105,7 @@ class AnswerEvents(ABC):
         """Return the events that report an error."""
 
     async def read_all(self, output: Any) -> list[bytes]:
-        """Return the events of the next output; in a thread if the output is long."""
+        """Return the events of the next output. Run `read` in a thread if the output is long."""
         return await read_whole([output], lambda: list(self.read(output)))
 
     async def stream(self, outputs: AsyncGenerator[Any]) -> AsyncGenerator[bytes]:

@@ -30,7 +30,7 @@ class _Entry(NamedTuple, Generic[Value]):
 class TenantStore(Generic[Value]):
     """Values by tenant and name, with limits of their number, bytes and age.
 
-    Beyond a limit, the oldest value of the tenant with most values (or most bytes) is removed, so
+    Beyond a limit, the oldest value of the tenant with the most values (or bytes) is removed, so
     that one tenant cannot displace the values of others. Thread-safe.
     """
 

@@ -5,9 +5,9 @@ The server makes the salts, so a request cannot choose whose cache it reads:
     a tenant's salt               HMAC(secret, kind, name)
     with a salt in the body       tenant's salt + "/" + HMAC(secret, kind, name, salt in the body)
 
-Every field is framed by its length, and the kind (group, key, operator) separates a group from a
-key of the same name. The salt is part of the identity of K/V, of image embeddings, of stored chats
-and of stage outputs. The secret is on disk (see `keys`), so salts survive a restart.
+Each HMAC field follows its length. The kind (group, key, operator) separates a group from a key of
+the same name. The salt is part of the identity of K/V, of image embeddings, of stored chats and of
+stage outputs. The secret is on disk (see `keys`), so salts survive a restart.
 
 Without keys all requests belong to the tenant `EVERYBODY`, and use the salts of their bodies.
 """
@@ -124,7 +124,7 @@ def open_tenants(options: ServerOptions, address: str = "127.0.0.1") -> Tenants:
     """
     folder = KeyFolder(options.keys_folder)
     is_open = not ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    reach = f"others can reach host {describe(options.host)}"
+    reach = f"other machines can reach host {describe(options.host)}"
     if options.api_keys is False and is_open:
         text = f"api_keys is off and {reach}; allowed: on, or a loopback address as host"
         raise ConfigError(text)

@@ -55,7 +55,7 @@ def report_hosted(tools: Sequence[Any] | None, request: Request, function_type: 
     hosted = {i: tool.type for i, tool in enumerate(tools or ()) if isinstance(tool, HostedTool)}
     if hosted and len(hosted) == len(tools or ()):
         index, kind = next(iter(hosted.items()))
-        text = f"{describe(kind)} does not run here; allowed: {function_type!r}, your own tool"
+        text = f"{describe(kind)} does not run here; allowed: {function_type!r} (your own tool)"
         raise ApiError(400, f"tools[{index}].type: {text}", param=f"tools[{index}].type")
     if hosted:
         names = ", ".join(f"tools[{index}] {kind}" for index, kind in hosted.items())
@@ -162,8 +162,9 @@ def force_calls(
 ) -> StructuredOutputsParams:
     """Return the grammar of an answer that must call tools, in the model's own format.
 
-    Reasoning may precede the call only if the prompt began it; otherwise a model could reason until
-    `max_tokens`. special: ids of the special tokens. Raises RequestError.
+    If the prompt began reasoning, the answer may continue it. Otherwise the answer begins with a
+    call, since a model could reason until `max_tokens`. special: ids of the special tokens. Raises
+    RequestError.
     """
     names = use.names if use.name is None else {use.name}
     tools = [tool for tool in use.tools if tool.name in names]
@@ -187,7 +188,7 @@ def force_calls(
 def after_reasoning(
     form: StructuredOutputsParams, special: Mapping[str, int]
 ) -> StructuredOutputsParams | None:
-    """Return `form` preceded by the reasoning that the prompt began; None if it is not JSON."""
+    """Return `form` preceded by the reasoning that the prompt began; None if `form` is not JSON."""
     kind, text, whitespace = form.constraint
     if kind != "json":
         return None

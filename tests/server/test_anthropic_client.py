@@ -367,7 +367,7 @@ BAD = [
     (
         {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
         400,
-        "tools.0.type: 'web_search_20250305' does not run here; allowed: 'custom', your own tool",
+        "tools.0.type: 'web_search_20250305' does not run here; allowed: 'custom' (your own tool)",
     ),
     ({"cache_salt": "\ud800"}, 400, "cache_salt: Input should be a valid string, unable to parse"),
 ]

@@ -86,7 +86,7 @@ def test_names_that_are_no_fields(part: str) -> None:
         ({"tool_choice": "a"}, "tool_choice",
          "tool_choice: Input should be 'none', 'auto' or 'required'"),
         ({"tools": [{"type": "file_search", "ids": []}]}, "tools[0].type",
-         "tools[0].type: 'file_search' does not run here; allowed: 'function', your own tool"),
+         "tools[0].type: 'file_search' does not run here; allowed: 'function' (your own tool)"),
     ],
 )  # fmt: skip
 def test_a_field_that_is_not_known(given: dict[str, Any], param: str, says: str) -> None:
@@ -143,7 +143,7 @@ def post(server: Running, path: str, **body: Any) -> httpx.Response:
          "best_of is 3; allowed: null, or 1 (the value of n)"),
         ("completions", {"prompt": []}, "prompt", "prompt has 0 entries"),
         ("completions", COMPLETION | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs",
-         "prompt_logprobs is 1 and stream true"),
+         "prompt_logprobs is 1 and stream is true"),
         ("completions", COMPLETION | {"logprobs": 21}, "logprobs", "logprobs: Input should be"),
         ("chat/completions", CHAT | {"prompt_logprobs": -1}, "prompt_logprobs",
          "prompt_logprobs: Input should be greater than or equal to 0"),

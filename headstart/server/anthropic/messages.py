@@ -220,7 +220,7 @@ class _Message(AnswerEvents):
         lengths: Mapping[str, int],
         request_id: str,
     ) -> None:
-        """Begin a message. lengths: see `created_tokens`. request_id: as in headers and the log."""
+        """Begin a message. lengths: see `created_tokens`. request_id: for errors."""
         self._prepared = prepared
         self._parser = prepared.dialect.parser()
         self._usage = Usage()

@@ -17,10 +17,9 @@ from headstart.server.cache.traffic import Closest, PastPrompt, Tokens, Traffic,
 _BEFORE, _AFTER = 64, 512  # tokens to decode before and after a difference
 _MOST_CAUSES = 10
 _LONGEST_WORD = 16  # tokens
-# Prompts with retrieved passages may differ only in the order of the passages. Then each prompt has
-# the other prompt's next passage at least `_MOVED` tokens after the difference. The comparison uses
-# the tokens `_NUMBER` to `_HEAD` of the passage. The tokens before `_NUMBER` may be the number of
-# the passage, such as "[1]".
+# Two prompts may differ only in the order of retrieved passages. Then the passage that one prompt
+# has at the difference occurs in the other prompt, at least `_MOVED` tokens later. The passages'
+# tokens from `_NUMBER` to `_HEAD` are compared. Earlier tokens may be a number, such as "[1]".
 _NUMBER, _HEAD, _MOVED = 8, 40, 64
 
 
@@ -185,8 +184,8 @@ def _describe_salts(prompts: Sequence[PastPrompt]) -> dict[str, Any] | None:
         "salts": salts,
         "tokens_computed_again": saved,
         "advice": (
-            f"{equals} an earlier prompt under another salt (up to {salts:,} salts), and salts "
-            f"share no K/V: one salt would have saved {saved:,} tokens"
+            f"{equals} an earlier prompt under another salt (up to {salts:,} salts per prompt), "
+            f"and salts share no K/V: one salt would have saved {saved:,} tokens"
         ),
     }
 
@@ -232,7 +231,7 @@ _IDS = re.compile(
 )
 _KEYS = re.compile(r'"([^"\\]{1,80})"\s*:')
 _TOOL_WORDS = re.compile(r'"(parameters|input_schema|function)"')
-_NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # of tools, whose keys are all the same
+_NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # tools have equal keys, but different names
 
 
 class Difference(NamedTuple):

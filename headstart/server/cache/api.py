@@ -118,7 +118,7 @@ async def reset_cache(request: Request, body: CacheResetRequest | None = None) -
     """Empty the cache. Status 409 while requests run, unless `reset_running_requests` is set."""
     service = service_of(request)
     options = body or CacheResetRequest()
-    is_empty = True  # also if the call raises, since only a tier fails, after the pool was emptied
+    is_empty = True  # stays True if a tier raises: the pool is empty by then
     try:
         is_empty = await service.llm.reset_prefix_cache(
             reset_running_requests=options.reset_running_requests,

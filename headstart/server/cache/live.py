@@ -270,8 +270,8 @@ def count_hits(
     """Count the prompts that hit the first block of each segment, by the segment's index.
 
     indices: the segments to count and all their parents, parents first. The keys of a segment are
-    compared with the tokens of the prompts. So a segment has no hits if its keys contain more than
-    tokens: an image, or the salt after a public prefix.
+    compared with the tokens of the prompts. So a segment has no hits if its keys also contain an
+    image, or the salt after a public prefix.
     """
     cached: dict[Namespace, list[bytes]] = {segments[index].namespace: [] for index in indices}
     for prompt in prompts:

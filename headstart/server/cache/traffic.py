@@ -25,7 +25,7 @@ _LOST = (MissReason.EVICTED, MissReason.UNSEEN, MissReason.TOKEN)
 """Reasons that the cache may report for an evicted prefix."""
 _DIFFERENT = (MissReason.TOKEN, MissReason.ITEM, MissReason.UNSEEN)
 """Reasons that the cache may report for a prompt that differs from all cached prompts."""
-_FAR = 2048  # how many more tokens to search in the earlier prompt than in the new prompt
+_FAR = 2048  # tokens of the earlier prompt to search beyond the length of the new tokens
 _SPAN = 8  # least length of a run of repeated tokens
 _WEIGHTS: NDArray[np.int64] = np.array([31**n for n in range(_SPAN)], np.int64)
 _ONES: NDArray[np.int64] = np.ones(_SPAN, np.int64)
@@ -83,7 +83,7 @@ class Closest(NamedTuple):
         """Return how many of the common tokens were evicted: all beyond `num_cached`, or none.
 
         The cache remembers only some evictions. For other evicted prefixes it reports another
-        reason of `_LOST`. With such a reason, the tokens count as evicted if the earlier prompt was
+        reason in `_LOST`. With such a reason, the tokens count as evicted if the earlier prompt was
         computed before the lookup.
         """
         if missed is None or missed.reason not in _LOST:
@@ -200,7 +200,7 @@ class TenantTraffic:
     """The most recent prompts of each tenant, in separate `Traffic` objects. Not thread-safe.
 
     In a shared `Traffic`, one tenant's prompts would displace another's, and the advice would show
-    a tenant how many prompts the others sent. Beyond `MAX_TENANTS`, the prompts of the least
+    a tenant how many prompts other tenants sent. Beyond `MAX_TENANTS`, the prompts of the least
     recently active tenant are dropped.
     """
 

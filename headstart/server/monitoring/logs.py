@@ -51,11 +51,11 @@ _PARTS = {
     "gen_ai.latency.time_in_model_decode": ("first", "last"),
     "gen_ai.latency.time_in_model_inference": ("start", "last"),
 }
-"""Begin and end of each span within a request, and of each of vLLM's times."""
+"""Begin and end of each span within a request, and of each latency attribute of vLLM."""
 
 
 def open_tracer(endpoint: str | None, model: str) -> Tracer | None:
-    """Return a tracer that sends to an OTLP endpoint, over HTTP; None for no endpoint.
+    """Return a tracer that sends spans to an OTLP endpoint over HTTP; None without an endpoint.
 
     Raises ConfigError without the packages of OpenTelemetry.
     """

@@ -84,8 +84,8 @@ class _Registry:
     def make(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
         """Return a metric with the label `model_name` and then `labels`.
 
-        Without `labels`, the model's name is already set. If `labels` has one name, increase the
-        metric by `count`.
+        Without `labels`, the model's name is already set. If `labels` has one name, the method
+        `count` increases the metric.
         """
         metric = kind(name, text, ["model_name", *labels], registry=self.registry, **options)
         return metric if labels else metric.labels(self._model)
@@ -141,8 +141,8 @@ class Metrics(_Registry):
     ) -> None:
         """Count an answered request.
 
-        age: seconds since the arrival of the prompt that it hit, or None. num_regretted: computed
-        tokens that had been cached and were evicted.
+        age: seconds since the arrival of the prompt that the request hit, or None. num_regretted:
+        computed tokens that had been cached and were evicted.
         """
         self._count(request)
         self._counters["regretted"].inc(num_regretted)
@@ -219,7 +219,7 @@ class SpeechMetrics(_Registry):
 
 
 _MOST_REQUESTS = 200  # ended requests to show on the page
-_DELAY = 0.02  # seconds before recording, so that it does not delay the clients' next requests
+_DELAY = 0.02  # seconds before recording, which would delay the clients' next requests
 _MOST_ENDED = 1024  # ended requests that may wait for their recording
 
 

@@ -224,7 +224,7 @@ class SamplingFields(CacheFields):
             text = 'stream_options is set without a stream; allowed: only with "stream": true'
             raise refuse(text, "stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            text = f"prompt_logprobs is {self.prompt_logprobs} and stream true"
+            text = f"prompt_logprobs is {self.prompt_logprobs} and stream is true"
             raise refuse(f"{text}; allowed: one of them", "prompt_logprobs")
         return self
 
@@ -244,7 +244,7 @@ class SamplingFields(CacheFields):
 
     @property
     def names(self) -> dict[str, str]:
-        """Return the names in this API of the fields of `SamplingParams`, where they differ."""
+        """This API's names of `SamplingParams` fields, for the fields whose names differ."""
         return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
 

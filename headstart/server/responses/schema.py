@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's Responses API, and their conversion to chats.
 
-A field that is not declared here is refused. Examples are the fields for OpenAI's stored prompts
-and conversations. Fields without meaning for a server of one model are accepted without effect.
+Fields that are not declared here, such as `conversation`, are refused. Fields without meaning for a
+server of one model are accepted without effect.
 """
 
 from __future__ import annotations

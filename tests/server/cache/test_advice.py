@@ -70,6 +70,6 @@ def test_equal_prompts_under_several_salts_are_one_piece_of_advice() -> None:
     saved = 2 * (len(REST) - 1)
     assert (salts["prompts"], salts["salts"], salts["tokens_computed_again"]) == (2, 3, saved)
     assert salts["advice"] == (
-        "2 prompts equal an earlier prompt under another salt (up to 3 salts), and salts share no "
-        f"K/V: one salt would have saved {saved} tokens"
+        "2 prompts equal an earlier prompt under another salt (up to 3 salts per prompt), and "
+        f"salts share no K/V: one salt would have saved {saved} tokens"
     )

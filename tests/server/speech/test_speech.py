@@ -248,14 +248,14 @@ class TestMedia:
         [
             ("a", {"modalities": BOTH, "audio": {"voice": "Zoe"}}, "there is no voice 'Zoe'"),
             ("a", {"audio": {"format": "wav"}}, "allowed with modalities"),
-            ("a", {"modalities": BOTH, "stream": True}, "allowed: pcm16 with stream"),
+            ("a", {"modalities": BOTH, "stream": True}, "allowed with stream: pcm16"),
             ("a", {"modalities": BOTH, "audio": {"format": "aac"}}, "audio.format"),
             ("a", {"n": 2}, "allowed: 1 for a spoken"),
-            ("a", {"logprobs": True}, "allowed for a model that speaks: none"),
+            ("a", {"logprobs": True}, "allowed for a model with speech output: none"),
             (
                 "a",
                 {"tools": [{"type": "function", "function": {"name": "f"}}]},
-                "allowed for a model that speaks: none",
+                "allowed for a model with speech output: none",
             ),
             ("a", {"max_tokens": 0}, "max_tokens"),
             ("a" * 40_000, {}, "max_model_len"),

@@ -154,7 +154,7 @@ def test_others_are_not_let_in_without_keys(folder: KeyFolder, keys: tuple[str, 
     where = ["--port", "0", "--keys-folder", str(folder.folder)]
     open_to_all = ["serve", "--model", "/no/such/model", "--host", "0.0.0.0", *where, *keys]
     result = CliRunner().invoke(main, open_to_all)
-    assert result.exit_code == 2 and "others can reach host '0.0.0.0'" in result.stderr
+    assert result.exit_code == 2 and "other machines can reach host '0.0.0.0'" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from headstart.weights.bf16 import PackedWeight
 MOST_INPUTS = 32_768
 """The most inputs of a `GreedyHead`: sums of this many 8-bit products fit in 32 bits."""
 _LONGEST_PAUSE = 255  # steps
-_FEW = 32  # a few of a mask's bytes are at most 1 / 32 of them
+_FEW = 32  # few: at most 1 / 32 of the bytes of a mask
 # For each byte of a mask, eight bounds: NaN where the bit is set, else minus infinity. `fmin` of a
 # logit and NaN is the logit.
 _BOUNDS = np.where(

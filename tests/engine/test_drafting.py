@@ -469,8 +469,8 @@ def test_repetitions_are_followed_to_the_next_difference(tokens: list[int], coun
     sequence, drafter = TokenSequence("a", tokens[:1]), RepetitionDrafter()
     place, may_skip = 0, False  # 0: nothing is repeated
     for length, token in enumerate([*tokens[1:], 0], 1):
-        last = tokens[length - 3 : length]
-        starts = [i for i in range(3, length) if tokens[i - 3 : i] == last] if length > 3 else []
+        last = tokens[length - 2 : length]
+        starts = [i for i in range(2, length) if tokens[i - 2 : i] == last] if length > 2 else []
         if place and tokens[place] == last[-1]:
             place, may_skip = place + 1, True
         elif starts:

@@ -8,7 +8,8 @@ from headstart.cache import KVCacheManager, TokenSequence
 from headstart.tiers.worker import Job
 
 _BORDER = -1  # between the tokens of two requests
-_MATCH = 3  # tokens that must be equal before a draft
+_REPEATED = 2  # tokens that must occur before a draft that repeats what followed them
+_EXPECTED = 3  # tokens that must occur in an expected answer before a draft continues there
 _DECAY = 0.8  # each compared token reduces the weight of earlier tokens by this factor
 
 
@@ -31,21 +32,21 @@ class TreeDrafter:
 
 
 class RepetitionDrafter:
-    """Drafter of the tokens after the last occurrence of the latest three tokens.
+    """Drafter of the tokens after the last occurrence of the latest two tokens.
 
-    The three tokens are looked up in the tokens of another request (`earlier`) and in the request's
+    The two tokens are looked up in the tokens of another request (`earlier`) and in the request's
     own tokens. While the request's new tokens equal the tokens after the occurrence, drafts
     continue there without another lookup. If a new token differs, such as a replaced word in a
-    copy, the latest three tokens are looked up again. If these have not occurred before, drafts
+    copy, the latest two tokens are looked up again. If these have not occurred before, drafts
     continue after the token that differs. Each new token takes constant time.
     """
 
     def __init__(self, earlier: Sequence[int] = ()) -> None:
-        # The position after the last occurrence of three tokens, by these tokens.
+        # The position after the last occurrence of two tokens, by these tokens.
         self._next: dict[tuple[int, ...], int] = {}
         self._tokens = [*earlier, _BORDER]
         self._start = len(self._tokens)
-        self._num_read = _MATCH - 1
+        self._num_read = _REPEATED - 1
         self._position: int | None = None  # of the token that probably comes next
         self._may_skip = False  # if the next token differs, drafts may continue after it
 
@@ -55,7 +56,7 @@ class RepetitionDrafter:
         new = sequence.token_ids[len(tokens) - self._start :]
         tokens += new
         for end in range(self._num_read + 1, len(tokens)):
-            self._next[tuple(tokens[end - _MATCH : end])] = end
+            self._next[tuple(tokens[end - _REPEATED : end])] = end
         self._num_read = max(self._num_read, len(tokens) - 1)
         position = self._position = self._find(new)
         if position is None:
@@ -71,7 +72,7 @@ class RepetitionDrafter:
         if position is not None and tokens[position:end] == new:
             self._may_skip = True
             return end
-        match = self._next.get(tuple(tokens[-_MATCH:]))
+        match = self._next.get(tuple(tokens[-_REPEATED:]))
         skips = match is None and self._may_skip and tokens[position : end - 1] == new[:-1]
         self._may_skip = match is not None
         return end if skips else match
@@ -104,7 +105,7 @@ class AnswerDrafter:
             return []
         new = _as_text(sequence.token_ids[self._num_read :])
         self._num_read += len(new)
-        self._latest = (self._latest + new)[-_MATCH:]
+        self._latest = (self._latest + new)[-_EXPECTED:]
         if self._follows and self._text.startswith(new, self._position):
             self._position += len(new)
         else:
@@ -115,13 +116,13 @@ class AnswerDrafter:
 
     def _search(self) -> bool:
         """Move to the position after the answer's latest tokens; return False if there is none."""
-        if len(self._latest) < _MATCH:
+        if len(self._latest) < _EXPECTED:
             return False
         start = self._text.find(self._latest, self._position)
         if start < 0:
             start = self._text.find(self._latest)
         if start >= 0:
-            self._position = start + _MATCH
+            self._position = start + _EXPECTED
         return start >= 0
 
 

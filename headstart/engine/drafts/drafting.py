@@ -9,7 +9,7 @@ These are the sources of a request's drafts:
     the answer that the client expects
     the tree of cached prefixes     an earlier request of the tenant had the same tokens
     the tiers                       an earlier process stored the reply to the same prompt
-    the request's own tokens        the latest three tokens have occurred before
+    the request's own tokens        the latest two tokens have occurred before
     another request's tokens        both requests share a prefix and then differ, as after an edit
 
 They are tried in this order, until a draft is expected to raise the step's tokens per second. A

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headstart.server.monitoring.logs import Tracer
 
 _LONG = 1 << 15  # bytes; longer bodies are parsed in a thread
-_MAX_VALUES = 1 << 20  # in a body; parsing them blocks all threads for up to 0.1 s
+_MAX_VALUES = 1 << 20  # maximum per body; parsing that many blocks all threads for up to 0.1 s
 # Limit for the objects and for the lists in a body. Some APIs process them in the event loop.
 _MAX_OBJECTS = 20_000
 
@@ -185,7 +185,7 @@ def create_app(
     cache_api: APIRouter = cache.router,
     tracer: Tracer | None = None,
 ) -> FastAPI:
-    """Return an ASGI application that answers with a model; `name` is its name in the API.
+    """Return an ASGI application for a text model. name: the model's name in the API.
 
     tenants: the default is `open_tenants(options)`. cache_api: the routes below `/cache`. tracer:
     records every request that ended. The caller closes `llm`. Raises ConfigError.

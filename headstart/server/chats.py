@@ -204,7 +204,7 @@ class ChatCall:
 
 
 class ChatFields(CacheFields):
-    """Fields that the chat requests of all APIs have in common; subclasses add the others."""
+    """Fields that the chat requests of all APIs have in common. Subclasses add fields."""
 
     model: str | None = None
     priority: Whole = 0

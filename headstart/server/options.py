@@ -35,7 +35,7 @@ class ServerOptions:
     )
     max_requests_per_tenant: int | None = option(
         None,
-        "maximum number of a tenant's running and waiting requests; default: half of the total",
+        "maximum number of a tenant's requests in progress; default: half of the server's maximum",
         _COUNTS,
     )
     request_timeout: float = option(

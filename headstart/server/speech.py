@@ -54,7 +54,7 @@ FORMATS = ("wav", "pcm16", "flac", "mp3", "opus")
 MAX_SECONDS = 600
 """Maximum length of a sound, in seconds."""
 MAX_SAMPLES = 2**26
-"""Maximum number of samples in all channels of a sound: 256 MiB."""
+"""Maximum number of samples in all channels of a sound. They take 256 MiB."""
 RATES = range(1_000, 768_001)
 """Allowed sampling rates of a file. Resampling time grows with the ratio to the model's rate."""
 MAX_PIXELS = 2**25

@@ -101,7 +101,7 @@ class TenantStore(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as JSON, and the conversation up to its answer, for the next turn."""
+    """A response as JSON, and the conversation including its answer, for the next turn."""
 
     response: bytes
     messages: Sequence[dict[str, Any]]

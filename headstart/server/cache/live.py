@@ -1,9 +1,8 @@
 """Snapshots of the pool for `/cache` and the page: blocks by state and owner, prefixes, requests.
 
 A snapshot reads the pool in the engine's thread, which delays steps. All viewers share a snapshot.
-The next snapshot is made after fifty times the duration of the last one, so snapshots take at most
-2 % of the thread's time. The map of a pool with more than `MAX_CELLS` blocks has several blocks per
-cell.
+A pause of at least fifty times its duration follows, so snapshots take at most 2 % of the thread's
+time. The map of a pool with more than `MAX_CELLS` blocks has several blocks per cell.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class Metrics(_Registry):
 
 
 class SpeechMetrics(_Registry):
-    """Metrics of the requests and stages of a model that generates speech."""
+    """Metrics of the requests and stages of a model with speech output."""
 
     def __init__(self, model: str) -> None:
         super().__init__(model)
@@ -219,7 +219,7 @@ class SpeechMetrics(_Registry):
 
 
 _MOST_REQUESTS = 200  # ended requests to show on the page
-_DELAY = 0.02  # seconds before recording, which would delay the clients' next requests
+_DELAY = 0.02  # seconds to wait, since recording would delay the clients' next requests
 _MOST_ENDED = 1024  # ended requests that may wait for their recording
 
 

@@ -35,10 +35,10 @@ _STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/resp
 _EVENTS: dict[str, Any] = {"text/event-stream": {}}
 _SUCCESS = {"/metrics": {"text/plain": {"schema": {"type": "string"}}}, "/cache/live": _EVENTS}
 """Content types of successful answers in formats other than JSON, by path."""
-_ALWAYS = (400, 403, 413, 500, 503)
-_CALLS = (404, 415, 429, 504)
-_EXCEPTIONS = {"/cache/reset": (409, 415), "/cache/advice": (429,)}
-"""Status codes by path, in addition to `_ALWAYS` and in place of `_CALLS`."""
+_ERRORS = (400, 403, 413, 500, 503)
+_POST_ERRORS = (404, 415, 429, 504)
+_ERRORS_BY_PATH = {"/cache/reset": (409, 415), "/cache/advice": (429,)}
+"""Error statuses of certain paths, in place of `_POST_ERRORS`."""
 _ERROR_HEADERS = {401: ("WWW-Authenticate", "string"), 429: ("Retry-After", "integer")}
 
 
@@ -83,7 +83,7 @@ def _responses(path: str, method: str, texts: dict[str, str]) -> dict[str, Any]:
     responses: dict[str, Any] = {
         "200": {"description": "Success", "content": _SUCCESS.get(path, content)}
     }
-    statuses = {*_ALWAYS, *_EXCEPTIONS.get(path, _CALLS if method == "post" else ())}
+    statuses = {*_ERRORS, *_ERRORS_BY_PATH.get(path, _POST_ERRORS if method == "post" else ())}
     statuses |= set() if OPEN_PATHS.fullmatch(path) else {401}
     statuses |= {404} if "{" in path else set()
     kind = "MessagesErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"

@@ -96,7 +96,7 @@ class EngineCore:
         if config.max_draft and hooks is None and parts.states is None:
             self.drafting = Drafting(self.manager, config, self.max_model_len)
         elif config.max_draft and config.speculation != "auto":
-            _LOG.warning("speculation has no effect with recurrent layers or in a pipeline")
+            _LOG.warning("speculation has no effect: recurrent layers and pipelines exclude it")
         self._scheduler = Scheduler(
             self.manager,
             config,

@@ -84,8 +84,8 @@ def refusals(notes: Mapping[str, str]) -> dict[str, RefusedField]:
 
     `=` and a JSON value after a name mean that the field accepts this value.
 
-    >>> refusals({"give n": "best_of=1 draws"})["best_of"]
-    RefusedField(note='give n', allowed=(1,))
+    >>> refusals({"use n": "best_of=1 draws"})["best_of"]
+    RefusedField(note='use n', allowed=(1,))
     """
     refused = {}
     for note, names in notes.items():

@@ -134,7 +134,7 @@ def test_a_requests_own_body_is_explained(client: httpx.Client) -> None:
     assert slip.status_code == 400
     assert "the nearest is max_tokens" in slip.json()["error"]["message"]
     other = client.post("/cache/explain", json={"input": PEOPLE}).json()["error"]["message"]
-    assert "give a chat's `messages`" in other
+    assert "use a chat's `messages`" in other
 
 
 def test_why_a_prompt_hits_what_it_does(client: httpx.Client) -> None:

@@ -150,7 +150,7 @@ def post(server: Running, path: str, **body: Any) -> httpx.Response:
         ("chat/completions", CHAT | {"response_format": {"type": "structural_tag"}},
          "response_format", "response_format.structures is missing"),
         ("responses", {"input": "a", "model": "tiny"}, "max_tokens",
-         "max_tokens is 2; allowed: null; the name is `max_output_tokens`"),
+         "max_tokens is 2; allowed: null; use `max_output_tokens`"),
         ("responses", {"input": "a", "model": "tiny", "max_tokens": None,
                        "text": {"format": {**FORM["json_schema"], "type": "json_schema"}}},
          "text.format", "text.format cannot be followed: type must be"),

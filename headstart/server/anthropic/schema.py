@@ -434,9 +434,9 @@ class MessagesRequest(CountTokensRequest):
 
     refused = refusals(
         {
-            "the name is `stop_sequences`": "stop",
-            "the name is `max_tokens`": "max_completion_tokens",
-            'give `output_config`: {"format": ...}': "response_format",
+            "use `stop_sequences`": "stop",
+            "use `max_tokens`": "max_completion_tokens",
+            'use `output_config`: {"format": ...}': "response_format",
             "the server runs no code and no skills": "container",
         }
     )

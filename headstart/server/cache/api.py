@@ -34,7 +34,7 @@ class CachePromptRequest(CacheFields, PromptFields):
     """
 
     accepted = frozenset({*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields})
-    refused = refusals({"give a chat's `messages`": "input instructions system"})
+    refused = refusals({"use a chat's `messages`": "input instructions system"})
     prompt: str | Many[Whole] | None = None
 
 

@@ -43,31 +43,31 @@ _REFUSED = refusals(
         "there is no beam search over HTTP: sample with `n`, or call `LLM.beam_search` in Python": (
             "use_beam_search=false length_penalty=1 early_stopping=false beam_width=1 num_beams=1"
         ),
-        'give `structured_outputs`, such as {"json": ...}': (
+        'use `structured_outputs`, such as {"json": ...}': (
             "guided_json guided_regex guided_choice guided_grammar guided_json_object=false "
             "guided_whitespace_pattern guided_decoding"
         ),
         "there is one backend for structured outputs": "guided_decoding_backend",
-        "give token ids as prompt; `POST /tokenize` makes them": "add_special_tokens=true",
-        "give fewer tokens: `POST /tokenize` counts them": "truncate_prompt_tokens",
+        "send token ids as prompt; `POST /tokenize` makes them": "add_special_tokens=true",
+        "send fewer tokens: `POST /tokenize` counts them": "truncate_prompt_tokens",
         "`--remote-cache` shares K/V between machines": "kv_transfer_params ec_transfer_params",
         "prompts are texts, token ids and images": "prompt_embeds",
         "the server does not run code from clients": "logits_processors=[]",
         "weights do not change": "return_weight_versions=false",
         "expert routing is not returned": "routed_experts_prompt_start=0",
-        "give `logprobs` and select tokens from them": "logprob_token_ids=[]",
-        "give `prompt_logprobs` and select tokens from them": (
+        "use `logprobs` and select tokens from them": "logprob_token_ids=[]",
+        "use `prompt_logprobs` and select tokens from them": (
             "prompt_logprob_token_ids prompt_logprob_start=0 trace_decode_token_ids"
         ),
         "limit the answer with `max_tokens` or a stop string": (
             "thinking_token_budget repetition_detection"
         ),
-        "give `frequency_penalty` or `repetition_penalty`": "no_repeat_ngram_size=0",
-        "give `temperature`: 0 is greedy, any other value samples": "do_sample",
+        "use `frequency_penalty` or `repetition_penalty`": "no_repeat_ngram_size=0",
+        "use `temperature`: 0 is greedy, any other value samples": "do_sample",
         "the server chooses the interval of a stream's events": "stream_interval=1",
-        "the name is `max_tokens`": "max_new_tokens max_length",
+        "use `max_tokens`": "max_new_tokens max_length",
         "put its fields into the body, as the Python client does": "extra_body",
-        "give `n`": "best_of=1 num_return_sequences=1",
+        "use `n`": "best_of=1 num_return_sequences=1",
     }
 )
 CHAT_REFUSED = _REFUSED | refusals(
@@ -77,20 +77,20 @@ CHAT_REFUSED = _REFUSED | refusals(
         "ignore the answer's field `reasoning`": "include_reasoning=true",
         "`POST /tokenize` and `/detokenize` return the prompt": "return_prompt_text=false",
         "the model's own settings apply to images": "mm_processor_kwargs={} media_io_kwargs={}",
-        'give `chat_template_kwargs`, such as {"enable_thinking": false}': (
+        'use `chat_template_kwargs`, such as {"enable_thinking": false}': (
             "enable_thinking thinking"
         ),
-        "the name is `messages`, or call `/v1/completions`": "prompt",
+        "use `messages`, or call `/v1/completions`": "prompt",
     }
 )
 COMPLETION_REFUSED = _REFUSED | refusals(
     {
-        "the name is `prompt`, or call `/v1/chat/completions`": "messages",
-        "the name is `max_tokens`": "max_completion_tokens",
+        "use `prompt`, or call `/v1/chat/completions`": "messages",
+        "use `max_tokens`": "max_completion_tokens",
         "call `/v1/chat/completions`": (
             'tools tool_choice="none" chat_template chat_template_kwargs prediction'
         ),
-        "the name is `logprobs`": "top_logprobs",
+        "use `logprobs`": "top_logprobs",
     }
 )
 
@@ -296,7 +296,7 @@ class FunctionTool(ClientTool):
 
 
 class FunctionName(Body):
-    """A function by its name."""
+    """The name of a function."""
 
     name: str
 

@@ -124,10 +124,10 @@ class PromptCacheOptions(Body):
 
 _RENAMED = refusals(
     {
-        "the name is `max_output_tokens`": "max_tokens max_completion_tokens",
-        "the name is `input`": "messages prompt",
-        'give `text`: {"format": ...}': "response_format",
-        'give `reasoning`: {"effort": ...}': "reasoning_effort",
+        "use `max_output_tokens`": "max_tokens max_completion_tokens",
+        "use `input`": "messages prompt",
+        'use `text`: {"format": ...}': "response_format",
+        'use `reasoning`: {"effort": ...}': "reasoning_effort",
     }
 )
 

@@ -3,10 +3,10 @@
 Each struct has the same name and fields as in C++, where comments describe the fields:
 
     attention/attention.h   Segment, Merger, AttentionStep, AttentionCall
-    weight.h      Weight
-    layer.h       Norm, Layer, LayerRun
-    screen.h      Screen
-    recurrent.h   Sequences, States, Strided, ConvCall, DeltaCall, ScanCall
+    weight.h                Weight
+    layer.h                 Norm, Layer, LayerRun
+    screen.h                Screen
+    recurrent.h             Sequences, States, Strided, ConvCall, DeltaCall, ScanCall
 
 If a struct differs between Python and C++, kernels would read wrong fields. So the library exports
 its layout (`headstart_layout` in native.cpp), and is not used if the layout differs from this file.

@@ -164,7 +164,8 @@ async def show_model(name: str, request: Request) -> Response:
     """Show the model, or an adapter."""
     service = base_service_of(request)
     service.adapter(name)  # raises ApiError for an unknown name
-    return JsonResponse(next(card for card in _cards(service) if card["id"] == name))
+    cards = {card["id"]: card for card in _cards(service)}
+    return JsonResponse(cards.get(name) or {**cards[service.name], "id": name})  # with `any_model`
 
 
 _ROUTERS = (  # the first router with a matching path is used

@@ -132,6 +132,8 @@ def test_any_model_answers_as_long_as_the_context() -> None:
     """Agents ask for a large model's longest answer, and for a second model."""
     names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
     with running(any_model=True, max_model_len=16) as small:
+        card = httpx.get(small.url + "/v1/models/claude-haiku-4-5").json()
+        assert card["id"] == "claude-haiku-4-5" and card["max_tokens"] == 15
         for path, field in (
             ("/v1/chat/completions", "max_tokens"),
             ("/v1/chat/completions", "max_completion_tokens"),

@@ -65,7 +65,7 @@ Answer = TypeVar("Answer")
 class ReplicaCluster:
     """Replicas of one model, and an `llm` that uses them. Raises ConfigError or EngineError.
 
-    options: the engine's. drain_seconds: time for the requests of a stopping replica to end.
+    options: for the engine. drain_seconds: time for the requests of a stopping replica to end.
     silence: seconds without a heartbeat after which replicas consider a server dead. Replicas that
     another server has deployed use that server's values.
     """

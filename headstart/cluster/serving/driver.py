@@ -437,10 +437,9 @@ class ReplicaDriver:
             return read_error(error)
 
     async def _stream(self, running: _Running, request: AnswerRequest) -> None:
-        """Send a request to a replica, and receive its tokens.
+        """Send a request to a replica, and receive its tokens. Raises errors of Ray or the replica.
 
-        The stream has the first tokens and, at its end, all later tokens. Reports may deliver these
-        earlier. Raises the errors of Ray and of the replica.
+        The stream has the first tokens, and later tokens at its end. Reports may send these sooner.
         """
         attempt = _Attempt(running, time.perf_counter())
         self._attempts[request.key] = attempt

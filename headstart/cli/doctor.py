@@ -105,7 +105,7 @@ def _kernels() -> str:
         vnni = " (4 to 8 bits with VNNI)" if native.vnni() else ""
         text = (
             f"attention, matrix products with weights of 4 to 16 bits{vnni}, and whole layers in "
-            "steps of few tokens, all in float32; torch operations for the rest"
+            "steps of few tokens, all in float32; otherwise torch operations"
         )
     else:
         text = "built, but none is for this CPU: torch operations are used"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HELD, CACHED, EMPTY = "■", "□", "·"
 SIGNS = {BlockState.HELD: HELD, BlockState.CACHED: CACHED, BlockState.EMPTY: EMPTY}
-# Contrast of at least 3:1 on black and on white; the terminal's yellow is hardly visible on white.
+# Contrast ratio of at least 3:1 on black and on white. On white, a terminal's yellow has less.
 COLORS = tuple(f"color({number})" for number in (31, 133, 136, 65, 63, 167))
 CELLS_PER_ROW = (64, 48, 32, 16)
 MAX_CELLS = 512

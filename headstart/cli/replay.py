@@ -59,7 +59,7 @@ _option = partial(click.option, cls=GroupedOption)
     "--prefill-replicas",
     default=0,
     show_default=True,
-    help="Number of replicas that only compute prompts; the others only decode.",
+    help="Number of replicas that only compute prompts; other replicas only decode.",
 )
 @_option("--kv-tokens", default=2_000_000, show_default=True, help="KV memory per replica, tokens.")
 @_option("--block-size", type=int, help="Tokens in a block; default: as in the trace, at least 16.")

@@ -61,7 +61,7 @@ def run_server(
         tenants = launch.open_tenants(options, socket.getsockname()[0])
         address = Address(socket, options, model, with_key=tenants.requires_keys)
         if _detect_omni(model):
-            address.speaks, address.shows_pool = True, False
+            address.has_audio, address.shows_pool = True, False
             _check_speech(options, replicas, adapters, engine)
             config = read_config(engine)  # dtype, device, and the options of stages
             of_model = {name: config.pop(name) for name in ("dtype", "device") if name in config}
@@ -153,7 +153,7 @@ def _import_optional(module: str, extra: str) -> Any:
 class Address:
     """The address of a server, and an example of a request.
 
-    with_key: requests need an API key. speaks: the model generates audio. shows_pool: the server
+    with_key: requests need an API key. has_audio: the model generates audio. shows_pool: the server
     has a page that shows the cache. memory_limits: the limits as a text; empty if unknown.
     """
 
@@ -161,7 +161,7 @@ class Address:
     options: ServerOptions
     model: str
     with_key: bool
-    speaks: bool = False
+    has_audio: bool = False
     shows_pool: bool = True
     memory_limits: str = ""
 
@@ -172,7 +172,7 @@ class Address:
         name = self.options.served_model_name or self.model
         question = "What is 2 + 2?" if self.model == RANDOM_MODEL else FIRST_QUESTION
         body: dict[str, Any] = {"model": name}
-        if self.speaks:
+        if self.has_audio:
             body["modalities"] = ["text", "audio"]
             question = "Say hello."
         body["messages"] = [{"role": "user", "content": question}]

@@ -127,7 +127,7 @@ def test_commands_for_a_server_can_be_pasted() -> None:
 
 def test_the_command_for_a_model_that_speaks_asks_for_speech() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as at:
-        address = Address(at, ServerOptions(), "a/model", with_key=False, speaks=True)
+        address = Address(at, ServerOptions(), "a/model", with_key=False, has_audio=True)
         said = shown_in_terminal(address.show, 80)
     *_, body = shlex.split(said.replace("\r\n", "\n").split("\n\n")[0].replace("\\\n", ""))
     assert json.loads(body)["modalities"] == ["text", "audio"]

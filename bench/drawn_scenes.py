@@ -99,7 +99,7 @@ def _ink(random: Random, image: Image.Image, place: tuple[int, int]) -> tuple[in
 
 
 def _write(random: Random, image: Image.Image, place: tuple[int, int], text: str) -> None:
-    """Write a text in bitmap letters, or in larger, slanted and outlined letters."""
+    """Write text in bitmap letters, or in larger, slanted and outlined letters."""
     ink = _ink(random, image, place)
     if random.random() < 0.5:
         ImageDraw.Draw(image).text(place, text, fill=ink, font=ImageFont.load_default_imagefont())

@@ -131,7 +131,7 @@ def _text(random: Random) -> str:
 
 
 def _edited(random: Random, lines: list[_Line], change: str) -> tuple[int, str]:
-    """Return a line's number and its new text, or its old text if the change is not in a text."""
+    """Return a line's number and its new text, or its old text if the change is not in text."""
     for place in random.permutation(len(lines)):
         text = _edit(random, lines[place].text, change)
         if text != lines[place].text:

@@ -43,7 +43,7 @@ TURN = 6  # questions alone, and then as many during a flood
 
 
 def text(rng: random.Random, count: int) -> str:
-    """Return a text of `count` tokens: the demo model has a token for each byte."""
+    """Return a string of `count` tokens: the demo model has a token for each byte."""
     return "".join(chr(rng.randrange(97, 123)) for _ in range(count))
 
 

@@ -69,7 +69,7 @@ def standard_error(count: int) -> float:
 
 
 def ask_text(server: Server, tenant: str, number: int) -> Answer:
-    """Send a text of random letters."""
+    """Send a prompt of random letters."""
     rng = random.Random(number)
     text = "".join(chr(rng.randrange(97, 123)) for _ in range(TOKENS))
     body = {"model": "demo", "prompt": text, "max_tokens": 1}
@@ -77,14 +77,14 @@ def ask_text(server: Server, tenant: str, number: int) -> Answer:
 
 
 def ask_behind_prefix(server: Server, tenant: str, number: int) -> Answer:
-    """Send a text of random letters after the public prefix."""
+    """Send a prompt of random letters after the public prefix."""
     rng = random.Random(number)
     text = PREFIX + "".join(chr(rng.randrange(97, 123)) for _ in range(TOKENS))
     return server.ask(tenant, "/v1/completions", {"model": "demo", "prompt": text, "max_tokens": 1})
 
 
 def ask_answer(server: Server, tenant: str, number: int) -> Answer:
-    """Send a text of random letters after the public prefix; the answer is sampled with a seed."""
+    """Send a prompt of random letters after the public prefix, and sample with a seed."""
     rng = random.Random(number)
     text = PREFIX + "".join(chr(rng.randrange(97, 123)) for _ in range(TOKENS))
     body = {"model": "demo", "prompt": text, "max_tokens": ANSWER, "ignore_eos": True}

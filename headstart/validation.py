@@ -12,7 +12,7 @@ Traceback (most recent call last):
 ValueError: count is 0; allowed: a whole number of at least 1
 >>> check_fields(Options(name=3), ValueError)
 Traceback (most recent call last):
-ValueError: name is 3; allowed: a text or None
+ValueError: name is 3; allowed: a string or None
 """
 
 import math
@@ -50,7 +50,7 @@ def describe(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return at most 300 characters of a text, with lone surrogates as escapes."""
+    """Return at most 300 characters of a string, with lone surrogates as escapes."""
     shortened = text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
     return shortened.encode("utf-8", "backslashreplace").decode()
 
@@ -64,7 +64,7 @@ def in_one_line(text: str) -> str:
 
 
 def check_utf8(name: str, text: str, error: type[HeadstartError] = RequestError) -> int:
-    """Return the length of a text in UTF-8, in bytes. Raises `error` for a lone surrogate."""
+    """Return the length of a string in UTF-8, in bytes. Raises `error` for a lone surrogate."""
     try:
         return len(text.encode())
     except UnicodeEncodeError as wrong:
@@ -88,7 +88,7 @@ def check_name(
     *,
     required: bool = False,
 ) -> None:
-    """Raise `error` unless a name is a text of at least one character.
+    """Raise `error` unless a name is a string of at least one character.
 
     None is also allowed if the name is not required.
     """
@@ -97,9 +97,8 @@ def check_name(
     if not isinstance(name, str) or not name:
         kind = "" if name is None else f", a {type(name).__name__}"
         allowed = "" if required else "None or "
-        raise error(
-            f"{what} is {describe(name)}{kind}; allowed: {allowed}a text of at least one character"
-        )
+        allowed = f"{allowed}a string of at least one character"
+        raise error(f"{what} is {describe(name)}{kind}; allowed: {allowed}")
     check_utf8(what, name, error)
 
 
@@ -113,7 +112,7 @@ def check_flag(name: str, value: object) -> bool:
 def check_absent(values: Mapping[str, object], error: type[HeadstartError] = RequestError) -> None:
     """Raise `error` for an option of vLLM's that headstart lacks.
 
-    None, False, and empty texts and collections are allowed.
+    None, False, and empty strings and collections are allowed.
     """
     for name, value in values.items():
         is_empty = isinstance(value, (str, list, tuple, dict, set)) and not value
@@ -190,7 +189,7 @@ class _Instance(NamedTuple):
         return isinstance(value, self.kind)
 
     def __str__(self) -> str:
-        return {bool: "True or False", str: "a text"}.get(self.kind, f"a {self.kind.__name__}")
+        return {bool: "True or False", str: "a string"}.get(self.kind, f"a {self.kind.__name__}")
 
 
 def option(default: Any = MISSING, help_text: str = "", allowed: Allowed | None = None) -> Any:
@@ -201,8 +200,8 @@ def option(default: Any = MISSING, help_text: str = "", allowed: Allowed | None 
 def check_fields(options: Any, error: type[Exception], prefix: str = "") -> None:
     """Raise `error` if a field of a dataclass has a value outside its type or range.
 
-    A field of several types, None not counted, is checked only if it has `allowed`. prefix: a text
-    in front of the field's name in the error.
+    A field of several types, None not counted, is checked only if it has `allowed`. prefix: text in
+    front of the field's name in the error.
     """
     kind: Any = type(options)
     for name, (allowed, is_optional, default) in _allowed_values(kind).items():

@@ -18,7 +18,7 @@ from headstart.errors import ConfigError, HeadstartError, ModelNotFoundError, Re
 from headstart.omni.omni import Omni
 from headstart.validation import Number, OneOf, check_fields, option
 
-# None of them is a value of any option, save a text, a number and True of those of their type.
+# None of them is a value of any option, save a string, a number and True of those of their type.
 WRONG: list[Any] = [
     *("2", b"2", 2.5, True, math.nan, math.inf, -math.inf, [2], {"a": 1}, object(), np.ones(3)),
     *(2**63, 10**400, -(10**5000), np.int64(2), np.bool_(True), Decimal(2), Fraction(5, 2)),
@@ -114,7 +114,7 @@ def test_a_value_of_another_type(make: Make, error: type[Exception], field: Fiel
         ({"block_size": 3}, "block_size is 3; allowed: 1, 2, 4, 8, 16, 32, 64, 128"),
         ({"block_size": True}, "block_size is True; allowed: 1, 2"),
         ({"dtype": "int8"}, "dtype is 'int8'; allowed: auto, float32, bfloat16, float16"),
-        ({"device": 3}, "device is 3; allowed: a text"),
+        ({"device": 3}, "device is 3; allowed: a string"),
         ({"debug": 1}, "debug is 1; allowed: True or False"),
     ],
 )
@@ -160,7 +160,7 @@ class _Options:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"name": None}, "name is None; allowed: a text"),
+        ({"name": None}, "name is None; allowed: a string"),
         ({"size": 4}, "size is 4; allowed: a whole number from 1 to 3 or None"),
         ({"size": 2.0}, "size is 2.0; allowed: a whole number"),
         ({"share": 10**400}, "share is an integer of 1329 bits; allowed: a number from 0 to 1"),

@@ -154,7 +154,7 @@ DECODED_TOKENIZERS = TINY_TOKENIZERS | {
 
 
 def byte_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """A text spelled in tokens of one byte each; ASCII letters only if not byte-level."""
+    """Text spelled in tokens of one byte each; ASCII letters only if not byte-level."""
     symbols = bytes_to_unicode()
     token_ids = tokenizer.convert_tokens_to_ids([symbols[byte] for byte in text.encode()])
     assert isinstance(token_ids, list)

@@ -180,7 +180,7 @@ def at_time_7(num_shared: int, num_tokens: int) -> Scene:
 
 
 def join(ids: list[int]) -> str:
-    """Return a text such as "1, 2 and 3"."""
+    """Return a string such as "1, 2 and 3"."""
     words = [str(at) for at in ids]
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 

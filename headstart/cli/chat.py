@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 _RESERVE = 256  # tokens of the context that are reserved for the reply
 _PROMPT = "> "
 _QUOTES = '"""'
-# Escape sequences of ECMA-48: a control sequence such as a color, a text for the terminal such as
+# Escape sequences of ECMA-48: a control sequence such as a color, a string for the terminal such as
 # its title, a sequence of one letter, or the beginning of an incomplete sequence.
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]|\x1b"
@@ -139,7 +139,7 @@ class Chat:
             self.conversation.turns.append(turn)
 
     def count_tokens(self, text: str) -> int:
-        """Count the tokens of a text. Raises RequestError if the context cannot hold them."""
+        """Count the tokens of a string. Raises RequestError if the context cannot hold them."""
         self.llm.check_length("the document", text)
         tokenizer = self.llm.get_tokenizer()
         assert tokenizer is not None

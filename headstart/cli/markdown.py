@@ -44,7 +44,7 @@ _CODE_THEME = ANSISyntaxTheme({kind: Style.parse(style) for kind, style in _CODE
 
 
 class MarkdownWriter(RawWriter):
-    """A writer that shows a text as Markdown in a terminal."""
+    """A writer that shows text as Markdown in a terminal."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Tail:
 
 
 def split_finished(text: str) -> tuple[str, str]:
-    r"""Split a text into its finished blocks and its last block, which may still grow.
+    r"""Split text into its finished blocks and its last block, which may still grow.
 
     >>> split_finished("one\n\ntwo\n\nthr")
     ('one\n\ntwo\n\n', 'thr')

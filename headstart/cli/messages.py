@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headstart.frontend.streams import RequestStream
 
 Content = str | list[dict[str, Any]]
-"""The content of a message: a text, or a list of OpenAI content parts if it has images."""
+"""The content of a message: a string, or a list of OpenAI content parts if it has images."""
 
 _STDIN = "-"
 _MODEL_NAME = re.compile(
@@ -214,7 +214,7 @@ class Conversation:
                 check_utf8(f"message {index}", content)
             elif role != "user" or not (isinstance(content, list) and content):
                 raise RequestError(
-                    f"message {index} has the content {describe(content)}; allowed: a text"
+                    f"message {index} has the content {describe(content)}; allowed: a string"
                 )
             if role == "system":
                 conversation.system = content
@@ -271,7 +271,7 @@ class Questions:
                 yield llm.stream("".join([*self.documents, text]), params, adapter=adapter)
 
     def check_model(self, folder: Path, config: EngineConfig) -> None:
-        """Raise RequestError if the model in `folder` takes no images, or if a text is too long.
+        """Raise RequestError if the model in `folder` takes no images, or if a prompt is too long.
 
         Call it before the model is loaded. Tokens are counted without the chat template.
         """
@@ -325,11 +325,11 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
     if not texts and not documents:
         if sys.stdin.isatty():
             raise RequestError(
-                "there is no prompt; allowed: prompts, --file, or a text on standard input"
+                "there is no prompt; allowed: prompts, --file, or text on standard input"
             )
         texts = (_read_stdin(),)
     if not all(text.strip() for text in texts):
-        raise RequestError("a prompt is empty; allowed: a text")
+        raise RequestError("a prompt is empty; allowed: text")
     limit = options["max_image_pixels"] or EngineConfig.max_image_pixels
     return Questions(
         texts or ("",),
@@ -363,5 +363,5 @@ def _read_stdin() -> str:
     with reading_stdin():
         text = sys.stdin.read()
     if not text.strip():
-        raise RequestError("standard input is empty; allowed: a text")
+        raise RequestError("standard input is empty; allowed: text")
     return text

@@ -170,7 +170,7 @@ def _size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-@models.command(short_help="Write a model in 4 bits, calibrated on a text.")
+@models.command(short_help="Write a model in 4 bits, calibrated on text.")
 @click.argument("model")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option(

@@ -528,7 +528,7 @@ def _read_module(text: str) -> str:
         module = json.loads(text)
         name, path = module["name"], module["path"]
         if not isinstance(name, str) or not isinstance(path, str) or "=" in name:
-            raise ValueError("name and path must be texts, and name without =")
+            raise ValueError("name and path must be strings, and name without =")
         return f"{name}={path}"
     except (ValueError, RecursionError, KeyError) as error:
         raise ConfigError(

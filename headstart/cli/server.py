@@ -154,7 +154,7 @@ class Address:
     """The address of a server, and an example of a request.
 
     with_key: requests need an API key. has_audio: the model generates audio. shows_pool: the server
-    has a page that shows the cache. memory_limits: the limits as a text; empty if unknown.
+    has a page that shows the cache. memory_limits: the limits as a string; empty if unknown.
     """
 
     socket: socket.socket

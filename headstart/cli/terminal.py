@@ -276,7 +276,7 @@ def draw_svg(parts: Iterable[RenderableType], title: str) -> str:
     svg = recorder.export_svg(title=title)
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
     svg = svg.replace("Fira Code", "ui-monospace, Menlo, DejaVu Sans Mono")
-    # Some viewers drop spaces at the ends of a text and ignore textLength. So spaces are preserved,
+    # Some viewers drop spaces at the ends of text and ignore textLength. So spaces are preserved,
     # and the font size gives letters of the same width as rich's font.
     svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
     return svg.replace("font-size: 20px", "font-size: 20.27px")
@@ -286,7 +286,7 @@ def draw_svg(parts: Iterable[RenderableType], title: str) -> str:
 def waiting(message: str | Callable[[float], str]) -> Iterator[None]:
     """Show a progress line on stderr within a context, if stderr is a terminal.
 
-    message: a text, which is followed by the time, or a function of the seconds since the start.
+    message: a string, which is followed by the time, or a function of the seconds since the start.
     """
     console = OutputConsole(stderr=True, highlight=False)
     if not console.is_terminal:

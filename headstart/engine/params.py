@@ -35,9 +35,9 @@ _SHARES = Number(float, 0, 1, above_low=True)
 _FACTORS = Number(float, 0, above_low=True)
 _PENALTIES = Number(float, -2, 2)
 _BIASES = Number(float, -MAX_BIAS, MAX_BIAS)
-_STOPS = Accepting(lambda s: isinstance(s, str) and s != "", "texts of at least one character")
+_STOPS = Accepting(lambda s: isinstance(s, str) and s != "", "strings of at least one character")
 _WORDS = Accepting(
-    lambda word: isinstance(word, str) and word.strip() != "", "texts that are not blank"
+    lambda word: isinstance(word, str) and word.strip() != "", "strings that are not blank"
 )
 _FUNCTIONS = Accepting(callable, "functions of token ids and logits")
 
@@ -121,7 +121,7 @@ class SamplingParams:
     skip_storing_prefix_cache, a request reads the cache, and no other request hits its blocks. With
     similar_images, an image may be replaced by a similar image of an earlier request. Both requests
     must set the field and have the same cache salt; `images` of the output reports the replacement.
-    prediction, a text or token ids, is the answer that the caller expects. Drafts are taken from
+    prediction, a string or token ids, is the answer that the caller expects. Drafts are taken from
     it, and the answer is the same without it.
 
     The other fields change logits. logit_bias adds a number from -100 to 100 to the logits of token
@@ -243,12 +243,13 @@ class SamplingParams:
         absent["stream_interval"] = None if self.stream_interval == 1 else self.stream_interval
         check_absent(absent)
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        _check_list("stop", stops, _STOPS, f"a text, or a list of {_STOPS}")
+        _check_list("stop", stops, _STOPS, f"a string, or a list of {_STOPS}")
         length = sum(map(len, stops or ()))
         if len(stops or ()) > MAX_STOPS or length > MAX_STOP_CHARACTERS:
             raise RequestError(
-                f"stop has {len(stops or ()):,} texts of {length:,} characters in total; allowed: "
-                f"at most {MAX_STOPS:,} texts of {MAX_STOP_CHARACTERS:,} characters in total"
+                f"stop has {len(stops or ()):,} strings of {length:,} characters in total; "
+                f"allowed: at most {MAX_STOPS:,} strings of {MAX_STOP_CHARACTERS:,} characters in "
+                "total"
             )
         if self.stop_strings and not self.detokenize:
             raise RequestError(
@@ -263,12 +264,13 @@ class SamplingParams:
         _check_list("stop_token_ids", self.stop_token_ids, _TOKEN_IDS, "a list of token ids")
         allowed = "a list of at least one token id"
         _check_list("allowed_token_ids", self.allowed_token_ids, _TOKEN_IDS, allowed, 1)
-        allowed = f"a list of at most {MAX_BAD_WORDS} texts"
+        allowed = f"a list of at most {MAX_BAD_WORDS} strings"
         _check_list("bad_words", self.bad_words, _WORDS, allowed, most=MAX_BAD_WORDS)
         if isinstance(self.prediction, str):
             check_utf8("prediction", self.prediction)
         else:
-            _check_list("prediction", self.prediction, _TOKEN_IDS, "a text, or a list of token ids")
+            allowed = "a string, or a list of token ids"
+            _check_list("prediction", self.prediction, _TOKEN_IDS, allowed)
         _check_list("logits_processors", self.logits_processors, _FUNCTIONS, "a list of functions")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):

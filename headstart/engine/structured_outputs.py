@@ -51,10 +51,10 @@ def _is_choice(value: Any) -> bool:
 
 
 _TEXT = Accepting(
-    lambda value: isinstance(value, str) and "\0" not in value, "a text without U+0000"
+    lambda value: isinstance(value, str) and "\0" not in value, "a string without U+0000"
 )
 _GRAMMAR = Accepting(lambda value: value in _TEXT and value.strip() != "", f"{_TEXT}, not blank")
-_CHOICE = Accepting(_is_choice, "a list of at least one text")
+_CHOICE = Accepting(_is_choice, "a list of at least one string")
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ def adapt_schema(schema: Any, *, is_closed: bool = False) -> Any:
 
 
 _ALLOWED = (
-    'allowed: {"structures": [{"begin": a text, "schema": a JSON schema, "end": a text}, ...], '
-    '"triggers": [a text, ...]}, as a dict or as text'
+    'allowed: {"structures": [{"begin": a string, "schema": a JSON schema, "end": a string}, ...], '
+    '"triggers": [a string, ...]}, as a dict or as text'
 )
 
 
@@ -216,7 +216,7 @@ def read_tags(tags: Any, read_schema: Callable[[Any], str]) -> str:
         structures, triggers = parsed["structures"], parsed["triggers"]
         texts = [*triggers, *(part[name] for part in structures for name in ("begin", "end"))]
         if not structures or not all(isinstance(text, str) for text in texts):
-            raise ValueError("it has no structure, or a value that is not a text")
+            raise ValueError("it has no structure, or a value that is not a string")
         pairs = []
         for part in structures:
             begin = part["begin"]

@@ -205,7 +205,7 @@ class AsyncLLM(Facade):
     def publish(self, prefix: str | Sequence[int]) -> int:
         """Let later requests of all salts share a prefix's full blocks; return the block count.
 
-        prefix: the beginning of prompts, as token ids or as a text. A text may also be the
+        prefix: the beginning of prompts, as token ids or as a string. A string may also be the
         beginning of system messages. Raises RequestError or CacheError.
         """
         return self.chats.publish(prefix)

@@ -104,7 +104,7 @@ def search_beams(
     for prompt in prompts:
         media = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
         if media is not None and media != {}:
-            raise RequestError("beam search does not support images; allowed: texts and token ids")
+            raise RequestError("beam search does not support images; allowed: text and token ids")
     searches = [
         _Search(prompt, adapter, priority, [BeamSearchSequence([])])
         for prompt, (_, adapter, priority) in zip(prompts, options, strict=True)

@@ -235,7 +235,7 @@ class Facade:
         return self.frontend.images is not None
 
     def check_length(self, name: str, text: str) -> None:
-        """Raise RequestError if a text has more bytes than `max_model_len` tokens can have.
+        """Raise RequestError if text has more bytes than `max_model_len` tokens can have.
 
         name: the name of the text in the error.
         """

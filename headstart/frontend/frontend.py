@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 Prompt = PromptType | Mapping[str, Any] | PreparedPrompt
-"""A text, token ids, one of vLLM's dicts, or a `PreparedPrompt`.
+"""A string, token ids, one of vLLM's dicts, or a `PreparedPrompt`.
 
 Token ids are a sequence of integers, or a numpy array or torch tensor of one dimension. A dict is
 `{"prompt": ...}` or `{"prompt_token_ids": ...}`, optionally with `"multi_modal_data": {"image":
@@ -110,7 +110,7 @@ class InputProcessor:
     def process(
         self, prompt: Prompt, salt: str | None = None, *, similar: bool = False
     ) -> PreparedPrompt:
-        """Check a prompt, and tokenize a text. Raises RequestError.
+        """Check a prompt, and tokenize its text. Raises RequestError.
 
         similar: an image of the prompt may be replaced by an earlier image, if one is a copy of the
         other. The earlier image must be from the tenant with this salt.
@@ -125,7 +125,7 @@ class InputProcessor:
             ready = self._read({"prompt_token_ids": prompt}, salt, similar)
         else:
             raise RequestError(
-                f"a prompt is a {type(prompt).__name__}; allowed: a text or a list of token ids"
+                f"a prompt is a {type(prompt).__name__}; allowed: a string or a list of token ids"
             )
         if not ready.token_ids:
             raise RequestError("the prompt is empty; allowed: at least one token")
@@ -145,7 +145,7 @@ class InputProcessor:
         check_absent({key: prompt.get(key) for key in _ABSENT_KEYS})
         if text is not None and not isinstance(text, str):
             raise RequestError(
-                f"the prompt is {describe(text)}, a {type(text).__name__}; allowed: a text, or "
+                f"the prompt is {describe(text)}, a {type(text).__name__}; allowed: a string, or "
                 "token ids under 'prompt_token_ids'"
             )
         images = _image_field(prompt, "multi_modal_data")
@@ -166,11 +166,11 @@ class InputProcessor:
             token_ids = self._read_ids(ids)
         elif text is None:
             raise RequestError(
-                "the prompt is None; allowed: a text under 'prompt' or token ids under "
+                "the prompt is None; allowed: a string under 'prompt' or token ids under "
                 "'prompt_token_ids'"
             )
         elif self._tokenizer is None:
-            raise RequestError("the model has no tokenizer; allowed: token ids instead of a text")
+            raise RequestError("the model has no tokenizer; allowed: token ids instead of text")
         elif self._images is not None and images is None:
             token_ids = self._images.tokenize(text)
         else:
@@ -432,7 +432,7 @@ class Frontend:
         if isinstance(prediction, str):
             if self.tokenizer is None:
                 raise RequestError(
-                    "prediction is a text, and the model has no tokenizer; allowed: token ids"
+                    "prediction is a string, and the model has no tokenizer; allowed: token ids"
                 )
             self.text_limit.check("prediction", prediction)
             prediction = encode_text(self.tokenizer, prediction, add_special_tokens=False)

@@ -1,9 +1,9 @@
 """Conversion of texts to token ids, and the text of an answer as it grows.
 
-Texts that are too long are refused before tokenization. If every byte ends up in a token, a text of
+Texts that are too long are refused before tokenization. If every byte ends up in a token, text of
 n UTF-8 bytes has at least n / (bytes of the longest token) tokens. But a tokenizer may lose bytes:
 NFKC turns up to four bytes into one, white space may be stripped or collapsed, and an unknown word
-may become one token. To detect this, a text with characters that tokenizers often change is encoded
+may become one token. To detect this, text with characters that tokenizers often change is encoded
 and decoded. If it changes, the limit in bytes is four times as large. A longer text is refused even
 if it has few tokens.
 
@@ -36,10 +36,10 @@ REPLACEMENT = "\ufffd"  # decoders return it for invalid bytes and incomplete ch
 # tokens have no text, or if their text begins within a character.
 _CONTEXT_SIZES = (5, 20, 80)
 _LONG = 1 << 16  # characters
-# The longest token is assumed to have at least this many bytes. So a text of up to `max_model_len`
+# The longest token is assumed to have at least this many bytes. So text of up to `max_model_len`
 # times this many bytes is accepted without reading the vocabulary.
 _MIN_LONGEST = 16
-_SHRINK = 4  # a text may be this many times longer if the tokenizer loses bytes
+_SHRINK = 4  # text may be this many times longer if the tokenizer loses bytes
 
 # Runs of white space, a digit in a circle, a decomposed letter, a ligature, an emoji.
 _DIFFICULT = "  a \n\n\t b \u2460 e\u0301 \ufb01 \u2126 \U0001f642 end"
@@ -61,7 +61,7 @@ def encode_text(
     add_special_tokens: bool = True,
     max_model_len: int | None = None,
 ) -> list[int]:
-    """Return the token ids of a text. Raises RequestError if the tokenizer refuses it.
+    """Return the token ids of a string. Raises RequestError if the tokenizer refuses it.
 
     max_model_len: a long text with this many tokens or more is refused before its ids become Python
     integers. A long text is encoded without transformers' mask and offsets, which would block all
@@ -124,11 +124,11 @@ class PromptCodec:
         )
 
     def encode_anchored(self, text: str) -> list[list[int]]:
-        """Return `[ids]` for a text in the middle of a prompt, or `[]`.
+        """Return `[ids]` for text in the middle of a prompt, or `[]`.
 
         The text is tokenized after a special token, because some tokenizers add a space at the
-        beginning of a text. No text merges with a special token. The list is empty if the tokenizer
-        has no special token that can precede a text.
+        beginning of text. No text merges with a special token. The list is empty if the tokenizer
+        has no special token that can precede text.
         """
         for token_id in self.tokenizer.all_special_ids[:1]:
             anchored = self.encode(self.decode([token_id]) + text)
@@ -141,23 +141,23 @@ class PromptCodec:
         return _decode(self.tokenizer, list(token_ids))
 
     def normalize(self, text: str) -> str:
-        """Return a text with each mark of an image replaced by the text of the image's tokens."""
+        """Return the text with each mark of an image replaced by the text of the image's tokens."""
         return text
 
     def escape(self, text: str) -> str:
-        """Return a text in which placeholders of images are marked as ordinary text."""
+        """Return the text in which placeholders of images are marked as ordinary text."""
         return text
 
 
 class TextLimit:
-    """A limit on the bytes of a text that must fit into `max_model_len` tokens. Thread-safe."""
+    """A limit on the bytes of text that must fit into `max_model_len` tokens. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self.max_model_len = max_model_len
 
     def check(self, name: str, text: str) -> None:
-        """Raise RequestError for a text that is too long or has a lone surrogate."""
+        """Raise RequestError for text that is too long or has a lone surrogate."""
         size = check_utf8(name, text)
         if size > self.max_model_len * _MIN_LONGEST and size > self.max_bytes:
             raise PromptTooLongError(
@@ -206,7 +206,7 @@ def check_text_fits(folder: Path, text: str, limit: int) -> None:
 
 
 def make_token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
-    """Return a function for the text of a single token within a text. Thread-safe.
+    """Return a function for the text of a single token within text. Thread-safe.
 
     The function returns U+FFFD for the bytes of an incomplete character.
     """

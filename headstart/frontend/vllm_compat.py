@@ -371,7 +371,7 @@ def add_flags(
 
 
 def read_value(text: str) -> Any:
-    """Parse a flag's argument: a number, a number with a unit, JSON, or otherwise a text.
+    """Parse a flag's argument: a number, a number with a unit, JSON, or otherwise a string.
 
     The units k, m, g and t are powers of 1,000; K, M, G and T are powers of 1,024.
 
@@ -403,7 +403,7 @@ class _PromptOptions(TypedDict):
 
 
 class TextPrompt(_PromptOptions):
-    """A prompt as a text."""
+    """A prompt as a string."""
 
     prompt: str
 

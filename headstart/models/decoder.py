@@ -127,7 +127,7 @@ class DecoderModel(ABC):
     max_model_len: int
     """Length in tokens of the longest sequence that the model supports."""
     eos_token_ids: frozenset[int]
-    """Tokens that end a text; may be empty."""
+    """Tokens that end a sequence; may be empty."""
     dtype: torch.dtype
     """The dtype of the rows between layers, and so of K and V."""
     device: torch.device

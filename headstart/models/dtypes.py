@@ -99,7 +99,7 @@ def _slow_dtypes(folder: Path, device: torch.device) -> set[str]:
 def find_device(name: str) -> torch.device:
     """Return the device of this name if torch can use it here; raises `ConfigError`."""
     if not isinstance(name, str | torch.device):
-        raise ConfigError(f"device is {describe(name)}; allowed: a text such as cpu or cuda")
+        raise ConfigError(f"device is {describe(name)}; allowed: a string such as cpu or cuda")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

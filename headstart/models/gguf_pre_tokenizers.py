@@ -1,4 +1,4 @@
-"""Pre-tokenizers of GGUF files: how a text is split into words before byte-level BPE.
+"""Pre-tokenizers of GGUF files: how text is split into words before byte-level BPE.
 
 A GGUF file has only the name of its pre-tokenizer (`tokenizer.ggml.pre`). The names are those of
 llama.cpp's llama-vocab.cpp. The regexes are those of the models' tokenizer.json. Each regex of a

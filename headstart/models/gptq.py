@@ -186,7 +186,7 @@ def _read_text(file: Path | None) -> str:
             topics: dict[str, str] = import_module("pydoc_data.topics").topics
         except ImportError as error:
             raise ConfigError(
-                "this Python has no help topics to calibrate on; pass a text with --text"
+                "this Python has no help topics to calibrate on; pass a file with --text"
             ) from error
         return "\n\n".join(topics.values())
     try:
@@ -203,7 +203,7 @@ def cut_windows(text: str, name: str, tokenizer: PreTrainedTokenizerBase, longes
     """Return windows int64 `[windows, tokens]` evenly spaced in the text, at most 32 of 512 tokens.
 
     A window begins with BOS if the tokenizer adds it. name: the text's name, for errors. longest:
-    the model's context in tokens. Raises `ConfigError` for a text of fewer than 2,048 tokens.
+    the model's context in tokens. Raises `ConfigError` for text of fewer than 2,048 tokens.
     """
     with silence_transformers():  # it warns about texts longer than the context
         lead = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
@@ -337,7 +337,7 @@ def plan_quantization(
 
     Raises `ModelError` for a damaged model, a model that is already quantized, or a model whose
     family is not in `headstart.models.families`. Raises `ConfigError` for a target that exists, or
-    a text that is unreadable or too short.
+    text that is unreadable or too short.
     """
     target = check_target(target)
     path = Path(model).expanduser()

@@ -2,7 +2,7 @@
 
 The method is by Frantar et al. 2022, https://arxiv.org/abs/2210.17323. An output is a sum over
 inputs, so the error of one element can be compensated by elements whose inputs correlate with its
-input. `products` has these correlations: the mean of x x^T over the rows x of a text. Inputs are
+input. `products` has these correlations: the mean of x x^T over the rows x of the text. Inputs are
 rounded in order. The error of an input is distributed over all later inputs, by the Cholesky factor
 of the inverse of `products`. The grid of a group (its step and zero point) is chosen when its first
 input is reached. At the end, the steps of each output are fitted by least squares to the rounded

@@ -39,7 +39,7 @@ def wav_bytes(samples: Tensor, sample_rate: int) -> bytes:
 
 
 OmniPrompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids`. A mapping may also have
+"""A string, token ids, or a mapping with `prompt` or `prompt_token_ids`. A mapping may also have
 `audio` and `images` (one item or a list), or `features` (tensors of transformers' processor).
 Sounds are arrays `[samples]`: floats from -1 to 1, int16 or int32. Images are Pillow images or
 arrays."""

@@ -103,7 +103,7 @@ class Graph:
 def read_graph(text: str) -> Graph:
     """Read a graph from TOML. Raises ConfigError, which names the invalid entry."""
     if not isinstance(text, str):
-        raise ConfigError(f"the pipeline is {describe(text)}; allowed: a text in TOML")
+        raise ConfigError(f"the pipeline is {describe(text)}; allowed: a string in TOML")
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -143,7 +143,7 @@ def _describe(value: object) -> str:
     """Describe a value without its texts: they may be prompts, which must not be logged."""
     if isinstance(value, int | float):
         return json.dumps(value) if isinstance(value, bool) else describe(value)
-    return "a text" if isinstance(value, str) else "a list or an object"
+    return "a string" if isinstance(value, str) else "a list or an object"
 
 
 def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:

@@ -154,9 +154,9 @@ class HttpServer:
 
 
 def read_prefixes(files: Sequence[str]) -> dict[str, Prefix]:
-    """Return the prefix in each file: token ids from a `.json` file, a text from any other.
+    """Return the prefix in each file: token ids from a `.json` file, text from any other.
 
-    A newline at the end of a text is left out: editors add it. Raises ConfigError.
+    A newline at the end of text is left out: editors add it. Raises ConfigError.
     """
     prefixes: dict[str, Prefix] = {}
     for name in files:

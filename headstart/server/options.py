@@ -46,7 +46,7 @@ class ServerOptions:
     )
     public_prefix: tuple[str, ...] = option(
         (),
-        "file with a text, or token ids (.json), whose K/V all tenants share when their prompts or "
+        "file with text, or token ids (.json), whose K/V all tenants share when their prompts or "
         "system messages begin with it; may be given several times",
     )
     drain_seconds: float = option(
@@ -100,7 +100,7 @@ class ServerOptions:
         if not all(key and key == key.strip() for key in self.api_key):
             raise ConfigError(
                 "api_key is empty or has white space around it, which HTTP headers drop; "
-                "allowed: a text without white space around it"
+                "allowed: a string without white space around it"
             )
         if self.api_key and self.api_keys is False:
             raise ConfigError("api_key is set and api_keys is off; allowed: api_keys on")

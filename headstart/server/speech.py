@@ -4,7 +4,7 @@ With the modality "audio" an answer has OpenAI's `audio`: the speech in base64, 
 an id by which later messages may refer to it.
 
 A message has parts of the types `text`, `input_audio` (a file in base64), `audio_url` and
-`image_url` (data: URLs). An assistant's message has a text, or the id of a spoken answer.
+`image_url` (data: URLs). An assistant's message has text, or the id of a spoken answer.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class _Media:
         """Return a message with one text, which has a placeholder for each sound and image."""
         role = message.get("role")
         if not isinstance(role, str):
-            raise RequestError(f"message {index} has the role {describe(role)}; allowed: a text")
+            raise RequestError(f"message {index} has the role {describe(role)}; allowed: a string")
         content, answer = message.get("content"), message.get("audio")
         if role == "assistant" and content is None and isinstance(answer, Mapping):
             content = transcript(str(answer.get("id")))
@@ -177,7 +177,7 @@ class _Media:
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list) or not content:
             raise RequestError(
-                f"message {index} has {describe_content(content)}; allowed: a text or a list "
+                f"message {index} has {describe_content(content)}; allowed: a string or a list "
                 "of parts"
             )
         return {"role": role, "content": "".join(self._read(index, part) for part in content)}

@@ -152,7 +152,7 @@ class Transcripts(TenantStore[str]):
         super().__init__(seconds=self.SECONDS)
 
     def add(self, salt: str | None, name: str, text: str) -> int:
-        """Store a text, and return the Unix time at which it expires."""
+        """Store text, and return the Unix time at which it expires."""
         return int(self.put((salt, name), text, _tenant(salt)))
 
     def find(self, salt: str | None, name: str) -> str:

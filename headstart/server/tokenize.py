@@ -27,7 +27,7 @@ _PART = 4096  # ids
 
 
 class TokenizeRequest(PromptFields):
-    """A text, or a conversation. add_special_tokens: only for a text; chat templates add them."""
+    """Text, or a conversation. add_special_tokens: only for text; chat templates add them."""
 
     prompt: str | None = None
     add_special_tokens: Flag | None = None

@@ -71,7 +71,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def _put(target: dict[str, Any], keys: str, text: str) -> None:
-    """Set the entry `a.b.c` to a JSON value or a text. With a `+` at the end, extend a list."""
+    """Set the entry `a.b.c` to a JSON value or a string. With a `+` at the end, extend a list."""
     *path, last = keys.removesuffix("+").split(".")
     for key in path:
         inner = target.setdefault(key, {})

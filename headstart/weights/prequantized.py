@@ -82,7 +82,7 @@ class Grouped(NamedTuple):
         ]
 
     def describe(self) -> str:
-        """Return a text about the bits, groups, zero points and order of inputs."""
+        """Return a description of the bits, groups, zero points and order of inputs."""
         size = int(torch.bincount(self.groups).max())
         zeros = "" if (self.zeros == 1 << (self.bits - 1)).all() else " with zero points"
         order = "" if (self.groups.diff() >= 0).all() else ", and its inputs are out of order"

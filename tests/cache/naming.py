@@ -17,7 +17,7 @@ def sha256(data: bytes) -> bytes:
 
 
 def frame(text: str | None) -> bytes:
-    """Encode a text: a byte that is 0 for None, the length in four bytes, the text."""
+    """Encode a string: a byte that is 0 for None, the length in four bytes, the string."""
     data = (text or "").encode()
     return struct.pack("<?I", text is not None, len(data)) + data
 

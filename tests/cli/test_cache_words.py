@@ -52,7 +52,7 @@ def test_a_person_recognizes_a_book(model: Path, tmp_path: Path) -> None:
     assert len(quoted) == 4, shown
     assert any(line.startswith('"there were answers to 你好世') for line in quoted)
     assert any(line.startswith('"system hello there, für Müller the end') for line in quoted)
-    assert "\x1b" not in shown, "a text changes the colors of the terminal"
+    assert "\x1b" not in shown, "text changes the colors of the terminal"
     assert max(map(len, shown.splitlines())) <= 100
     for question in QUESTIONS:  # a block begins somewhere in it
         assert any(question[10:30] in line for line in quoted), shown

@@ -45,7 +45,7 @@ def test_images_go_with_the_next_message_and_are_hit(
     terminal.wait(READY)
     second, cached = terminal.ask("And this one?")
     assert first <= cached < second and second - cached > TOKENS
-    # Neither a text nor a missing file is an image; the chat goes on without it.
+    # Neither a text file nor a missing file is an image; the chat goes on without it.
     (tmp_path / "text.png").write_text("no image")
     for wrong, said in (("text.png", "text.png: .*unknown format"), ("none.png", "cannot read")):
         terminal.send(f"/image {tmp_path / wrong}\r")

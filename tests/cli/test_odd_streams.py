@@ -53,7 +53,7 @@ def test_a_closed_pipe_is_a_quiet_end(call: str) -> None:
 def test_closed_streams_are_empty_ones() -> None:
     done = shell("run - <&-")
     assert done.returncode == 2
-    assert done.stderr == "headstart: standard input is empty; allowed: a text\n"
+    assert done.stderr == "headstart: standard input is empty; allowed: text\n"
     done = shell("models 2>&-")
     assert done.returncode == 0 and done.stdout.startswith("headstart-tiny ")
 

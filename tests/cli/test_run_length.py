@@ -1,4 +1,4 @@
-"""`headstart run` refuses a text longer than the context before the model is loaded."""
+"""`headstart run` refuses a prompt longer than the context before the model is loaded."""
 
 import json
 import shutil

@@ -452,10 +452,10 @@ def test_a_processor_that_fails_at_a_drafted_token_is_not_called_again(folder: P
 def test_a_prediction_is_checked(folder: Path) -> None:
     llm = load(folder, 0)
     wrong: dict[str, Any] = {
-        "prediction is 3; allowed: a text, or a list of token ids": 3,
+        "prediction is 3; allowed: a string, or a list of token ids": 3,
         "prediction has -1; allowed: a whole number of at least 0": [-1],
         "prediction has the token id 151; allowed: from 0 to 150": [151],
-        "prediction is a text, and the model has no tokenizer; allowed: token ids": "text",
+        "prediction is a string, and the model has no tokenizer; allowed: token ids": "text",
         "prediction has the lone surrogate": "\ud800",
     }
     for message, prediction in wrong.items():

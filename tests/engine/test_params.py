@@ -297,5 +297,5 @@ def test_stop_strings_are_bounded(stop: str | list[str]) -> None:
     """Each is looked for at every token, in a step of all: 100,000 made others' tokens 80 times
     as slow."""
     assert SamplingParams(stop=stop).stop_strings
-    with pytest.raises(RequestError, match=r"^stop has .* allowed: at most 1,024 texts of 16,384 "):
+    with pytest.raises(RequestError, match=r"^stop has .* at most 1,024 strings of 16,384 "):
         SamplingParams(stop=[*stop, "a"] if isinstance(stop, list) else stop + "a")

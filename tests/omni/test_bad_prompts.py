@@ -65,14 +65,14 @@ def test_parameters_of_another_kind(omni: Omni, params: Any) -> None:
     [
         ({"text": 3}, "text is 3; allowed: a SamplingParams or None"),
         ({"speech": "x"}, "speech is 'x'; allowed: a SamplingParams or None"),
-        ({"voice": ["Ada"]}, "voice is ['Ada']; allowed: a text or None"),
+        ({"voice": ["Ada"]}, "voice is ['Ada']; allowed: a string or None"),
         ({"audio": "x"}, "audio is 'x'; allowed: True or False"),
         ({"seed": "x"}, "seed is 'x'; allowed: a whole number from"),
         ({"seed": 2**70}, "seed is 1180591620717411303424; allowed: a whole number from"),
     ],
 )
 def test_a_parameter_outside_its_range(options: dict[str, Any], complaint: str) -> None:
-    """A seed that is a text was an error of the vocoder, after all else was done."""
+    """A seed that is a string was an error of the vocoder, after all else was done."""
     with pytest.raises(RequestError, match=re.escape(complaint)):
         OmniParams(**options)
 
@@ -207,7 +207,7 @@ def changed(audio: Any) -> OmniParams:
     [
         ({"dtype": []}, "dtype is []; allowed: auto, float32"),
         ({"dtype": np.array([[1], [2]])}, "dtype is array([[1], [2]]); allowed: auto"),
-        ({"device": None}, "device is None; allowed: a text such as cpu or cuda"),
+        ({"device": None}, "device is None; allowed: a string such as cpu or cuda"),
         ({"device": "gpu"}, "device is 'gpu', which torch cannot use here"),
     ],
 )

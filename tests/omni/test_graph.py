@@ -128,8 +128,8 @@ def test_a_digest_tells_dtype_shape_and_where_a_part_ends() -> None:
         ("[stages.a]\ngives = { x = { kind = 'token' } }", "output 'x' has the key 'kind'"),
         ("other = 1\n[stages.a]", "a pipeline has the key 'other'"),
         ("[stages.a", "not TOML"),
-        ('[stages.""]', "a stage's name is '', a str; allowed: a text of at least one character"),
-        ("[stages.a]\ngives = { '' = 'token' }", "an output's name is '', a str; allowed: a text"),
+        ('[stages.""]', "a stage's name is '', a str; allowed: a string of at least one character"),
+        ("[stages.a]\ngives = { '' = 'token' }", "an output's name is '', a str; allowed:"),
     ],
 )
 def test_what_cannot_be_read_is_said(text: str, complaint: str) -> None:

@@ -394,7 +394,7 @@ class OpenCode(Agent):
     names: ClassVar = {"read": "read", "write": "write", "run": "bash"}
 
     def ask(self, text: str, image: str | None = None) -> None:
-        """Add a message; a text alone is no list."""
+        """Add a message; a string is no list."""
         content: Any = text
         if image is not None:
             url = {"url": data_url(image)}

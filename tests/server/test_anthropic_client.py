@@ -333,7 +333,7 @@ BAD = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "u"}}]}]},
         400,
-        "url is a text; allowed: null; send the image itself, as `data` in base64",
+        "url is a string; allowed: null; send the image itself, as `data` in base64",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},

@@ -20,7 +20,7 @@ VALUES = st.recursive(
         | st.lists(st.integers(-5, 70_000), max_size=50)
     ),
 )
-# What a text of JSON is made of, in any order.
+# Pieces of JSON text, in any order.
 SCRAPS = st.lists(
     st.sampled_from(
         [

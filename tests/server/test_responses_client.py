@@ -334,7 +334,7 @@ TOOL = {"type": "function", "name": "f"}
 @pytest.mark.parametrize(
     ("change", "status", "says"),
     [
-        ({"input": []}, 400, "input is empty; allowed: a text, or a list of items"),
+        ({"input": []}, 400, "input is empty; allowed: a string, or a list of items"),
         ({"input": [], "instructions": "Be brief."}, 400, "input is empty"),
         ({"input": 7}, 400, "input"),
         ({"model": "x"}, 404, "does not exist"),

@@ -199,7 +199,7 @@ def test_token_ids_and_log_probabilities_as_vllm_tells_them(server: Running) -> 
     [choice] = post(server, "completions", **COMPLETION, **more).json()["choices"]
     assert {len(one) for one in choice["logprobs"]["top_logprobs"][1:]} == {2}
     tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
-    assert "".join(tokens) == choice["text"], "the prompt's first token has a text, and no number"
+    assert "".join(tokens) == choice["text"], "the prompt's first token has text, and no number"
     assert offsets == [len("".join(tokens[:place])) for place in range(len(tokens))]
     assert {len(one) for one in choice["prompt_logprobs"][1:]} == {1}
     chat = post(server, "chat/completions", **CHAT, **wanted, logprobs=True).json()

@@ -40,7 +40,7 @@ MAX_TEXTS = 4096
 MAX_BYTES = 64 * 2**20
 
 ENTRY_BYTES = 768
-"""Bytes of a text's entry without its token ids: digest, table entries, head of the array."""
+"""Bytes of an entry without its token ids: digest, table entries, head of the array."""
 
 SHARED = Namespace(None, None)
 """The namespace of turns without an adapter and without a salt."""
@@ -65,8 +65,8 @@ class _Entry(NamedTuple):
 class TextIndex:
     """Token ids by text: up to `max_texts` texts and `max_bytes`. Not thread-safe.
 
-    A text is identified by a hash over adapter, salt and text. To find the longest stored prefix of
-    a text, BLAKE2 reads the text once and makes a digest at each distinct stored length. A digest
+    Text is identified by a hash over adapter, salt and text. To find the longest stored prefix of
+    text, BLAKE2 reads the text once and makes a digest at each distinct stored length. A digest
     takes a few microseconds. The least recently used text is removed first.
     """
 
@@ -136,7 +136,7 @@ class TextIndex:
 
 
 def _encode(text: str) -> bytes:
-    """Encode a text in UTF-8. A lone surrogate, which a model may write, takes three bytes."""
+    """Encode a string in UTF-8. A lone surrogate, which a model may write, takes three bytes."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -273,7 +273,7 @@ class ConversationMemory:
         texts: dict[str, int] = {}
         for visible in {reply.rstrip(), reply}:
             count = self._count_visible(reply_token_ids, visible)
-            # Decode with context: some decoders drop a space at the beginning of a text, and bytes
+            # Decode with context: some decoders drop a space at the beginning of text, and bytes
             # of an incomplete character may change the text of the bytes before them.
             context = [*prompt_token_ids[-_CONTEXT:]]
             before = self._codec.decode(context)

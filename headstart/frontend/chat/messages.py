@@ -32,7 +32,7 @@ from headstart.errors import RequestError
 from headstart.validation import OneOf, check_fields, check_utf8, describe, option
 
 Message = Mapping[str, Any]
-"""`{"role": ..., "content": ...}`; content is a text or a list of OpenAI's parts."""
+"""`{"role": ..., "content": ...}`; content is a string or a list of OpenAI's parts."""
 
 # Arguments of `apply_chat_template` that callers cannot set by `chat_template_kwargs`.
 _RESERVED = {
@@ -175,7 +175,7 @@ Render = Callable[[list[dict[str, Any]]], str]
 def render_arguments(messages: Sequence[Message], render: Render) -> str:
     """Render messages whose tool calls may have arguments that are not a JSON object.
 
-    The arguments of a call that was cut off are a text, which the filter `tojson` of templates
+    The arguments of a call that was cut off are a string, which the filter `tojson` of templates
     would quote. So the template gets a marker instead. A template that iterates over arguments gets
     a dict with the marker. In the prompt, the text then replaces the marker.
     """
@@ -219,7 +219,7 @@ def read_content(
     content = message.get("content")
     if not isinstance(content, (str, list, tuple)):
         raise RequestError(
-            f"message {index} has {describe_content(content)}; allowed: a text or a list of parts"
+            f"message {index} has {describe_content(content)}; allowed: a string or a list of parts"
         )
     parts = []
     for part in text_parts(message) if isinstance(content, str) else content:
@@ -241,7 +241,7 @@ def read_content(
 
 
 def text_parts(message: Message) -> list[dict[str, Any]]:
-    """Return a message's text as a list of parts, which is empty for tool calls without a text.
+    """Return a message's text as a list of parts, which is empty for tool calls without text.
 
     After an empty part, templates would write a line break before the calls.
     """

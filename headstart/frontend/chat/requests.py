@@ -6,7 +6,7 @@ ordinary text in a message is replaced by an empty mark:
 
     user: ⟨digest 16x16⟩What is this?      user: What does ⟨⟩ mean?
 
-The brackets are two code points that Unicode reserves for internal use. A text with one of them is
+The brackets are two code points that Unicode reserves for internal use. Text with one of them is
 refused.
 """
 
@@ -224,13 +224,13 @@ class ChatRequests:
     def publish(self, prefix: str | Sequence[int]) -> int:
         """Let requests of all salts share the full blocks of a prefix; return the number of blocks.
 
-        A text is a prefix of prompts and of system messages. Only tokens that do not depend on the
-        text after the prefix are shared. Raises RequestError for a text that cannot begin a prompt,
-        and CacheError for an invalid token id.
+        A string is a prefix of prompts and of system messages. Only tokens that are independent of
+        the text after the prefix are shared. Raises RequestError for a string that cannot begin a
+        prompt, and CacheError for an invalid token id.
         """
         hasher = self._frontend.facts.hasher
         if not isinstance(prefix, Collection):
-            raise RequestError(f"prefix is {describe(prefix)}; allowed: a text, or token ids")
+            raise RequestError(f"prefix is {describe(prefix)}; allowed: a string, or token ids")
         if not isinstance(prefix, str):
             return hasher.publish(prefix)
         params = SamplingParams(temperature=0, max_tokens=1)
@@ -290,8 +290,8 @@ def _find_image(index: int, part: Mapping[str, Any]) -> ImageSource:
 
     A part is `{"type": "image_url", "image_url": {"url": ...}}` with a data: URL, or `{"type":
     "image", "image": ...}` with a Pillow image, bytes, a `pathlib.Path` or a data: URL (vLLM also
-    calls this type "image_pil"). Both may have a `"uuid"`. A text is never read as a path, since it
-    may come from an untrusted client.
+    calls this type "image_pil"). Both may have a `"uuid"`. A string is never read as a path, since
+    it may come from an untrusted client.
     """
     source = part.get(part["type"])
     if part["type"] == "image_url" and isinstance(source, Mapping):

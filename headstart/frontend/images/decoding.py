@@ -182,7 +182,7 @@ def read_source(source: ImageSource, limit: int) -> bytes:
 
 
 def is_data_url(text: str) -> bool:
-    """Return True if a text begins with `data:`, in upper or lower case."""
+    """Return True if a string begins with `data:`, in upper or lower case."""
     return text[:5].lower() == "data:"
 
 
@@ -208,7 +208,7 @@ def read_data_url(url: str, limit: int) -> bytes:
 
 
 def decode_base64(text: str) -> bytes:
-    """Return the bytes of a text in base64. Raises ValueError.
+    """Return the bytes of a string in base64. Raises ValueError.
 
     Accepts both alphabets, line breaks, `%3D` for `=`, and missing padding.
     """

@@ -1,4 +1,4 @@
-"""Prompts with images: from placeholders in a text to items, embeddings and positions.
+"""Prompts with images: from placeholders in text to items, embeddings and positions.
 
 A placeholder is a token (`<image>`, `<|image_pad|>`) that stands for an image. It is repeated once
 for each embedding of the image. While a prompt is built, the tokens of images have the id
@@ -188,7 +188,7 @@ class ImagePrompts:
         ids = [None] * len(images) if uuids is None else self._as_list(uuids)
         if len(ids) != len(images) or not all(isinstance(uuid, str | None) for uuid in ids):
             raise RequestError(
-                f"the uuids of {len(images)} images are {describe(ids)}; allowed: a text or None "
+                f"the uuids of {len(images)} images are {describe(ids)}; allowed: a string or None "
                 "for each image"
             )
         loaded = [
@@ -267,7 +267,7 @@ class ImagePrompts:
         return PreparedPrompt(token_ids.tolist(), text, extras, tuple(uses))
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text in which a placeholder is ordinary text."""
+        """Return the ids of text in which a placeholder is ordinary text."""
         assert self._tokenizer is not None
         first, *others = text.split(self.placeholder) if self.placeholder else [text]
         token_ids = encode_text(self._tokenizer, first) if first else []
@@ -276,10 +276,10 @@ class ImagePrompts:
         return token_ids
 
     def tokenize_after(self, text: str) -> list[int]:
-        """Return the ids of a text in the middle of a prompt.
+        """Return the ids of text in the middle of a prompt.
 
         The text is tokenized after a special token, because some tokenizers add a space at the
-        beginning of a text.
+        beginning of text.
         """
         assert self._tokenizer is not None
         if not text:

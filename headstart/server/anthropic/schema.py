@@ -32,7 +32,7 @@ Parts = list[dict[str, Any]]
 
 
 def text_parts(text: str) -> Parts:
-    """Return a text as parts."""
+    """Return text as parts."""
     return [{"type": "text", "text": text}]
 
 
@@ -51,7 +51,7 @@ class Marked(Body):
 
 
 class TextBlock(Marked):
-    """A text."""
+    """A block of text."""
 
     type: Literal["text"]
     text: str
@@ -171,7 +171,7 @@ class ToolReferenceBlock(Marked):
 
 
 class ToolUseBlock(Marked):
-    """A call that the model made. Its input is a text if the call was cut off."""
+    """A call that the model made. Its input is a string if the call was cut off."""
 
     type: Literal["tool_use"]
     id: str

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class CachePromptRequest(CacheFields, PromptFields):
-    """A prompt: a text, token ids or messages.
+    """A prompt: a string, token ids or messages.
 
     The whole body of a completion or chat is accepted. Fields that only change the answer have no
     effect. `add_generation_prompt` adds the beginning of the model's reply to messages. Its default

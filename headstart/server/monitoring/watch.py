@@ -197,7 +197,7 @@ class SpeechMetrics(_Registry):
         self._stages = self.make_all(Counter, _STAGES, "stage")
         self._spoken = self.make(Counter, "headstart:speech_seconds", "Seconds of generated speech")
         self._first = self.make(
-            Histogram, "vllm:time_to_first_token_seconds", "Time to the first token of a text"
+            Histogram, "vllm:time_to_first_token_seconds", "Time to the first token of text"
         )
 
     def end(self, reason: str) -> None:

@@ -359,7 +359,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 
 def _prompts(prompts: Any) -> Sequence[Prompt]:
-    """Return one or several prompts, texts or token ids, as a list. Raises RequestError."""
+    """Return one or several prompts, strings or token ids, as a list. Raises RequestError."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
     if not prompts or len(prompts) > _MAX_PROMPTS:

@@ -51,7 +51,7 @@ _REFUSED = refusals(
         "send token ids as prompt; `POST /tokenize` makes them": "add_special_tokens=true",
         "send fewer tokens: `POST /tokenize` counts them": "truncate_prompt_tokens",
         "`--remote-cache` shares K/V between machines": "kv_transfer_params ec_transfer_params",
-        "prompts are texts, token ids and images": "prompt_embeds",
+        "prompts are strings, token ids and images": "prompt_embeds",
         "the server does not run code from clients": "logits_processors=[]",
         "weights do not change": "return_weight_versions=false",
         "expert routing is not returned": "routed_experts_prompt_start=0",
@@ -167,7 +167,7 @@ def _read_bias(value: Any) -> Any:
     """Return the value. Raise an error for the first wrong entry; pydantic would list all."""
     for token, bias in value.items() if isinstance(value, dict) else ():
         if not (token.isascii() and token.isdigit()) or len(token) > 12:
-            raise refuse("logit_bias: allowed keys are token ids as text")
+            raise refuse("logit_bias: allowed keys are token ids as strings")
         if type(bias) not in (int, float):
             text = f"the bias of {shorten(token)} is {describe(bias)}; allowed: numbers"
             raise refuse(f"logit_bias: {text}")
@@ -249,7 +249,7 @@ class SamplingFields(CacheFields):
 
 
 class CompletionRequest(SamplingFields):
-    """`POST /v1/completions`. prompt: a text, token ids, or a list of either."""
+    """`POST /v1/completions`. prompt: a string, token ids, or a list of either."""
 
     accepted = ACCEPTED
     refused = COMPLETION_REFUSED
@@ -263,7 +263,7 @@ class CompletionRequest(SamplingFields):
     def read_sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`. Raises RequestError for unsupported values."""
         if self.suffix:
-            raise RequestError("suffix is set; allowed: none, as models only append to a text")
+            raise RequestError("suffix is set; allowed: none, as models only append to text")
         n = self.n or 1
         if self.best_of is not None and self.best_of != n:
             raise RequestError(f"best_of is {self.best_of}; allowed: null, or {n} (the value of n)")

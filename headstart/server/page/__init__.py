@@ -127,7 +127,7 @@ def _template() -> Template:
 
 
 def _prose(text: str) -> Markup:
-    """Return a text as HTML, with `names in backticks` as code."""
+    """Return text as HTML, with `names in backticks` as code."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 

@@ -33,7 +33,7 @@ _COMMAND = {
 
 
 class InputText(Body):
-    """A text in a message of any role; `parsed` is a copy that OpenAI's client makes."""
+    """Text in a message of any role; `parsed` is a copy that OpenAI's client makes."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -84,7 +84,7 @@ Content = (
 
 
 def _chat_content(content: Content) -> Any:
-    """Return the content in the form of a chat: a text or parts."""
+    """Return the content in the form of a chat: a string or parts."""
     if isinstance(content, str):
         return content
     return chat_content(
@@ -338,7 +338,7 @@ class CustomFormat(Body):
 
 
 class CustomTool(Body):
-    """A tool of the client that takes a text."""
+    """A tool of the client that takes a string."""
 
     type: Literal["custom"]
     name: str

@@ -157,7 +157,7 @@ class InputTokensRequest(ChatFields):
             messages = [*earlier, {"role": "user", "content": self.input}]
             return messages, [*("previous_response_id" for _ in earlier), "input"]
         if not self.input and not earlier:
-            text = "input is empty; allowed: a text, or a list of items"
+            text = "input is empty; allowed: a string, or a list of items"
             raise ApiError(400, text, param="input")
         return extend(earlier, self.input)
 

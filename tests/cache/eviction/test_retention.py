@@ -51,7 +51,7 @@ class Pool:
             self.ask(self.text(2), salt=salt)
 
     def kept(self, text: list[int], salt: str | None = None) -> int:
-        """Count the cached blocks of a text."""
+        """Count the cached blocks of a prompt."""
         look = TokenSequence("look", [*text, 0], salt=salt)
         return self.manager.get_computed_blocks(look).num_tokens // BLOCK
 

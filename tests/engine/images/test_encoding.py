@@ -107,7 +107,7 @@ class _Broken:
 
 
 def test_an_image_that_cannot_be_encoded_ends_the_requests_that_show_it(folder: Path) -> None:
-    """The tower's error used to end all that ran: here a text that is being answered, one that
+    """The tower's error used to end all that ran: here a prompt that is being answered, one that
     comes in the same step and begins alike, and one with another image."""
     llm = LLM(folder, num_blocks=96, block_size=4, debug=True)
     engine, images = llm.engine, llm.frontend.images

@@ -144,7 +144,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True, "block_size": 16},
 }
 # Qwen2-VL differs from Qwen2.5-VL in its tower alone, SmolVLM from Idefics3 in its settings.
-# Positions are Qwen's own, and an image of Idefics3 is several; LLaVA's are as those of a text.
+# Positions are Qwen's own, and an image of Idefics3 is several; LLaVA's are as those of text.
 CASES = [
     (name, option)
     for name in FAMILIES

@@ -78,7 +78,7 @@ def test_no_other_token_is_allowed(allowed: list[int], seed: int) -> None:
     text=st.text("athxyz odr", max_size=8),
 )
 def test_the_token_that_completes_a_bad_word_is_banned(words: list[str], text: str) -> None:
-    """Each word is banned in the middle of a text and at its beginning, as in vLLM."""
+    """Each word is banned in the middle of a string and at its beginning, as in vLLM."""
     past = spell(text)
     spelled = [spell(word.lstrip()) for word in words]
     for word in words:

@@ -19,7 +19,7 @@ TEXT = list(range(3, 103))
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A model, and a folder that has six blocks of a text."""
+    """A model, and a folder that has six blocks of a prompt."""
     model = save_smallest(tmp_path_factory.mktemp("model"))
     folder = str(tmp_path_factory.mktemp("kept"))
     with closing(make_llm(model, cache_dir=folder)) as llm:

@@ -25,7 +25,7 @@ def tokens(text: str, tokenizer: PreTrainedTokenizerBase = BYTES) -> list[int]:
 
 
 def letters(text: str) -> list[int]:
-    """Return the ids of the single letters of a text, which a model may sample."""
+    """Return the ids of the single letters of a string, which a model may sample."""
     return [token_id for letter in text for token_id in tokens(letter)]
 
 

@@ -106,7 +106,7 @@ def test_an_answer_continues_the_text_of_its_prompt(
 
 @pytest.mark.parametrize("name", DECODED_TOKENIZERS)
 def test_texts_of_tokens_are_the_text(name: str) -> None:
-    """All tokens but the first are within a text, so their leading spaces are shown."""
+    """All tokens but the first are within text, so their leading spaces are shown."""
     tokenizer = TOKENIZERS[name]
     first, *others = tokens("the other day they went there together", tokenizer)
     texts = make_token_text(tokenizer)

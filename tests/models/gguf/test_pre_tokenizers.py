@@ -1,4 +1,4 @@
-"""The split of a text that a GGUF file names, against llama.cpp."""
+"""The split of text that a GGUF file names, against llama.cpp."""
 
 import json
 import urllib.request

@@ -82,7 +82,7 @@ def test_transformers_and_headstart_read_the_same_model(
     expected = theirs(TOKENS[None]).logits[0]
     assert apart(logits(tmp_path / "small"), expected) < 0.03  # rows are rounded to 8 bits
     by_float = original(TOKENS[None]).logits[0]
-    # Without a text, and no layer in more bits.
+    # Without text, and no layer in more bits.
     monkeypatch.setattr(reader, "kind_of_layer", lambda name, kind, *sizes: kind)
     plain = logits(tmp_path / "float", weights="int4")
     assert 0.01 < apart(expected, by_float) < 0.9 * apart(plain, by_float)

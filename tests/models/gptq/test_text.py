@@ -1,4 +1,4 @@
-"""Windows of a text: from all over it, and begun as the model knows texts to begin."""
+"""Windows of text: from all over it, and begun as the model knows texts to begin."""
 
 import torch
 from tokenizers.processors import TemplateProcessing

@@ -259,7 +259,7 @@ class TestMedia:
             ),
             ("a", {"max_tokens": 0}, "max_tokens"),
             ("a" * 40_000, {}, "max_model_len"),
-            ([], {}, "a text or a list"),
+            ([], {}, "a string or a list"),
             ([{"type": "video_url", "video_url": {"url": "x"}}], {}, "cannot be read"),
             ([{"type": "input_audio", "input_audio": None}], {}, "cannot be read"),
             ([{"type": "input_audio", "input_audio": "x"}], {}, "cannot be read"),

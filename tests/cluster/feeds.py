@@ -1,4 +1,4 @@
-"""Real caches whose events may get lost on the way to an index."""
+"""Real caches whose events may be lost before they reach an index."""
 
 from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
 from headstart.cluster.events import EventBatch, EventPublisher
@@ -8,7 +8,7 @@ BLOCK = 2
 
 
 class Engine:
-    """One replica: a small manager, its publisher, and the truth after each batch."""
+    """One replica: a small manager, its publisher, and its true contents after each batch."""
 
     def __init__(self, replica: int, num_blocks: int = 8) -> None:
         self.replica = replica
@@ -28,15 +28,15 @@ class Engine:
         self.held: set[bytes] = set()
 
     def serve(self, tokens: list[int]) -> EventBatch | None:
-        """Compute a prompt and free it; the batch of what changed."""
+        """Compute a prompt, free it, and return the batch of changes."""
         self.compute(tokens)
         return self.publish()
 
     def compute(self, tokens: list[int]) -> None:
         """Compute a prompt and free it, unless it is larger than the cache."""
         sequence = TokenSequence("one", tokens)
-        found = self.manager.get_computed_blocks(sequence)
-        if self.manager.allocate_slots(sequence, len(tokens) - found.num_tokens, found):
+        match = self.manager.get_computed_blocks(sequence)
+        if self.manager.allocate_slots(sequence, len(tokens) - match.num_tokens, match):
             self.manager.commit_step()
             self.manager.free(sequence)
 
@@ -56,7 +56,7 @@ class Engine:
         return batch
 
     def keys(self, tokens: list[int]) -> list[PrefixKey]:
-        """Keys of a prompt's full blocks."""
+        """Return the keys of a prompt's full blocks."""
         return prefix_keys(self.manager.block_hashes(TokenSequence("asked", tokens)))
 
     def depth(self, tokens: list[int]) -> int:
@@ -65,5 +65,5 @@ class Engine:
 
 
 def cut(packed: bytes) -> list[bytes]:
-    """Names of 32 bytes."""
-    return [packed[at : at + 32] for at in range(0, len(packed), 32)]
+    """Split packed hashes of 32 bytes."""
+    return [packed[i : i + 32] for i in range(0, len(packed), 32)]

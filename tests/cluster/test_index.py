@@ -1,4 +1,4 @@
-"""The prefix index: what it answers, what it costs in memory, what it refuses."""
+"""The prefix index: its answers, its memory and its errors."""
 
 import gc
 import random
@@ -15,7 +15,7 @@ from tests.cluster.tables import holders, wrap_pool
 
 
 def names(*numbers: int) -> list[bytes]:
-    """Names of 32 bytes that stand for digests."""
+    """Return 32-byte stand-ins for block hashes."""
     return [random.Random(number).randbytes(32) for number in numbers]
 
 
@@ -23,7 +23,7 @@ def stored(replica: int, number: int, *blocks: int, tier: str = "pool") -> Event
     return EventBatch(replica, 0, number, stored=b"".join(names(*blocks)), tier=tier)
 
 
-def test_each_replica_has_as_much_as_its_events_say() -> None:
+def test_depths_follow_each_replicas_events() -> None:
     engines = [Engine(0), Engine(1), Engine(2)]
     index = ReplicaIndex(3)
     long, short = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9, 9]
@@ -35,25 +35,25 @@ def test_each_replica_has_as_much_as_its_events_say() -> None:
     assert index.match([]).cached == [0, 0, 0]
 
 
-def test_what_is_on_disk_is_told_apart_from_what_is_in_the_pool() -> None:
+def test_blocks_on_disk_are_counted_apart_from_the_pool() -> None:
     index = ReplicaIndex(2)
     index.apply(stored(0, 0, 1))
     index.apply(stored(0, 0, 2, 3, tier=DISK))
     index.apply(stored(1, 0, 1, 2))
-    found = index.match(prefix_keys(names(1, 2, 3)))
-    assert (found.cached, found.stored) == ([1, 2], [3, 2])
+    match = index.match(prefix_keys(names(1, 2, 3)))
+    assert (match.cached, match.stored) == ([1, 2], [3, 2])
 
 
-def test_what_is_in_a_shared_store_all_can_load() -> None:
+def test_all_replicas_can_load_blocks_of_a_shared_store() -> None:
     index = ReplicaIndex(3, shares_store=True)
     index.apply(stored(0, 0, 1, tier="pool"))
     index.apply(stored(2, 0, 1, 2, 3, tier=DISK))
     index.apply(stored(1, 0, 1, 2, 3, 4))
-    found = index.match(prefix_keys(names(1, 2, 3, 4, 5)))
-    assert (found.cached, found.stored) == ([1, 4, 0], [3, 4, 3])
+    match = index.match(prefix_keys(names(1, 2, 3, 4, 5)))
+    assert (match.cached, match.stored) == ([1, 4, 0], [3, 4, 3])
 
 
-def test_what_is_being_computed_is_expected_until_it_is_taken_back() -> None:
+def test_running_blocks_are_expected_until_withdrawn() -> None:
     index = ReplicaIndex(2)
     keys = prefix_keys(names(1, 2, 3))
     index.apply(stored(1, 0, 1))
@@ -66,7 +66,7 @@ def test_what_is_being_computed_is_expected_until_it_is_taken_back() -> None:
     assert index.match(keys).expected == [0, 1]
 
 
-def test_a_gap_is_told_until_a_snapshot_comes() -> None:
+def test_a_gap_is_reported_until_a_snapshot_arrives() -> None:
     index = ReplicaIndex(1)
     assert index.apply(stored(0, 0, 1))
     assert not index.apply(stored(0, 2, 3))
@@ -85,7 +85,7 @@ def test_a_snapshot_older_than_the_gap_does_not_close_it() -> None:
     assert not index.is_current(0)
 
 
-def test_a_batch_has_only_what_changed_in_the_end() -> None:
+def test_a_batch_has_only_net_changes() -> None:
     """A block that is stored and evicted between two batches is in neither list."""
     engine = Engine(0, num_blocks=2)
     first = engine.serve([1, 1, 1, 1])
@@ -104,25 +104,25 @@ def test_a_batch_has_only_what_changed_in_the_end() -> None:
 
 
 class _Counting(dict[PrefixKey, int]):
-    """A dictionary that counts how often such ones are asked."""
+    """A dictionary that counts the lookups of all its instances."""
 
-    asked = 0
+    count = 0
 
     def get(self, key: PrefixKey, default: int = 0) -> int:  # type: ignore[override]
-        _Counting.asked += 1
+        _Counting.count += 1
         return super().get(key, default)
 
 
 @pytest.mark.parametrize(("depths", "limit"), [([512] * 64, 10), ([256, 0] * 32, 20)])
-def test_a_query_asks_for_few_of_a_prompts_blocks(depths: list[int], limit: int) -> None:
-    """Each that it asks for waits for memory; all of 512 took a quarter of a millisecond."""
+def test_a_query_looks_up_few_of_a_prompts_blocks(depths: list[int], limit: int) -> None:
+    """Each lookup waits for memory: 512 of them took a quarter of a millisecond."""
     index, held = ReplicaIndex(64), names(*range(512))
     for replica, depth in enumerate(depths):
         index.apply(EventBatch(replica, 0, 0, stored=b"".join(held[:depth])))
     wrap_pool(index, _Counting)
-    _Counting.asked = 0
+    _Counting.count = 0
     assert index.match(prefix_keys(held)).cached == depths
-    assert 0 < _Counting.asked <= 2 * limit  # what is cached, and what is expected
+    assert 0 < _Counting.count <= 2 * limit  # what is cached, and what is expected
 
 
 def test_every_replica_may_have_another_depth() -> None:
@@ -131,13 +131,13 @@ def test_every_replica_may_have_another_depth() -> None:
     for replica, depth in enumerate(depths):
         index.apply(EventBatch(replica, 0, 0, stored=b"".join(held[:depth])))
     for count in (0, 1, 2, 63, 99, 100):
-        found = index.match(prefix_keys(held[:count])).cached
-        assert found == [min(depth, count) for depth in depths]
+        depths_ = index.match(prefix_keys(held[:count])).cached
+        assert depths_ == [min(depth, count) for depth in depths]
 
 
 @pytest.mark.parametrize("holders", [1, 8, 64])
 def test_memory_is_at_most_100_bytes_a_block_and_replica(holders: int) -> None:
-    """At its dearest: just after the dictionary has grown."""
+    """The peak is just after the dictionary has grown."""
     blocks = 2**15 * 2 // 3 + 10
     packed = random.Random(0).randbytes(32 * blocks)
     gc.collect()
@@ -164,15 +164,15 @@ def test_no_replicas_and_unknown_ones_are_refused() -> None:
 
 
 def test_requests_are_routed_while_a_large_snapshot_is_noted() -> None:
-    """A replica's million tokens took a tenth of a second, and every request waited."""
+    """Regression: every request waited a tenth of a second for a replica's million tokens."""
     index, rng = ReplicaIndex(2), random.Random(0)
     old, new = rng.randbytes(32 * 10_000), rng.randbytes(32 * 10_000)
     index.apply(EventBatch(0, 0, 0, stored=old))
     assert index.apply(stored(1, 0, 1, 2))
-    count, asked = 0, prefix_keys(names(1, 2))
+    count, keys = 0, prefix_keys(names(1, 2))
     for _ in index.steps(EventBatch(0, 0, 4, stored=new, cleared=True, snapshot=True)):
         count += 1
-        assert index.match(asked).cached == [0, 2]
+        assert index.match(keys).cached == [0, 2]
         index.apply(stored(1, count, 3))
     assert index.is_current(0)
     assert count >= 4
@@ -182,9 +182,9 @@ def test_requests_are_routed_while_a_large_snapshot_is_noted() -> None:
     assert holders(index) == holders(fresh)
 
 
-def test_the_end_of_a_prefix_counts_that_lies_in_a_lower_tier_alone() -> None:
-    """An engine keeps the beginning of a prefix longest: behind it a store may have the rest."""
-    names = [BlockHash(bytes([at]) * 32) for at in range(200)]
+def test_a_prefix_may_end_in_blocks_of_a_lower_tier_only() -> None:
+    """An engine caches the start of a prefix longest; a store may have the remaining blocks."""
+    names = [BlockHash(bytes([i]) * 32) for i in range(200)]
     index = ReplicaIndex(2)
     index.apply(EventBatch(0, 0, 0, stored=b"".join(names[:100])))
     index.apply(EventBatch(0, 0, 0, stored=b"".join(names[100:]), tier=DISK))

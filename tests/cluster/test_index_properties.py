@@ -23,12 +23,12 @@ class LossyFeeds(RuleBasedStateMachine):
         self.index = ReplicaIndex(REPLICAS)
         self.latest: dict[int, EventBatch] = {}  # the newest that arrived, of each replica
         self.snapshots: list[EventBatch] = []  # under way
-        self.gone: set[int] = set()  # replicas that were removed, and told nothing since
+        self.removed: set[int] = set()  # removed replicas without events since
 
     def arrive(self, batch: EventBatch | None) -> None:
         if batch is None:
             return
-        self.gone.discard(batch.replica)
+        self.removed.discard(batch.replica)
         is_current = self.index.apply(batch)
         assert is_current == self.index.is_current(batch.replica)
         before = self.latest.get(batch.replica)
@@ -65,30 +65,30 @@ class LossyFeeds(RuleBasedStateMachine):
 
     @rule(which=WHICH, is_restarted=st.booleans())
     def remove(self, which: int, is_restarted: bool) -> None:
-        """Its number then belongs to another replica, or to the same replica after a restart."""
+        """Remove a replica. Another one, or itself after a restart, then gets its number."""
         self.index.remove(which)
-        self.gone.add(which)
+        self.removed.add(which)
         self.latest.pop(which, None)
-        self.snapshots = [one for one in self.snapshots if one.replica != which]
+        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.replica != which]
         if is_restarted:
             self.engines[which].start()
         elif self.engines[which].held:
             self.arrive(self.engines[which].publisher.snapshot())
 
     @invariant()
-    def current_replicas_are_as_they_were_after_their_latest_batch(self) -> None:
+    def current_replicas_match_their_latest_batch(self) -> None:
         names = BlockHasher(BLOCK, "model")
         for tokens in ([0] * 10, [1] * 10, [0, 1] * 5, [0, 0, 1, 1, 0, 0]):
             sequence = TokenSequence("asked", tokens)
             prompt = names.of_keys(sequence.namespace, sequence.cut(BLOCK))
-            found = self.index.match(self.engines[0].keys(tokens))
-            assert found.cached == found.expected == found.stored
-            assert not any(found.stored[replica] for replica in self.gone)
+            match = self.index.match(self.engines[0].keys(tokens))
+            assert match.cached == match.expected == match.stored
+            assert not any(match.stored[replica] for replica in self.removed)
             for replica, batch in self.latest.items():
                 if self.index.is_current(replica):
                     held = self.engines[replica].truth[batch.epoch, batch.number]
                     depth = next((i for i, name in enumerate(prompt) if name not in held), None)
-                    assert found.cached[replica] == (len(prompt) if depth is None else depth)
+                    assert match.cached[replica] == (len(prompt) if depth is None else depth)
 
     def teardown(self) -> None:
         """After any loss, a snapshot makes the index equal to the managers' own lookups."""
@@ -96,8 +96,8 @@ class LossyFeeds(RuleBasedStateMachine):
             self.index.apply(engine.publisher.snapshot())
             assert self.index.is_current(engine.replica)
             for tokens in ([0] * 11, [1] * 11, [0, 1] * 5 + [0], [0, 0, 1, 1, 0]):
-                found = self.index.match(engine.keys(tokens)).cached
-                assert found[engine.replica] == engine.depth(tokens)
+                depths = self.index.match(engine.keys(tokens)).cached
+                assert depths[engine.replica] == engine.depth(tokens)
         for engine in self.engines:
             self.index.remove(engine.replica)
         while self.index.sweep():

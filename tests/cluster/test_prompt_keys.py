@@ -1,4 +1,4 @@
-"""Keys of a prompt are those of its blocks' names, and computed as far as they are needed."""
+"""Keys of a prompt match its block hashes, and are computed only as far as needed."""
 
 import gc
 import hashlib
@@ -17,7 +17,7 @@ TOKENS = list(range(1, 300 * BLOCK + 3))
 
 
 class Digests:
-    """SHA-256 that counts."""
+    """SHA-256 with a count of calls."""
 
     count = 0
 
@@ -30,15 +30,15 @@ def prompt() -> TokenSequence:
     return TokenSequence("one", TOKENS)
 
 
-def test_they_are_the_keys_of_the_names() -> None:
+def test_keys_match_the_block_hashes() -> None:
     sequence = prompt()
     names = BlockHasher(BLOCK).of_keys(sequence.root, sequence.cut(BLOCK))
     expected, rng = list(prefix_keys(names)), random.Random(0)
     for _ in range(20):
         keys = PromptKeys(BlockHasher(BLOCK), prompt())
         assert len(keys) == len(expected) == 300
-        for at in rng.sample(range(300), 5):
-            assert keys[at] == expected[at]
+        for i in rng.sample(range(300), 5):
+            assert keys[i] == expected[i]
         start = rng.randrange(310)
         assert list(PromptKeys(BlockHasher(BLOCK), prompt())[start:]) == expected[start:]
         assert list(keys) == expected
@@ -47,9 +47,7 @@ def test_they_are_the_keys_of_the_names() -> None:
 
 
 @pytest.mark.parametrize(("held", "most"), [(0, 70), (100, 140), (300, 310)])
-def test_what_lies_behind_the_blocks_that_somebody_holds_is_named_later(
-    held: int, most: int
-) -> None:
+def test_blocks_past_the_cached_prefix_are_hashed_later(held: int, most: int) -> None:
     sequence, digests = prompt(), Digests()
     names = BlockHasher(BLOCK).of_keys(sequence.root, sequence.cut(BLOCK))
     router = Router(4, make_policy("expected"))
@@ -62,8 +60,8 @@ def test_what_lies_behind_the_blocks_that_somebody_holds_is_named_later(
     assert router.index.match(keys).expected[chosen] == 300
 
 
-def test_the_garbage_collector_has_little_to_look_at() -> None:
-    """It looked at each name and key of the prompts of late: 5 ms, for which a request waited."""
+def test_the_garbage_collector_visits_few_objects() -> None:
+    """Regression: it visited each hash and key of recent prompts; requests waited 5 ms."""
     router, count = Router(2, make_policy("expected")), 40
     names = BlockHasher(BLOCK)
     gc.collect()
@@ -76,6 +74,6 @@ def test_the_garbage_collector_has_little_to_look_at() -> None:
             router.catch_up()
             del keys
         young = gc.get_objects(generation=0)
-        assert sum(len(gc.get_referents(one)) for one in young) <= 100 * count
+        assert sum(len(gc.get_referents(item)) for item in young) <= 100 * count
     finally:
         gc.enable()

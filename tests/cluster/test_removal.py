@@ -1,4 +1,4 @@
-"""Replicas that are removed: in no answer from then on, and out of the tables bit by bit."""
+"""Removed replicas are in no answer, and leave the tables step by step."""
 
 import random
 import tracemalloc
@@ -27,7 +27,7 @@ DEPTH, TIER = st.integers(0, LENGTH), st.sampled_from([POOL, DISK])
 
 
 def sweep(index: ReplicaIndex) -> int:
-    """Look through all that is left; how many steps that took."""
+    """Sweep until nothing is left, and return the number of steps."""
     steps = 1
     while index.sweep():
         steps += 1
@@ -35,7 +35,7 @@ def sweep(index: ReplicaIndex) -> int:
 
 
 class Removals(RuleBasedStateMachine):
-    """Replicas hold and expect the heads of some chains of blocks, and go and come."""
+    """Replicas hold and expect starts of some chains of blocks, and come and go."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Removals(RuleBasedStateMachine):
 
     @rule(which=WHICH, tier=TIER, chain=CHAIN, depth=DEPTH)
     def hold(self, which: int, tier: str, chain: int, depth: int) -> None:
-        """Blocks are stored, or evicted from the end."""
+        """Store blocks, or evict them from the end."""
         before = self.depths.get((which, tier, chain), 0)
         number = self.numbers.get((which, tier), 0)
         stored, removed = NAMES[chain][before:depth], NAMES[chain][depth:before]
@@ -71,21 +71,21 @@ class Removals(RuleBasedStateMachine):
 
     @rule(which=WHICH, chain=CHAIN, depth=DEPTH)
     def expect(self, which: int, chain: int, depth: int) -> None:
-        if not any(one[:2] == (which, chain) for one in self.expected):
+        if not any(entry[:2] == (which, chain) for entry in self.expected):
             added = self.index.expect(which, KEYS[chain][:depth])
             self.expected.append((which, chain, depth, added))
 
     @rule(data=st.data())
     def unexpect(self, data: st.DataObject) -> None:
         if self.expected:
-            at = data.draw(st.integers(0, len(self.expected) - 1))
-            which, _, _, added = self.expected.pop(at)
+            i = data.draw(st.integers(0, len(self.expected) - 1))
+            which, _, _, added = self.expected.pop(i)
             self.index.unexpect(which, added)
 
     @rule(which=WHICH)
     def remove(self, which: int) -> None:
         self.index.remove(which)
-        self.expected = [one for one in self.expected if one[0] != which]
+        self.expected = [entry for entry in self.expected if entry[0] != which]
         for tier in (POOL, DISK):
             self.numbers.pop((which, tier), None)
             for chain in range(CHAINS):
@@ -98,19 +98,19 @@ class Removals(RuleBasedStateMachine):
                 break
 
     @invariant()
-    def answers_are_of_the_replicas_that_there_are(self) -> None:
+    def answers_match_the_current_replicas(self) -> None:
         for chain, keys in enumerate(KEYS):
-            found = self.index.match(keys)
+            match = self.index.match(keys)
             for which in range(REPLICAS):
                 pool, disk = (self.depths.get((which, tier, chain), 0) for tier in (POOL, DISK))
                 sent = [depth for r, c, depth, _ in self.expected if (r, c) == (which, chain)]
                 expected = max(pool, *sent, 0)
-                assert found.cached[which] == pool
-                assert found.expected[which] == expected
-                assert found.stored[which] == max(expected, disk)
+                assert match.cached[which] == pool
+                assert match.expected[which] == expected
+                assert match.stored[which] == max(expected, disk)
 
     def teardown(self) -> None:
-        """Nothing of a removed replica is left, and few bits were ever needed."""
+        """A sweep leaves nothing of a removed replica, and few bits are ever needed."""
         try:
             self.check_end()
         finally:
@@ -137,8 +137,8 @@ TestRemovals = Removals.TestCase
 TestRemovals.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_a_replica_is_removed_without_a_look_at_its_blocks() -> None:
-    """One scan over a million blocks took a tenth of a second, and every request waited."""
+def test_a_replica_is_removed_without_scanning_its_blocks() -> None:
+    """Regression: every request waited a tenth of a second for one scan of a million blocks."""
 
     class Closed(dict[PrefixKey, int]):
         def __iter__(self) -> None:  # type: ignore[override]
@@ -154,7 +154,7 @@ def test_a_replica_is_removed_without_a_look_at_its_blocks() -> None:
     assert index.match(unpack_keys(packed)).stored == [0, 0]
 
 
-def test_a_step_of_a_sweep_looks_at_few_blocks() -> None:
+def test_one_step_of_a_sweep_visits_few_blocks() -> None:
     index, count = ReplicaIndex(2), 100_000
     index.apply(EventBatch(0, 0, 0, stored=random.Random(0).randbytes(32 * count)))
     index.remove(0)
@@ -167,8 +167,8 @@ def test_a_step_of_a_sweep_looks_at_few_blocks() -> None:
     assert len(index) == 0
 
 
-def test_batches_sweep_out_what_was_removed_and_bits_are_used_again() -> None:
-    """Replicas come and go for ever: neither blocks nor bits add up."""
+def test_batches_sweep_removed_replicas_and_bits_are_reused() -> None:
+    """Neither blocks nor bits accumulate when replicas come and go."""
     index, rng, most = ReplicaIndex(2), random.Random(0), 0
     index.apply(EventBatch(1, 0, 0, stored=rng.randbytes(32 * 5000)))
     for _ in range(30):
@@ -181,7 +181,7 @@ def test_batches_sweep_out_what_was_removed_and_bits_are_used_again() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 7])
-def test_what_is_left_of_a_batch_is_not_noted_of_who_has_the_number_now(num_steps: int) -> None:
+def test_the_rest_of_a_batch_is_not_noted_for_a_reused_number(num_steps: int) -> None:
     index, rng = ReplicaIndex(1), random.Random(0)
     old, new, other = (rng.randbytes(32 * 4000) for _ in range(3))
     index.apply(EventBatch(0, 0, 0, stored=old))
@@ -197,7 +197,7 @@ def test_what_is_left_of_a_batch_is_not_noted_of_who_has_the_number_now(num_step
     assert index.match(unpack_keys(other)).cached == [4000]
 
 
-def test_a_request_of_a_removed_replica_takes_nothing_back_from_the_next_one() -> None:
+def test_a_request_of_a_removed_replica_withdraws_nothing_from_the_next() -> None:
     router = Router(1, make_policy("expected"))
     for name in ("before", "after"):
         router.set_alive(0, True)
@@ -209,7 +209,7 @@ def test_a_request_of_a_removed_replica_takes_nothing_back_from_the_next_one() -
     assert router.index.match(KEYS[0]).expected == [LENGTH]
 
 
-def test_replicas_that_never_told_anything_need_no_new_bits() -> None:
+def test_replicas_without_events_need_no_new_bits() -> None:
     index = ReplicaIndex(64)
     for replica in range(64):
         index.remove(replica)
@@ -223,7 +223,7 @@ def test_replicas_that_never_told_anything_need_no_new_bits() -> None:
 
 
 @pytest.mark.parametrize("tier", [POOL, DISK])
-def test_memory_of_removed_replicas_is_used_again(tier: str) -> None:
+def test_memory_of_removed_replicas_is_reused(tier: str) -> None:
     index, rng = ReplicaIndex(4), random.Random(0)
     packed, other = rng.randbytes(32 * 50_000), rng.randbytes(32 * 50_000)
     tracemalloc.start()

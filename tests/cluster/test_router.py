@@ -1,4 +1,4 @@
-"""The router: who gets a request, and that its books come out even."""
+"""The router's choice of a replica, and the balance of its counts."""
 
 from collections import Counter
 from zlib import crc32
@@ -19,14 +19,14 @@ BLOCK = 16
 
 
 def keys(prefix: int, count: int) -> list[PrefixKey]:
-    """Keys of a prompt that no other prefix shares."""
-    return [PrefixKey(prefix * 1000 + at) for at in range(count)]
+    """Return the keys of a prompt that no other prefix shares."""
+    return [PrefixKey(prefix * 1000 + i) for i in range(count)]
 
 
 def request(
     name: str, prefix: int, blocks: int = 64, own: int = 0, session: str | None = None
 ) -> RouteRequest:
-    """A prompt with `blocks` blocks of a shared prefix and `own` blocks after them."""
+    """Return a request for `blocks` blocks of a shared prefix and `own` blocks after them."""
     of_prompt = keys(prefix, blocks) + keys(10_000 + crc32(name.encode()), own)
     return RouteRequest(name, of_prompt, BLOCK * (blocks + own) + 1, BLOCK, session)
 
@@ -44,8 +44,8 @@ def test_a_prompt_goes_to_where_it_is_cached() -> None:
     many = router()
     prompt = [bytes([number]) * 32 for number in range(1, 65)]
     store(many, 2, prompt)
-    asked = RouteRequest("a", prefix_keys(prompt), 64 * BLOCK + 5, BLOCK)
-    assert many.route(asked, 0.0) == 2
+    route_request = RouteRequest("a", prefix_keys(prompt), 64 * BLOCK + 5, BLOCK)
+    assert many.route(route_request, 0.0) == 2
     assert many.loads[2].queued_tokens == 5
 
 
@@ -67,10 +67,10 @@ def test_a_hot_prefix_spreads_once_its_replica_is_loaded() -> None:
 def test_new_prefixes_fill_all_replicas_alike() -> None:
     many = router()
     for number in range(100):
-        at = many.route(request(str(number), number), float(number))
+        replica = many.route(request(str(number), number), float(number))
         many.first_token(str(number), number + 0.9)
         many.finish(str(number))
-        assert many.loads[at].active == 0
+        assert many.loads[replica].active == 0
     assert {load.routed_tokens for load in many.loads} == {25 * (64 * BLOCK + 1)}
 
 
@@ -78,37 +78,37 @@ def test_a_slow_replica_gets_less() -> None:
     many = router(replicas=2)
     now, places = 0.0, Counter[int]()
     for number in range(60):
-        at = many.route(request(str(number), number), now)
-        now += 10.0 if at == 0 else 1.0
+        replica = many.route(request(str(number), number), now)
+        now += 10.0 if replica == 0 else 1.0
         many.first_token(str(number), now)
         many.finish(str(number))
-        places[at] += 1
+        places[replica] += 1
     assert many.loads[0].rate < many.loads[1].rate / 3
     assert places[1] > 5 * places[0]
 
 
-def test_a_replica_that_hangs_gets_hardly_any_new_prefix() -> None:
-    """Its work was taken for done, so it received its share of requests for minutes."""
+def test_a_hanging_replica_gets_few_new_prefixes() -> None:
+    """Regression: its work counted as done, so it received its share of requests for minutes."""
     many, hanging = router(replicas=4), 2
     places = Counter[int]()
     for number in range(100):
         now = 2.0 * number
-        at = many.route(request(str(number), number), now)
-        places[at] += 1
-        if at != hanging:
+        replica = many.route(request(str(number), number), now)
+        places[replica] += 1
+        if replica != hanging:
             many.first_token(str(number), now + 1.0)
             many.finish(str(number))
     assert places[hanging] <= 2
 
 
-def test_what_is_on_a_replica_s_disk_is_loaded_rather_than_computed() -> None:
+def test_blocks_on_a_replicas_disk_are_preferred_to_computing() -> None:
     many = router()
     prompt = [bytes([number]) * 32 for number in range(1, 65)]
     store(many, 3, prompt, DISK)
     assert many.route(RouteRequest("a", prefix_keys(prompt), 64 * BLOCK, BLOCK), 0.0) == 3
 
 
-def test_the_measured_rate_is_of_the_time_that_prompts_took() -> None:
+def test_the_measured_rate_is_based_on_the_time_of_prompts() -> None:
     many = router(replicas=1)
     for number in range(100):
         start = 1000.0 * number  # idle in between
@@ -154,11 +154,11 @@ def test_dynamo_s_cost_by_hand() -> None:
     busy = request("busy", 7, blocks=4)
     busy.num_tokens = 4 * BLOCK
     many.policy.sent(busy, 0)
-    asked = RouteRequest("a", prefix_keys(prompt), 4 * BLOCK, BLOCK)
-    assert many.route(asked, 0.0) == 1
+    route_request = RouteRequest("a", prefix_keys(prompt), 4 * BLOCK, BLOCK)
+    assert many.route(route_request, 0.0) == 1
     many.finish("a")
     many.policy.done(busy, 0)
-    assert many.route(asked, 0.0) == 0
+    assert many.route(route_request, 0.0) == 0
 
 
 def test_sglang_s_rules() -> None:
@@ -195,7 +195,7 @@ def test_a_dead_replica_gets_nothing(policy: str) -> None:
 @pytest.mark.parametrize("policy", [*POLICIES, *RIVALS])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_books_come_out_even(policy: str, data: st.DataObject) -> None:
+def test_counts_return_to_zero(policy: str, data: st.DataObject) -> None:
     many, open_requests, now = router(policy), dict[str, bool](), 0.0
     for number in range(data.draw(st.integers(1, 40))):
         now += data.draw(st.sampled_from([0.0, 0.1, 5.0]))
@@ -216,15 +216,15 @@ def test_books_come_out_even(policy: str, data: st.DataObject) -> None:
     for name in open_requests:
         many.finish(name)
     assert [(load.active, load.queued_tokens) for load in many.loads] == [(0, 0)] * 4
-    found = many.index.match(keys(0, 64) + keys(1, 64))
-    assert found.expected == found.cached == [0] * 4
+    match = many.index.match(keys(0, 64) + keys(1, 64))
+    assert match.expected == match.cached == [0] * 4
 
 
-def test_a_number_that_is_used_again_has_none_of_the_old_replica_s_work() -> None:
-    """A draining replica ends its requests: they were counted and timed as its successor's."""
+def test_a_reused_number_has_no_work_of_the_old_replica() -> None:
+    """Regression: requests of a draining replica were counted as its successor's."""
     many = router(replicas=2)
-    for name, at in (("a", 0), ("b", 1), ("c", 0)):
-        assert many.route(request(name, at), 0.0) == at
+    for name, replica in (("a", 0), ("b", 1), ("c", 0)):
+        assert many.route(request(name, replica), 0.0) == replica
     many.first_token("a", 1.0)
     drained = many.loads[0]
     many.set_alive(0, False)
@@ -239,17 +239,17 @@ def test_a_number_that_is_used_again_has_none_of_the_old_replica_s_work() -> Non
     assert (drained.active, drained.queued_tokens) == (0, 0)
 
 
-def test_a_new_replica_does_not_get_every_new_prefix_until_it_has_caught_up() -> None:
+def test_a_new_replica_does_not_get_all_new_prefixes() -> None:
     many = router(replicas=2)
     many.set_alive(1, False)
     now = 0.0
 
     def answer(number: int) -> int:
         nonlocal now
-        at = many.route(request(str(number), number), now)
+        replica = many.route(request(str(number), number), now)
         many.first_token(str(number), now := now + 1.0)
         many.finish(str(number))
-        return at
+        return replica
 
     for number in range(50):
         answer(number)
@@ -257,8 +257,8 @@ def test_a_new_replica_does_not_get_every_new_prefix_until_it_has_caught_up() ->
     assert Counter(answer(number) for number in range(50, 70)) == {0: 10, 1: 10}
 
 
-def test_sglang_s_tree_forgets_a_replica_that_is_gone() -> None:
-    """Its number, and with it all that it had been sent, was taken for that of the next one."""
+def test_sglangs_tree_forgets_a_removed_replica() -> None:
+    """Regression: its prompts counted as those of the next replica with its number."""
     many = router("sglang", 2)
     assert many.route(request("a", 1), 0.0) == 0
     assert many.route(request("b", 2, blocks=128), 0.0) == 1
@@ -273,7 +273,7 @@ def test_sglang_s_tree_forgets_a_replica_that_is_gone() -> None:
     assert set(expectations(tree)) == {*keys(2, 128), *keys(3, 2)}
 
 
-def test_what_a_router_does_not_know_changes_nothing() -> None:
+def test_unknown_requests_change_nothing() -> None:
     many = router()
     many.first_token("never sent", 0.0)
     many.finish("never sent")
@@ -285,8 +285,8 @@ def test_an_unknown_policy_is_refused() -> None:
         make_policy("random")
 
 
-def test_dynamo_counts_nothing_of_a_dead_replica_for_the_next_of_its_number() -> None:
-    """Requests that end on the dead replica do not change the counts of its successor."""
+def test_dynamo_does_not_count_a_dead_replica_for_its_successor() -> None:
+    """Requests that end on the dead replica leave its successor's counts unchanged."""
     many = router("dynamo", 2)
     assert many.route(request("old", 1, 64), 0.0) == 0
     assert many.route(request("other", 2, 32), 0.0) == 1

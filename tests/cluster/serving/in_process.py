@@ -1,4 +1,4 @@
-"""A replica of a model that sees in this process, and what tests ask one engine and replicas.
+"""A replica of a vision model in this process, and helpers for requests to it.
 
 Messages go through pickle, as Ray sends them.
 """
@@ -49,9 +49,9 @@ class _Method:
     def __init__(self, call: Callable[[Any], AsyncGenerator[Any]]) -> None:
         self._call = call
 
-    def remote(self, given: Any) -> _Call:
+    def remote(self, message: Any) -> _Call:
         """Call the method, as Ray Serve does."""
-        return _Call(self._call(given))
+        return _Call(self._call(message))
 
 
 class _Broadcast:
@@ -64,11 +64,11 @@ class _Broadcast:
 
 
 class LocalHandle:
-    """A deployment whose one replica is in this process; `lost` attempts find it dead."""
+    """A deployment with one replica, in this process. The first `lost` attempts raise."""
 
     def __init__(self, replica: EngineReplica) -> None:
         self._replica = replica
-        self.asked: list[AnswerRequest] = []
+        self.requests: list[AnswerRequest] = []
         self.sizes: list[int] = []
         self.lost = 0
         self.answer, self.follow = _Method(self._answer), _Method(replica.follow)
@@ -77,30 +77,30 @@ class LocalHandle:
         """Return the handle, as Ray Serve does."""
         return self
 
-    def broadcast(self, method: str, *given: Any) -> _Broadcast:
+    def broadcast(self, method: str, *args: Any) -> _Broadcast:
         """Call the method on every replica, as Ray Serve does."""
-        return _Broadcast(getattr(self._replica, method)(*given))
+        return _Broadcast(getattr(self._replica, method)(*args))
 
-    async def _answer(self, asked: AnswerRequest) -> AsyncGenerator[Any]:
-        sent = pickle.dumps(asked)
+    async def _answer(self, request: AnswerRequest) -> AsyncGenerator[Any]:
+        sent = pickle.dumps(request)
         self.sizes.append(len(sent))
-        self.asked.append(pickle.loads(sent))
+        self.requests.append(pickle.loads(sent))
         if self.lost:
             self.lost -= 1
             raise ReplicaLostError("it is dead")
-        async for part in self._replica.answer(self.asked[-1]):
+        async for part in self._replica.answer(self.requests[-1]):
             yield pickle.loads(pickle.dumps(part))
 
 
 class Replicas:
-    """One replica of a model in a folder, and the `llm` before it."""
+    """One replica of the model in a folder, and a `ReplicatedLLM` over it."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        given = OPTIONS | options
-        self.replica = EngineReplica(str(folder), given)
+        merged = OPTIONS | options
+        self.replica = EngineReplica(str(folder), merged)
         self.handle = LocalHandle(self.replica)
         facts: EngineFacts = pickle.loads(pickle.dumps(asyncio.run(self.replica.facts())))
-        config = make_config(read_options(str(folder), given).config)
+        config = make_config(read_options(str(folder), merged).config)
         self.frontend = ReplicaFrontend(folder, facts, config, 1, ReplicaAdapters(_no_adapter))
         dispatcher = Dispatcher("expected", 1)
         driver = ReplicaDriver(self.handle, self.frontend, dispatcher, Put)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ class Replicas:
         return llm_of(self.replica).frontend.images.cache.num_encoded
 
     def close(self) -> None:
-        """End both."""
+        """Close the server's engine and the replica's."""
         self.llm.close()
         llm_of(self.replica).close()
 
@@ -124,22 +124,22 @@ def _no_adapter(name: str, path: Path) -> Any:
 
 
 def prompt(text: str, *images: Any, name: str = "qwen2_vl", **more: Any) -> dict[str, Any]:
-    """Each `@` of the text is an image."""
+    """Return a prompt in which each `@` of the text is an image."""
     placed = text.replace("@", PLACEHOLDERS.get(name, "<image>"))
     return {"prompt": placed, "multi_modal_data": {"image": list(images)}, **more}
 
 
-def ask(llm: AsyncLLM, given: Any, params: SamplingParams = GREEDY, **more: Any) -> RequestOutput:
+def ask(llm: AsyncLLM, inputs: Any, params: SamplingParams = GREEDY, **more: Any) -> RequestOutput:
     async def last() -> RequestOutput:
-        chat = isinstance(given, list)
-        async for output in (llm.chat if chat else llm.generate)(given, params, **more):
-            found = output
-        return found
+        chat = isinstance(inputs, list)
+        async for output in (llm.chat if chat else llm.generate)(inputs, params, **more):
+            final = output
+        return final
 
     return asyncio.run(last())
 
 
-def told(output: RequestOutput) -> tuple[Any, ...]:
+def visible_parts(output: RequestOutput) -> tuple[Any, ...]:
     """Return the parts of an output that a user sees."""
-    tokens = [list(one.token_ids) for one in output.outputs]
+    tokens = [list(completion.token_ids) for completion in output.outputs]
     return (tokens, output.prompt_token_ids, output.num_cached_tokens, output.images)

@@ -1,4 +1,4 @@
-"""Processes of Ray, replicas and servers, and what comes about there after a while."""
+"""Helpers for processes of Ray, replicas and servers."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Return once it is so. Raises AssertionError if it is not in time."""
+    """Wait until the condition is true. Raises AssertionError on a timeout."""
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "it did not come about in time"
@@ -17,30 +17,30 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 120.0) -> None:
 
 
 def process_of(replica: str) -> int:
-    """The process id of a replica."""
+    """Return the process id of a replica."""
     import ray
 
     actors = ray.util.list_named_actors(all_namespaces=True)
-    named = next(one for one in actors if one["name"].endswith(f"#{replica}"))
-    actor = ray.get_actor(**named)
+    name = next(actor for actor in actors if actor["name"].endswith(f"#{replica}"))
+    actor = ray.get_actor(**name)
     return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
 
 
 @contextmanager
-def start(function: Callable[[], None], said: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that runs a function of a module, and wait for its first line."""
+def start(function: Callable[[], None], text: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a function in a new process, and wait for a line that contains `text`."""
     call = f"import {function.__module__} as there; there.{function.__name__}()"
-    with run([sys.executable, "-W", "ignore", "-c", call], said) as process:
+    with run([sys.executable, "-W", "ignore", "-c", call], text) as process:
         yield process
 
 
 @contextmanager
-def run(command: list[str], said: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that has printed this line; it is ended after use."""
+def run(command: list[str], text: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a command and wait for a line that contains `text`; terminate it on exit."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert any(said in line for line in process.stdout), "it ended first"
+            assert any(text in line for line in process.stdout), "it ended first"
             yield process
         finally:
             process.terminate()

@@ -1,4 +1,4 @@
-"""Replicas that say what a test wrote down, in place of Ray Serve's handle."""
+"""Replicas with scripted answers, in place of Ray Serve's handle."""
 
 import asyncio
 import pickle
@@ -36,7 +36,7 @@ HEAD = PromptResult(0, {}, None, None, 0.0)
 
 
 def part(start: int, *tokens: int, finished: bool = False) -> RequestDelta:
-    """Tokens of a request's only answer."""
+    """Return a delta with tokens of a request's only answer."""
     reason = "length" if finished else None
     return RequestDelta(
         HEAD if start == 0 else None, (OutputDelta(0, start, [*tokens], None, reason),), finished
@@ -44,14 +44,14 @@ def part(start: int, *tokens: int, finished: bool = False) -> RequestDelta:
 
 
 class Stream:
-    """The answers of one call: what is put, until an exception is. `cancelled` is set by cancel."""
+    """The items of one call, until an exception is put. `cancel` sets `cancelled`."""
 
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.cancelled = threading.Event()
 
     def put(self, *items: Any) -> "Stream":
-        """Say these next."""
+        """Add items; an exception ends the stream."""
         for item in items:
             self.items.put(item)
         return self
@@ -86,13 +86,13 @@ class Handle:
     """A deployment with one replica. Each call of `answer` takes the next of `answers`."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []  # all replicas: a method and what it was given
-        self.asked: queue.SimpleQueue[AnswerRequest] = queue.SimpleQueue()
+        self.broadcasts: list[tuple[Any, ...]] = []  # a method and its arguments
+        self.requests: queue.SimpleQueue[AnswerRequest] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[Stream] = queue.SimpleQueue()
         self.feed = Stream()
         self.may_follow = threading.Event()  # until then the driver's thread is held up
         self.may_follow.set()
-        self.is_asked_to_follow = threading.Event()
+        self.follow_called = threading.Event()
         self.answer, self.follow = _Method(self._answer), _Method(self._follow)
 
     def options(self, stream: bool) -> "Handle":
@@ -101,21 +101,21 @@ class Handle:
 
     def broadcast(self, *called: Any) -> _Broadcast:
         """Call the method on every replica, as Ray Serve does."""
-        self.told.append(called)
+        self.broadcasts.append(called)
         return _Broadcast()
 
-    def _answer(self, asked: AnswerRequest) -> Stream:
-        self.asked.put(asked)
+    def _answer(self, request: AnswerRequest) -> Stream:
+        self.requests.put(request)
         return self.answers.get_nowait()
 
-    def _follow(self, who: Follow) -> Stream:
-        self.is_asked_to_follow.set()
+    def _follow(self, call: Follow) -> Stream:
+        self.follow_called.set()
         assert self.may_follow.wait(LIMIT)
         return self.feed
 
 
-class Told:
-    """A receiver that remembers."""
+class Receiver:
+    """A receiver that stores its updates."""
 
     def __init__(self) -> None:
         self.updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
@@ -124,7 +124,7 @@ class Told:
         self.updates.put(update)
 
     def next(self) -> Update:
-        """The next update, waited for."""
+        """Wait for the next update, and return it."""
         return self.updates.get(timeout=LIMIT)
 
     def tokens(self) -> list[int]:
@@ -135,7 +135,7 @@ class Told:
 
 
 class Put:
-    """An object in Ray's store, to which it was pickled."""
+    """An object in Ray's store, pickled and unpickled as Ray does."""
 
     def __init__(self, value: Any) -> None:
         self.value = pickle.loads(pickle.dumps(value))
@@ -160,7 +160,7 @@ class Server:
         self.driver = ReplicaDriver(handle, self.frontend, self.dispatcher, Put, clock)
 
     def request(self, name: str, adapter: str | None = None) -> RequestGroup:
-        """A prepared request that wants four tokens."""
+        """Return a prepared request for four tokens."""
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
         prompt = {"prompt_token_ids": [5, 6, 7]}
         return self.frontend.prepare(prompt, params, request_id=name, adapter=adapter)
@@ -173,14 +173,16 @@ class Server:
 
     def stream(self) -> Stream:
         """Create the stream that the next call of `answer` returns."""
-        made = Stream()
-        self.handle.answers.put(made)
-        return made
+        stream = Stream()
+        self.handle.answers.put(stream)
+        return stream
 
-    def asked(self) -> AnswerRequest:
-        """The next request that a replica was sent, waited for."""
-        return self.handle.asked.get(timeout=LIMIT)
+    def next_request(self) -> AnswerRequest:
+        """Wait for the next request that a replica receives, and return it."""
+        return self.handle.requests.get(timeout=LIMIT)
 
     def report(self, **progress: RequestDelta) -> None:
         """Send tokens of several requests in one message of the replica."""
-        self.handle.feed.put(Report(progress={(name, 0): one for name, one in progress.items()}))
+        self.handle.feed.put(
+            Report(progress={(name, 0): delta for name, delta in progress.items()})
+        )

@@ -1,4 +1,4 @@
-"""With `--max-replicas` a queue brings a replica, and idleness takes it away. Under real Ray."""
+"""With `--max-replicas`, a queue adds a replica and idleness removes it. Under real Ray."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplicaCluster]:
     quick = partial(module.AutoscalingConfig, **QUICK)
     monkeypatch.setattr(module, "AutoscalingConfig", quick)
     config = ReplicaConfig(replicas=1, max_replicas=2, requests_per_replica=2, replica_cpus=0.5)
-    with closing(module.ReplicaCluster("headstart-tiny", {"num_blocks": 512}, config)) as made:
-        yield made
+    with closing(module.ReplicaCluster("headstart-tiny", {"num_blocks": 512}, config)) as cluster_:
+        yield cluster_
 
 
-def test_a_queue_brings_a_replica_and_idleness_takes_it_away(cluster: ReplicaCluster) -> None:
+def test_a_queue_adds_a_replica_and_idleness_removes_it(cluster: ReplicaCluster) -> None:
     replicas = cluster.llm.dispatcher
     params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
     is_over = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Starting replicas, and joining those of another server, where Ray fails. No Ray is started."""
+"""Starting replicas or joining another server's, with failures of Ray. No Ray is started."""
 
 import logging
 import signal
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what Ray warns of is its ow
 
 
 class Fake:
-    """Ray and Ray Serve for a server that starts or joins replicas, and its clock."""
+    """Ray, Ray Serve and a clock, for a server that starts or joins replicas."""
 
     def __init__(self, states: list[str | None], running: int = 2) -> None:
         self.states, self.running = states, running
@@ -64,7 +64,7 @@ class Fake:
         self.now += seconds
 
     def status(self) -> Any:
-        """Each call is a look at the next state; None is an application that is not there."""
+        """Return the next state; None is a missing application."""
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         fake = self
         engine = SimpleNamespace(replica_states={"RUNNING": self.running}, message="")
@@ -83,7 +83,7 @@ class Fake:
         return SimpleNamespace(applications=Applications())
 
     def get_deployment_handle(self, deployment: str, name: str) -> Any:
-        """One whose calls fail as Ray's do."""
+        """Return a handle whose calls fail as Ray's do."""
         result = _raise(ConnectionError("the head is gone"))
         facts = SimpleNamespace(remote=lambda: SimpleNamespace(result=result))
         return SimpleNamespace(facts=facts)
@@ -94,7 +94,7 @@ class Fake:
 
 
 def _raise(error: Exception) -> Callable[..., Any]:
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         raise error
 
     return call
@@ -123,7 +123,7 @@ def start(monkeypatch: pytest.MonkeyPatch, listening: int) -> Callable[..., Any]
     return start
 
 
-def test_ray_is_left_when_it_cannot_tell_what_runs(start: Callable[..., Any]) -> None:
+def test_ray_is_shut_down_when_its_status_fails(start: Callable[..., Any]) -> None:
     fake = Fake([None])
     fake.status = _raise(ConnectionError("the head is gone"))  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="the replicas cannot be called: ConnectionError"):
@@ -131,7 +131,7 @@ def test_ray_is_left_when_it_cannot_tell_what_runs(start: Callable[..., Any]) ->
     assert fake.shut_down == 1
 
 
-def test_what_ray_raises_for_the_first_call_is_an_error_of_ours(
+def test_an_error_of_rays_first_call_is_translated(
     start: Callable[..., Any],
 ) -> None:
     fake = Fake(["RUNNING"])
@@ -141,59 +141,59 @@ def test_what_ray_raises_for_the_first_call_is_an_error_of_ours(
 
 
 @pytest.mark.parametrize("state", ["DEPLOY_FAILED", "DELETING", "DEPLOYING"])
-def test_replicas_of_another_server_that_do_not_come_to_run_are_told(
+def test_replicas_of_another_server_that_never_run_are_reported(
     state: str, start: Callable[..., Any]
 ) -> None:
     with pytest.raises(EngineError, match=f"are {state}; allowed: RUNNING"):
         start(Fake([state]))
 
 
-def test_replicas_that_go_while_they_are_waited_for_are_told(
+def test_replicas_that_disappear_during_the_wait_are_reported(
     start: Callable[..., Any],
 ) -> None:
     with pytest.raises(EngineError, match="are gone; allowed: RUNNING"):
         start(Fake(["DEPLOYING", "DEPLOYING", None]))
 
 
-@pytest.mark.parametrize(("running", "is_told"), [(2, False), (3, True)])
-def test_another_number_of_replicas_than_asked_for_is_told(
+@pytest.mark.parametrize(("running", "is_logged"), [(2, False), (3, True)])
+def test_another_number_of_replicas_than_requested_is_logged(
     running: int,
-    is_told: bool,
+    is_logged: bool,
     start: Callable[..., Any],
     logged: list[logging.LogRecord],
 ) -> None:
     fake = Fake(["DEPLOYING", "DEPLOYING", "RUNNING"], running)
     with pytest.raises(EngineError, match="ConnectionError"):  # once they run
         start(fake)
-    told = [record.getMessage() for record in logged]
-    assert any(f"deployed {running} replicas" in line for line in told) == is_told
+    messages = [record.getMessage() for record in logged]
+    assert any(f"deployed {running} replicas" in line for line in messages) == is_logged
     assert fake.name.startswith(f"headstart-{__version__}-")
 
 
 def test_all_replicas_of_another_server_get_requests(
     start: Callable[[Fake], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that asked for 2 where 9 run had numbers for 4 of them. Its books go with it."""
+    """Regression: a server configured for 2 replicas numbered only 4 of the 9 that run."""
     from headstart.cluster.serving import cluster
 
-    fake, made = Fake(["RUNNING"], running=9), list[Dispatcher]()
+    fake, dispatchers = Fake(["RUNNING"], running=9), list[Dispatcher]()
 
     class Noted(dict[str, Dispatcher]):
         def __setitem__(self, application: str, dispatcher: Dispatcher) -> None:
             super().__setitem__(application, dispatcher)
-            made.append(dispatcher)
+            dispatchers.append(dispatcher)
 
     noted = Noted()
     monkeypatch.setattr(cluster, "DISPATCHERS", noted)
     with pytest.raises(EngineError, match="ConnectionError"):  # once they run
         start(fake)
     assert not noted
-    [dispatcher] = made
+    [dispatcher] = dispatchers
     dispatcher.set_replicas([str(number) for number in range(9)])
     assert len(dispatcher.replicas) == 9
 
 
-def test_ray_is_left_when_the_replicas_cannot_be_deleted(start: Callable[..., Any]) -> None:
+def test_ray_is_shut_down_when_replicas_cannot_be_deleted(start: Callable[..., Any]) -> None:
     fake = Fake([None])
     fake.delete = _raise(ConnectionError("the head is gone"))
     with pytest.raises(EngineError, match="ConnectionError"):
@@ -210,24 +210,24 @@ def handler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handler")
-def test_sigterm_while_replicas_start_leaves_ray_in_order(start: Callable[..., Any]) -> None:
-    """Ray's own handler ended the process with a dump; some of Ray's processes stayed."""
+def test_sigterm_while_replicas_start_shuts_ray_down(start: Callable[..., Any]) -> None:
+    """Regression: Ray's handler ended the process with a dump, and left processes running."""
     fake = Fake([None])
     fake.run = lambda *_, **named: signal.raise_signal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_:
         start(fake)
-    assert (ended.value.code, fake.shut_down) == (128 + signal.SIGTERM, 1)
+    assert (exit_.value.code, fake.shut_down) == (128 + signal.SIGTERM, 1)
 
 
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("is_alive", [False, True])
-def test_replicas_of_a_ray_that_died_are_not_waited_for(
+def test_replicas_of_a_dead_ray_are_not_waited_for(
     is_alive: bool,
     start: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     logged: list[logging.LogRecord],
 ) -> None:
-    """Ray Serve's `delete` waits for ever for a controller whose machine is gone."""
+    """Ray Serve's `delete` waits forever for a controller whose machine was lost."""
     from headstart.cluster.serving import cluster
 
     fake, deleted = Fake([None]), threading.Event()
@@ -245,10 +245,10 @@ def test_replicas_of_a_ray_that_died_are_not_waited_for(
 
 
 @pytest.mark.usefixtures("handler")
-def test_a_head_that_is_gone_is_not_asked_to_delete_replicas(
+def test_a_lost_head_is_not_called_to_delete_replicas(
     start: Callable[..., Any], logged: list[logging.LogRecord]
 ) -> None:
-    """Ray tried to reach it for a minute, and then ended the process: a signal to all of them."""
+    """Regression: Ray tried to reach it for a minute, and then ended the process with a signal."""
     deleted: list[str] = []
     fake = Fake([None])
     fake.delete = deleted.append
@@ -264,48 +264,48 @@ def test_a_head_that_is_gone_is_not_asked_to_delete_replicas(
     ("gpus", "share", "fits"),
     [(1.0, 1.0, False), (1.0, 0.5, True), (2.0, 1.0, True), (2.0, 2.0, False), (1.0, 0.6, False)],
 )
-def test_gpus_that_this_machine_has_not_are_told_at_once(
+def test_missing_gpus_are_reported_at_once(
     gpus: float, share: float, fits: bool, start: Callable[..., Any]
 ) -> None:
-    """Ray waited for them for ever, and the server with it, without a word."""
+    """Regression: Ray and the server waited for them forever, without a message."""
     fake = Fake([None])
     fake.gpus = gpus
-    with pytest.raises(HeadstartError) as told:
+    with pytest.raises(HeadstartError) as error:
         start(fake, replica_gpus=share)
-    said = f"2 replicas need {share:g} GPUs each; this machine has {gpus:g}"
-    assert (said in str(told.value)) != fits
+    message = f"2 replicas need {share:g} GPUs each; this machine has {gpus:g}"
+    assert (message in str(error.value)) != fits
     assert fake.shut_down == 1
 
 
 @pytest.mark.usefixtures("handler")
-def test_cpus_that_a_cluster_has_not_are_told_at_once(
+def test_missing_cpus_are_reported_at_once(
     start: Callable[..., Any], logged: list[logging.LogRecord]
 ) -> None:
-    """Ray waited for them for ever, and the server with it, without a word."""
+    """Regression: Ray and the server waited for them forever, without a message."""
     fake = Fake([None])
     for cpus, fits in (1.5, False), (1.0, True):
         logged.clear()
         with pytest.raises(EngineError, match="ConnectionError"):
             start(fake, address="auto", replica_cpus=cpus)
-        told = [record.getMessage() for record in logged]
-        assert ("2 replicas need 1.5 CPUs each; the cluster has 2" in str(told)) != fits
+        messages = [record.getMessage() for record in logged]
+        assert ("2 replicas need 1.5 CPUs each; the cluster has 2" in str(messages)) != fits
 
 
 @pytest.mark.usefixtures("handler")
-def test_what_ray_serve_waits_for_is_told_once(
+def test_the_reason_that_ray_serve_waits_is_logged_once(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
     from headstart.cluster.serving import cluster
 
     fake, looks = Fake([None, "DEPLOYING"]), threading.Semaphore(0)
-    said = SimpleNamespace(deployments={"engine": SimpleNamespace(message="no CPU is free")})
+    application = SimpleNamespace(deployments={"engine": SimpleNamespace(message="no CPU is free")})
 
-    def deploy(*given: Any, **named: Any) -> None:
+    def deploy(*args: Any, **named: Any) -> None:
         def status() -> Any:
             looks.release()
-            return SimpleNamespace(applications={made[0]: said})
+            return SimpleNamespace(applications={names[0]: application})
 
-        made = [named["name"]]
+        names = [named["name"]]
         fake.status = status  # type: ignore[method-assign]
         for _ in range(3):
             assert looks.acquire(timeout=20)
@@ -314,14 +314,14 @@ def test_what_ray_serve_waits_for_is_told_once(
     monkeypatch.setattr(cluster, "_WAIT_POLL", 0.001)
     with pytest.raises(EngineError, match="ConnectionError"):
         start(fake)
-    told = [record.getMessage() for record in logged]
-    assert told.count("some replicas do not run yet: no CPU is free") == 1
+    messages = [record.getMessage() for record in logged]
+    assert messages.count("some replicas do not run yet: no CPU is free") == 1
 
 
-def test_a_ray_that_asks_for_a_token_is_told(start: Callable[..., Any]) -> None:
-    """Without RAY_AUTH_MODE Ray's only message was that it failed to connect."""
+def test_a_ray_that_requires_a_token_is_reported(start: Callable[..., Any]) -> None:
+    """Regression: without RAY_AUTH_MODE, the only message was that Ray failed to connect."""
 
-    def init(*given: Any, **named: Any) -> None:
+    def init(*args: Any, **named: Any) -> None:
         cause = RuntimeError("Traceback ... ray.exceptions.AuthenticationError: RPC error: ...")
         raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.1:6379") from cause
 
@@ -331,7 +331,7 @@ def test_a_ray_that_asks_for_a_token_is_told(start: Callable[..., Any]) -> None:
         start(fake, address="auto")
 
 
-def test_what_ray_raises_is_read() -> None:
+def test_errors_of_ray_are_translated() -> None:
     from ray.exceptions import (
         ActorDiedError,
         ActorUnavailableError,
@@ -361,20 +361,20 @@ def test_what_ray_raises_is_read() -> None:
 
 
 def test_a_reset_of_all_replicas_leaves_out_those_that_die_meanwhile() -> None:
-    """Their caches are gone, so the reset succeeds; it reported a lost replica."""
+    """Regression: a reset reported a lost replica, although a dead one has no cache."""
     from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-    told: list[Any] = [True, ActorDiedError()]
+    results: list[Any] = [True, ActorDiedError()]
 
     class Call:
         async def results_async(self, return_exceptions: bool = False) -> list[Any]:
             assert return_exceptions, "the first error would be raised"
-            return told
+            return results
 
     server = Server()
-    server.handle.broadcast = lambda *given: Call()  # type: ignore[attr-defined]
+    server.handle.broadcast = lambda *args: Call()  # type: ignore[attr-defined]
     assert server.driver.call_all("reset", False, False) == [True]
-    told[1] = ActorUnavailableError("it does not answer", None)
+    results[1] = ActorUnavailableError("it does not answer", None)
     with pytest.raises(ReplicaLostError):
         server.driver.call_all("reset", False, False)
     server.driver.close()

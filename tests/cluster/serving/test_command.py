@@ -18,7 +18,7 @@ QUIET = ["serve", "--port", "0", "--no-api-keys"]
 
 @pytest.fixture
 def uninstall(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Make imports of a package fail, and import headstart's modules that need it again."""
+    """Make imports of a package fail, and re-import headstart's modules that need it."""
 
     def uninstall(package: str, ours: str) -> None:
         for name in [name for name in sys.modules if name.startswith(ours)]:
@@ -28,7 +28,7 @@ def uninstall(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     return uninstall
 
 
-def test_without_ray_it_says_what_to_install(uninstall: Callable[[str, str], None]) -> None:
+def test_without_ray_the_extra_to_install_is_named(uninstall: Callable[[str, str], None]) -> None:
     uninstall("ray", "headstart.cluster.serving.")
     done = CliRunner().invoke(main, [*QUIET, "--replicas", "2"])
     assert done.exit_code == 2
@@ -37,13 +37,13 @@ def test_without_ray_it_says_what_to_install(uninstall: Callable[[str, str], Non
     )
 
 
-def test_without_anything_it_says_what_to_install_once(
+def test_without_any_extra_one_command_to_install_is_named(
     uninstall: Callable[[str, str], None],
 ) -> None:
-    """It named the extra of a server first, and that of replicas when that was there."""
+    """Regression: it named the extras one after the other."""
     uninstall("fastapi", "headstart.server.")
-    for given, extra in (["--replicas", "2"], "cluster"), ([], "serve"):
-        done = CliRunner().invoke(main, [*QUIET, *given])
+    for args, extra in (["--replicas", "2"], "cluster"), ([], "serve"):
+        done = CliRunner().invoke(main, [*QUIET, *args])
         assert (done.exit_code, f'needs fastapi: pip install ".[{extra}]"' in done.stderr) == (
             2,
             True,
@@ -65,7 +65,7 @@ def test_without_anything_it_says_what_to_install_once(
         (["--replicas", "2", "--model", "/nowhere"], "there is no folder /nowhere"),
     ],
 )
-def test_what_cannot_be_is_told(given: list[str], text: str) -> None:
+def test_invalid_options_are_refused(given: list[str], text: str) -> None:
     done = CliRunner().invoke(main, [*QUIET, *given])
     assert (done.exit_code, text in done.stderr) == (2, True), done.stderr
 
@@ -78,21 +78,21 @@ def test_what_cannot_be_is_told(given: list[str], text: str) -> None:
         ("ray://127.0.0.1:10001", "Ray's client, for URLs such as ray://, does not"),
     ],
 )
-def test_a_wrong_address_of_ray_is_told_at_once(address: str, text: str) -> None:
+def test_a_wrong_address_of_ray_is_refused_at_once(address: str, text: str) -> None:
     pytest.importorskip("ray", reason="replicas need Ray")
     env = {"RAY_ADDRESS": address}
     done = CliRunner().invoke(main, [*QUIET, "--replicas", "2"], env=env)
     assert (done.exit_code, text in done.stderr) == (2, True), done.stderr
 
 
-def test_replicas_find_a_model_that_is_named_from_here(
+def test_relative_model_paths_become_absolute_for_replicas(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They run in folders of their own."""
-    asked: list[object] = []
+    """Replicas run in separate working directories."""
+    paths: list[object] = []
 
     def make(model: str, engine: dict[str, object], *rest: object) -> object:
-        asked.extend([model, engine["chat_template"]])
+        paths.extend([model, engine["chat_template"]])
         raise ConfigError("no more is needed")
 
     cluster = ModuleType("headstart.cluster.serving.cluster")
@@ -104,14 +104,14 @@ def test_replicas_find_a_model_that_is_named_from_here(
     with chdir(tmp_path):
         done = CliRunner().invoke(main, [*QUIET, "--replicas", "2", "--model", "model", *template])
     assert "no more is needed" in done.stderr
-    assert asked == [str(tmp_path / "model"), str(tmp_path / "a.jinja")]
+    assert paths == [str(tmp_path / "model"), str(tmp_path / "a.jinja")]
 
 
-def test_a_late_call_starts_no_other_ray() -> None:
-    """A thread of Ray Serve called Ray after its end, and Ray started again.
+def test_a_late_call_does_not_restart_ray() -> None:
+    """Regression: a thread of Ray Serve called Ray after its shutdown, and Ray started again.
 
-    So a server whose Ray had been stopped with it (SIGTERM to all of a service) was connected to
-    what another program had started on the machine.
+    A server whose Ray was stopped with it (SIGTERM to all of a service) was then connected to
+    the Ray of another program on the machine.
     """
     pytest.importorskip("ray", reason="replicas need Ray")
     late = """

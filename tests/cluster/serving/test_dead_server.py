@@ -1,7 +1,7 @@
-"""A server that is killed on a Ray that outlives it: what it asked for ends, and others serve.
+"""A server is killed on a Ray that outlives it: its requests end, and other servers continue.
 
-The servers are processes of their own, which run the functions here: whether Ray's calls have a
-token is settled for good when Ray is imported.
+The servers are separate processes, which run the functions here, because Ray reads its token
+once, on import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STREAMS, LONG, SHORT = 400, 1500, 32  # minutes of work: nothing is to end by it
 
 
 def join(silence: float) -> ReplicaCluster:
-    """A server; the first one deploys the replicas."""
+    """Create a server; the first one deploys the replicas."""
     from headstart.cluster.serving.cluster import ReplicaCluster
 
     config = ReplicaConfig(replicas=2, replica_cpus=0.5)
@@ -42,7 +42,7 @@ def join(silence: float) -> ReplicaCluster:
 
 
 def stream_for_ever() -> None:
-    """The server that is to be killed."""
+    """Run the server that is to be killed."""
     cluster = join(SILENCE)
     print("replicas run", flush=True)
     params = SamplingParams(max_tokens=LONG, temperature=0, ignore_eos=True)
@@ -58,7 +58,7 @@ def stream_for_ever() -> None:
 
 
 def watch() -> None:
-    """Another server, which reports when the first server's streams run and how they end."""
+    """Run another server, which prints when the first server's streams run and how they end."""
     from ray import serve
 
     with closing(join(1e6)) as cluster:  # what counts is what the first one said
@@ -75,13 +75,13 @@ def watch() -> None:
 
 
 def read(cluster: ReplicaCluster, name: str) -> list[float]:
-    """A metric of each replica."""
-    told = cluster.llm.dispatcher.metrics.values()
-    return [one.value for of in told for one in of if one.name == name]  # type: ignore[union-attr]
+    """Return a metric of each replica."""
+    metrics = cluster.llm.dispatcher.metrics.values()
+    return [metric.value for group in metrics for metric in group if metric.name == name]  # type: ignore[union-attr]
 
 
 def ask(cluster: ReplicaCluster) -> list[int]:
-    """The tokens of an answer."""
+    """Return the tokens of an answer."""
     params = SamplingParams(max_tokens=SHORT, temperature=0, ignore_eos=True)
 
     async def last() -> list[int]:
@@ -94,7 +94,7 @@ def ask(cluster: ReplicaCluster) -> list[int]:
 
 @pytest.fixture
 def ray_of_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Ray that no server started; those that start now join it."""
+    """Start a Ray for the servers to join."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
@@ -107,8 +107,8 @@ def ray_of_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ray_of_others")
-def test_what_a_killed_server_asked_for_ends_and_others_serve() -> None:
-    """Ray does not end the calls of a killed process: replicas computed answers for no reader."""
+def test_requests_of_a_killed_server_end_and_others_continue() -> None:
+    """Regression: replicas computed on, as Ray does not end the calls of a killed process."""
     with start(stream_for_ever, "replicas run") as server, start(watch, "streams run") as other:
         os.kill(server.pid, signal.SIGKILL)
         assert other.wait(120) == 0

@@ -1,4 +1,4 @@
-"""Every request that is submitted is answered once, and none disturbs another. Without Ray."""
+"""Every submitted request is answered once, and none disturbs another. Without Ray."""
 
 import asyncio
 import gc
@@ -20,14 +20,14 @@ from headstart.cluster.serving.messages import Follow, Report
 from headstart.engine.driver import Update
 from headstart.errors import EngineError, ReplicaLostError, RequestError
 from tests.cluster.serving.ray_processes import wait_until
-from tests.cluster.serving.scripted import LIMIT, REPLICA, Server, Stream, Told, part
+from tests.cluster.serving.scripted import LIMIT, REPLICA, Receiver, Server, Stream, part
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.driver.close()
+    server = Server()
+    yield server
+    server.driver.close()
 
 
 def run_soon(server: Server, work: Callable[[], object]) -> None:
@@ -43,15 +43,15 @@ def fail(update: Update) -> None:
     raise RuntimeError("Event loop is closed")
 
 
-def test_tokens_are_told_as_they_come_and_the_last_ends_it(server: Server) -> None:
+def test_tokens_are_streamed_and_the_last_part_ends_the_request(server: Server) -> None:
     server.dispatcher.set_replicas([REPLICA])
-    stream, told = server.stream().put(part(0, 8)), Told()
-    server.driver.submit(server.request("a"), told)
-    assert told.tokens() == [8]
+    stream, receiver = server.stream().put(part(0, 8)), Receiver()
+    server.driver.submit(server.request("a"), receiver)
+    assert receiver.tokens() == [8]
     server.report(a=part(1, 9, 10))
-    assert told.tokens() == [8, 9, 10]
+    assert receiver.tokens() == [8, 9, 10]
     stream.put(part(1, 9, 10, 11, finished=True))
-    assert told.tokens() == [8, 9, 10, 11]
+    assert receiver.tokens() == [8, 9, 10, 11]
     assert not stream.cancelled.is_set()
 
 
@@ -59,60 +59,60 @@ def test_a_request_that_is_aborted_before_its_task_begins_is_answered(server: Se
     """A task that is cancelled before its first step runs no line, not even its `finally`."""
     server.handle.may_follow.clear()
     server.dispatcher.set_replicas([REPLICA])
-    assert server.handle.is_asked_to_follow.wait(LIMIT)  # this holds up the driver's thread
-    told = Told()
-    server.driver.submit(server.request("a"), told)
+    assert server.handle.follow_called.wait(LIMIT)  # this holds up the driver's thread
+    receiver = Receiver()
+    server.driver.submit(server.request("a"), receiver)
     server.driver.abort("a")
     server.handle.may_follow.set()
-    update = told.next()
+    update = receiver.next()
     assert not isinstance(update, BaseException)
     assert update.outputs[0].finish_reason == "abort"
 
 
 def test_a_request_that_is_submitted_while_the_driver_closes_is_answered(server: Server) -> None:
-    told, request = Told(), server.request("a")
+    receiver, request = Receiver(), server.request("a")
     server.frontend.require_open = server.driver.close
-    server.driver.submit(request, told)
-    assert str(told.next()) == "the engine is closed"
+    server.driver.submit(request, receiver)
+    assert str(receiver.next()) == "the engine is closed"
     server.driver.close()
 
 
-def test_close_ends_what_runs_and_what_has_not_begun(server: Server) -> None:
+def test_close_ends_running_and_waiting_requests(server: Server) -> None:
     server.stream().put(part(0, 8))
-    running, told = Told(), Told()
+    running, waiting = Receiver(), Receiver()
     server.driver.submit(server.request("a"), running)
     assert running.tokens() == [8]
-    server.driver.submit(server.request("b"), told)
+    server.driver.submit(server.request("b"), waiting)
     server.driver.close()
-    assert isinstance(running.next(), EngineError) and isinstance(told.next(), EngineError)
+    assert isinstance(running.next(), EngineError) and isinstance(waiting.next(), EngineError)
     assert server.driver._loop.is_closed()
 
 
 def test_a_request_that_cannot_be_described_is_answered(server: Server) -> None:
-    request, told = server.request("a"), Told()
+    request, receiver = server.request("a"), Receiver()
     server.frontend.facts = None  # type: ignore[assignment]
-    server.driver.submit(request, told)
-    assert isinstance(told.next(), EngineError)
+    server.driver.submit(request, receiver)
+    assert isinstance(receiver.next(), EngineError)
 
 
 def test_a_receiver_that_raises_ends_its_own_request_alone(server: Server) -> None:
     """Both requests have tokens in one report; the feed continues."""
     server.dispatcher.set_replicas([REPLICA])
-    first, second, told = server.stream(), server.stream(), Told()
-    begun = Told()
+    first, second, receiver = server.stream(), server.stream(), Receiver()
+    begun = Receiver()
     receive = iter([begun, fail])
     server.driver.submit(server.request("a"), lambda update: next(receive, fail)(update))
-    server.asked()
-    server.driver.submit(server.request("b"), told)
-    server.asked()
+    server.next_request()
+    server.driver.submit(server.request("b"), receiver)
+    server.next_request()
     first.put(part(0, 8))
     second.put(part(0, 8))
-    assert begun.tokens() == told.tokens() == [8]
+    assert begun.tokens() == receiver.tokens() == [8]
     server.report(a=part(1, 9), b=part(1, 9))
-    assert told.tokens() == [8, 9]
-    assert first.cancelled.wait(LIMIT), "a replica computes on for nobody"
+    assert receiver.tokens() == [8, 9]
+    assert first.cancelled.wait(LIMIT), "the replica still computes the ended request"
     server.report(b=part(2, 10))
-    assert told.tokens() == [8, 9, 10]
+    assert receiver.tokens() == [8, 9, 10]
     assert not server.handle.feed.cancelled.is_set()
     assert not second.cancelled.is_set()
 
@@ -134,50 +134,50 @@ def test_a_receiver_that_raises_at_the_first_token_has_its_stream_cancelled(
     assert str(last) == "the answer cannot be sent: RuntimeError: Event loop is closed"
 
 
-def test_two_requests_under_way_cannot_have_one_id(server: Server) -> None:
-    stream, told, refused = server.stream().put(part(0, 8)), Told(), Told()
-    server.driver.submit(server.request("a"), told)
-    assert told.tokens() == [8]
+def test_a_second_request_with_a_running_id_is_refused(server: Server) -> None:
+    stream, receiver, refused = server.stream().put(part(0, 8)), Receiver(), Receiver()
+    server.driver.submit(server.request("a"), receiver)
+    assert receiver.tokens() == [8]
     other = server.request("a")
     server.driver.submit(other, refused)
     error = refused.next()
     assert isinstance(error, RequestError) and str(error) == "request id 'a' is in use"
     server.driver.cancel([other])
     stream.put(part(1, 9, finished=True))
-    assert told.tokens() == [8, 9]
+    assert receiver.tokens() == [8, 9]
 
 
-def test_an_id_is_free_when_the_last_update_is_told(server: Server) -> None:
+def test_an_id_is_free_once_the_last_update_arrives(server: Server) -> None:
     server.stream().put(part(0, 8, finished=True))
     server.stream().put(part(0, 9, finished=True))
-    told, again = Told(), server.request("a")
+    receiver, again = Receiver(), server.request("a")
 
     def receive(update: Update) -> None:
-        told(update)
-        server.driver.submit(again, told)
+        receiver(update)
+        server.driver.submit(again, receiver)
 
     server.driver.submit(server.request("a"), receive)
-    assert (told.tokens(), told.tokens()) == ([8], [9])
+    assert (receiver.tokens(), receiver.tokens()) == ([8], [9])
 
 
-def test_a_cancelled_request_is_told_nothing_and_its_stream_is_cancelled(server: Server) -> None:
-    stream, told = server.stream().put(part(0, 8)), Told()
+def test_a_cancelled_request_gets_no_updates_and_its_stream_is_cancelled(server: Server) -> None:
+    stream, receiver = server.stream().put(part(0, 8)), Receiver()
     request = server.request("a")
-    server.driver.submit(request, told)
-    assert told.tokens() == [8]
+    server.driver.submit(request, receiver)
+    assert receiver.tokens() == [8]
     server.driver.cancel([request])
     assert stream.cancelled.wait(LIMIT)
     server.driver.close()
-    assert told.updates.empty()
+    assert receiver.updates.empty()
 
 
 def test_the_id_of_a_cancelled_request_is_free_at_once(server: Server) -> None:
-    """Also while its task, and the replica, have not heard of it: as with one engine."""
+    """It is free even before its task and the replica learn of it, as with one engine."""
     server.dispatcher.set_replicas([REPLICA])
-    first, told, again = server.stream().put(part(0, 8)), Told(), Told()
+    first, receiver, again = server.stream().put(part(0, 8)), Receiver(), Receiver()
     request = server.request("a")
-    server.driver.submit(request, told)
-    assert told.tokens() == [8]
+    server.driver.submit(request, receiver)
+    assert receiver.tokens() == [8]
     server.stream().put(part(0, 9, finished=True))
     held_up = threading.Event()
     run_soon(server, lambda: held_up.wait(LIMIT))
@@ -186,42 +186,42 @@ def test_the_id_of_a_cancelled_request_is_free_at_once(server: Server) -> None:
     held_up.set()
     assert again.tokens() == [9]
     assert first.cancelled.wait(LIMIT)
-    names = [server.asked().request_id for _ in range(2)]
+    names = [server.next_request().request_id for _ in range(2)]
     assert len(set(names)) == 2, "a replica takes the second for the first"
-    assert told.updates.empty()
+    assert receiver.updates.empty()
 
 
 def test_a_request_that_ray_cancels_is_answered(server: Server) -> None:
     server.stream().put(asyncio.CancelledError())
-    told = Told()
-    server.driver.submit(server.request("a"), told)
-    assert isinstance(told.next(), EngineError)
+    receiver = Receiver()
+    server.driver.submit(server.request("a"), receiver)
+    assert isinstance(receiver.next(), EngineError)
 
 
-def test_each_attempt_has_an_id_of_its_own_in_the_replica(server: Server) -> None:
-    """A replica that only could not be reached may still run the attempt before."""
+def test_each_attempt_has_a_separate_id_in_the_replica(server: Server) -> None:
+    """A replica that was only unreachable may still run the previous attempt."""
     lost = server.stream().put(ReplicaLostError("The actor is temporarily unavailable"))
     server.stream().put(part(0, 8, finished=True))
-    told = Told()
-    server.driver.submit(server.request("a"), told)
-    assert told.tokens() == [8]
-    assert [server.asked().engine_id for _ in range(2)] == ["a", "a-1"]
+    receiver = Receiver()
+    server.driver.submit(server.request("a"), receiver)
+    assert receiver.tokens() == [8]
+    assert [server.next_request().engine_id for _ in range(2)] == ["a", "a-1"]
     assert lost.cancelled.is_set()
 
 
-def test_a_request_ends_after_so_many_lost_replicas(server: Server) -> None:
+def test_a_request_ends_after_max_lost_replicas(server: Server) -> None:
     for _ in range(MAX_LOST):
         server.stream().put(ReplicaLostError("it died"))
-    told = Told()
-    server.driver.submit(server.request("a"), told)
-    assert str(told.next()) == f"{MAX_LOST} replicas died while they computed this request"
+    receiver = Receiver()
+    server.driver.submit(server.request("a"), receiver)
+    assert str(receiver.next()) == f"{MAX_LOST} replicas died while they computed this request"
 
 
 def test_a_replica_that_is_back_before_its_feed_has_ended_is_followed(server: Server) -> None:
-    """The ended feed was notified last, so the replica was never followed again."""
+    """Regression: the ended feed was handled last, so the replica was never followed again."""
     server.dispatcher.set_replicas([REPLICA])
-    assert server.handle.is_asked_to_follow.wait(LIMIT)
-    server.handle.is_asked_to_follow.clear()
+    assert server.handle.follow_called.wait(LIMIT)
+    server.handle.follow_called.clear()
 
     def go_and_come() -> None:
         for names in ([], [REPLICA]):
@@ -229,10 +229,10 @@ def test_a_replica_that_is_back_before_its_feed_has_ended_is_followed(server: Se
             match_feeds(server)
 
     run_soon(server, go_and_come)
-    assert server.handle.is_asked_to_follow.wait(LIMIT)
+    assert server.handle.follow_called.wait(LIMIT)
 
 
-def test_the_log_tells_which_replicas_come_and_go(server: Server) -> None:
+def test_replicas_that_come_and_go_are_logged(server: Server) -> None:
     done = threading.Event()
     lines: list[str] = []
 
@@ -267,7 +267,7 @@ def test_the_log_tells_which_replicas_come_and_go(server: Server) -> None:
 def test_a_feed_that_ray_cancels_begins_again(server: Server) -> None:
     calls = threading.Semaphore(0)
 
-    def follow(who: Follow) -> Stream:
+    def follow(call: Follow) -> Stream:
         calls.release()
         return server.handle.feed
 
@@ -279,44 +279,44 @@ def test_a_feed_that_ray_cancels_begins_again(server: Server) -> None:
 
 
 def test_close_ends_a_call_of_all_replicas(server: Server) -> None:
-    """Its thread waited for ever, and with it the end of the process."""
-    is_asked = threading.Event()
+    """Regression: its thread waited forever, and so did the exit of the process."""
+    has_started = threading.Event()
 
     class Call:
         async def results_async(self, return_exceptions: bool) -> list[object]:
-            is_asked.set()
+            has_started.set()
             await asyncio.Event().wait()
             return []
 
-    server.handle.broadcast = lambda *given: Call()  # type: ignore[attr-defined]
-    ended: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    server.handle.broadcast = lambda *args: Call()  # type: ignore[attr-defined]
+    errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def call_all() -> None:
         try:
             server.driver.call_all("reset", False, False)
         except Exception as error:
-            ended.put(error)
+            errors.put(error)
 
-    threading.Thread(target=ask, daemon=True).start()
-    assert is_asked.wait(LIMIT)
+    threading.Thread(target=call_all, daemon=True).start()
+    assert has_started.wait(LIMIT)
     server.driver.close()
-    error = ended.get(timeout=LIMIT)
+    error = errors.get(timeout=LIMIT)
     assert isinstance(error, EngineError) and str(error) == "the engine is closed"
 
 
 @pytest.mark.parametrize("end", ["leaves", "is aborted"])
-def test_images_are_given_up_when_a_client(server: Server, end: str) -> None:
-    """At once: the garbage collector, which would find them too, comes by seldom."""
+def test_images_are_freed_when_a_client(server: Server, end: str) -> None:
+    """They are freed at once, not at the next garbage collection."""
     images: Any = SimpleNamespace(take=lambda group: b"pixels", note_encoded=lambda group: None)
     server.frontend.images = images
     server.dispatcher.set_replicas([REPLICA])
-    stream, told = server.stream().put(part(0, 8)), Told()
+    stream, receiver = server.stream().put(part(0, 8)), Receiver()
     group = server.request("a")
     gc.disable()
     try:
-        server.driver.submit(group, told)
-        in_store = weakref.ref(server.asked().images)
-        assert told.tokens() == [8]
+        server.driver.submit(group, receiver)
+        in_store = weakref.ref(server.next_request().images)
+        assert receiver.tokens() == [8]
         server.driver.cancel([group]) if end == "leaves" else server.driver.abort("a")
         assert stream.cancelled.wait(LIMIT)
         wait_until(lambda: in_store() is None, LIMIT)
@@ -326,36 +326,36 @@ def test_images_are_given_up_when_a_client(server: Server, end: str) -> None:
 
 def test_a_replica_that_dies_in_the_middle_of_a_stream_ends_it(server: Server) -> None:
     server.stream().put(part(0, 8), ReplicaLostError("it died"))
-    told = Told()
-    server.driver.submit(server.request("a"), told)
-    assert told.tokens() == [8]
-    assert isinstance(told.next(), ReplicaLostError)
+    receiver = Receiver()
+    server.driver.submit(server.request("a"), receiver)
+    assert receiver.tokens() == [8]
+    assert isinstance(receiver.next(), ReplicaLostError)
 
 
-def test_a_request_is_answered_whatever_is_wrong_with_the_books(
+def test_a_request_is_answered_when_routing_fails(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.dispatcher.set_replicas([REPLICA])
     server.stream().put(part(0, 8, finished=True))
     monkeypatch.delattr(server.dispatcher, "_router")
-    told = Told()
-    server.driver.submit(server.request("a"), told)
-    told.next()
+    receiver = Receiver()
+    server.driver.submit(server.request("a"), receiver)
+    receiver.next()
 
 
-def test_a_replica_whose_snapshots_are_of_no_use_is_asked_for_few(
+def test_useless_snapshots_are_requested_with_pauses(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was asked for one after the other, as fast as it could make them."""
+    """Regression: the server requested snapshots without a pause."""
     pauses: queue.SimpleQueue[float] = queue.SimpleQueue()
 
     class Clock:
-        """`asyncio`, to this module alone."""
+        """`asyncio` with another `sleep`, for one module."""
 
         __getattr__ = staticmethod(partial(getattr, asyncio))
 
         async def sleep(self, seconds: float) -> None:
-            """Note the pause of a feed; looks and heartbeats sleep as ever."""
+            """Record the pause of a feed; other sleeps are unchanged."""
             if seconds > 3000:
                 pauses.put(seconds)
             else:

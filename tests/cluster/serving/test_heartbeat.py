@@ -1,4 +1,4 @@
-"""Signs of life of servers and replicas, and what becomes of requests without them. Without Ray."""
+"""Heartbeats of servers and replicas, and the effect of missing ones. Without Ray."""
 
 import asyncio
 import queue
@@ -12,35 +12,35 @@ from headstart.cluster.serving.messages import AnswerRequest, Report
 from headstart.engine.metrics import Gauge, Metric
 from headstart.errors import ReplicaLostError
 from tests.cluster.serving.ray_processes import wait_until
-from tests.cluster.serving.scripted import LIMIT, Server, Stream, Told, part
+from tests.cluster.serving.scripted import LIMIT, Receiver, Server, Stream, part
 
 
-def test_a_server_gives_signs_of_life_under_the_name_that_it_asks_by() -> None:
-    """Without them replicas end its requests after two minutes."""
-    heard: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+def test_a_server_sends_heartbeats_under_the_name_in_its_requests() -> None:
+    """Without heartbeats, replicas end its requests after two minutes."""
+    beats: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
 
     class Call:
         async def results_async(self, return_exceptions: bool) -> list[object]:
             return []
 
     def broadcast(method: str, name: str) -> Call:
-        heard.put((method, name))
+        beats.put((method, name))
         return Call()
 
     server = Server(silence=0.01)
     server.handle.broadcast = broadcast  # type: ignore[attr-defined]
     server.stream().put(part(0, 8, finished=True))
     try:
-        server.driver.submit(server.request("a"), Told())
-        name = server.asked().server
+        server.driver.submit(server.request("a"), Receiver())
+        name = server.next_request().server
         for _ in range(2):
-            assert heard.get(timeout=LIMIT) == ("beat", name)
+            assert beats.get(timeout=LIMIT) == ("beat", name)
     finally:
         server.driver.close()
 
 
-def test_a_request_that_a_replica_ended_for_want_of_signs_of_life_is_answered() -> None:
-    """The replica says nothing: who asked is dead to it."""
+def test_a_request_that_a_replica_ended_without_heartbeats_is_answered() -> None:
+    """The replica closes the stream without a message, as it considers the server dead."""
 
     class Ended(Stream):
         async def __aiter__(self) -> AsyncIterator[object]:
@@ -49,9 +49,9 @@ def test_a_request_that_a_replica_ended_for_want_of_signs_of_life_is_answered() 
 
     server = Server()
     server.handle.answers.put(Ended())
-    told = Told()
-    server.driver.submit(server.request("a"), told)
-    assert str(told.next()) == "a replica ended the request, as this server sent no heartbeats"
+    receiver = Receiver()
+    server.driver.submit(server.request("a"), receiver)
+    assert str(receiver.next()) == "a replica ended the request, as this server sent no heartbeats"
     server.driver.close()
 
 
@@ -65,10 +65,10 @@ class Replicas:
         self.sent: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
         self._answer = self.server.handle.answer.remote
         self.server.handle.answer.remote = self._send
-        self.server.handle.follow.remote = lambda who: self.feeds[who.replica]
+        self.server.handle.follow.remote = lambda call: self.feeds[call.replica]
 
     def run(self, *names: str) -> None:
-        """Have these replicas run."""
+        """Set the running replicas."""
         for name in names:
             self.feeds.setdefault(name, Stream())
         self.server.dispatcher.set_replicas(names)
@@ -76,13 +76,13 @@ class Replicas:
             self.beat(name)
 
     def beat(self, name: str) -> None:
-        """Have a replica report, and wait until the server has the report."""
+        """Send a replica's report, and wait until the server has it."""
         metrics: list[Metric] = [Gauge(name="beats", labels={}, value=self.now)]
         self.feeds[name].put(Report(metrics=metrics))
         wait_until(lambda: self.server.dispatcher.metrics.get(name) is metrics, LIMIT)
 
     def look_at(self, now: float) -> None:
-        """Have the server look for silent replicas at this time, and every few seconds before."""
+        """Advance the clock to `now`; the server checks for silent replicas every few seconds."""
         is_done = queue.SimpleQueue[None]()
         while self.now < now:
             self.now = min(now, self.now + 5)
@@ -90,23 +90,23 @@ class Replicas:
             self.server.driver._soon(lambda: is_done.put(None))
             is_done.get(timeout=LIMIT)
 
-    def _send(self, asked: AnswerRequest) -> Stream:
-        self.sent.put((asked.request_id, self.server.dispatcher.choose(asked.request_id)))
-        return self._answer(asked)
+    def _send(self, request: AnswerRequest) -> Stream:
+        self.sent.put((request.request_id, self.server.dispatcher.choose(request.request_id)))
+        return self._answer(request)
 
 
 @pytest.fixture
 def replicas() -> Iterator[Replicas]:
-    made = Replicas()
-    yield made
-    made.server.driver.close()
+    replicas = Replicas()
+    yield replicas
+    replicas.server.driver.close()
 
 
 def test_requests_of_a_replica_that_hangs_are_moved(replicas: Replicas) -> None:
-    """It counted as running after 172 s, and its requests waited for their whole timeout."""
+    """Regression: its requests waited for their whole timeout, and it counted as running."""
     server = replicas.server
     replicas.run("a")
-    begun, waiting = Told(), Told()
+    begun, waiting = Receiver(), Receiver()
     first = server.stream().put(part(0, 8))
     server.driver.submit(server.request("begun"), begun)
     assert begun.tokens() == [8]
@@ -137,18 +137,18 @@ def test_a_request_waits_while_no_replica_answers(replicas: Replicas) -> None:
     replicas.look_at(2 * HEARTBEAT + 1)
     assert not replicas.server.dispatcher.answering
     replicas.server.stream().put(part(0, 9, finished=True))
-    replicas.server.driver.submit(replicas.server.request("r"), Told())
+    replicas.server.driver.submit(replicas.server.request("r"), Receiver())
     assert replicas.sent.get(timeout=LIMIT) == ("r", None)
 
 
-def test_replicas_are_not_silent_for_a_server_that_was_stopped_itself(replicas: Replicas) -> None:
+def test_a_server_that_was_stopped_does_not_count_replicas_as_silent(replicas: Replicas) -> None:
     replicas.run("a")
     replicas.now = 1000.0
     replicas.look_at(1000.0 + HEARTBEAT)
     assert replicas.server.dispatcher.answering == ["a"]
 
 
-def test_a_replica_without_news_sends_heartbeats() -> None:
+def test_an_idle_replica_sends_heartbeats() -> None:
     async def follow() -> None:
         is_over, is_closed = asyncio.Event(), asyncio.Event()
 
@@ -160,13 +160,13 @@ def test_a_replica_without_news_sends_heartbeats() -> None:
             finally:
                 is_closed.set()
 
-        async with aclosing(with_heartbeats(reports(), 0.001)) as heard:
-            assert [await anext(heard) for _ in range(2)] == [Report(), Report()]
+        async with aclosing(with_heartbeats(reports(), 0.001)) as messages:
+            assert [await anext(messages) for _ in range(2)] == [Report(), Report()]
             is_over.set()
-            while (report := await anext(heard)) == Report():
+            while (report := await anext(messages)) == Report():
                 pass
             assert report.process == "1"
-            assert await anext(heard) == Report()
+            assert await anext(messages) == Report()
         assert is_closed.is_set()
 
     asyncio.run(follow())

@@ -1,4 +1,4 @@
-"""`AsyncLLM` over replicas refuses what they lack in one sentence."""
+"""`AsyncLLM` over replicas refuses unsupported calls in one sentence."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -21,7 +21,7 @@ from headstart.frontend.chat.messages import TemplateOptions
 from headstart.server.app import create_app
 from headstart.server.keys import KeyFolder
 from headstart.server.options import ServerOptions
-from tests.cluster.serving.scripted import REPLICA, Server, Told, part
+from tests.cluster.serving.scripted import REPLICA, Receiver, Server, part
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 LORA = LoRARequest("tables", 1, "/adapters/tables")
@@ -30,23 +30,23 @@ LORA = LoRARequest("tables", 1, "/adapters/tables")
 @pytest.fixture(scope="module")
 def llm() -> Iterator[ReplicatedLLM]:
     server = Server()
-    made = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, SamplingParams())
-    yield made
-    made.close()
+    llm = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, SamplingParams())
+    yield llm
+    llm.close()
 
 
-def test_adapters_have_names_in_the_server_and_are_read_by_replicas(llm: ReplicatedLLM) -> None:
+def test_adapters_are_named_by_the_server_and_read_by_replicas(llm: ReplicatedLLM) -> None:
     async def load() -> None:
         loaded = await llm.load_adapter("hills", "/adapters/hills")
         assert loaded == Adapter("hills", Path("/adapters/hills"), "digest of hills")
         assert await llm.add_lora(LORA)
         with pytest.raises(AdapterNotFoundError, match="/adapters/broken"):
             await llm.load_adapter("hills", "/adapters/broken")
-        assert {one.name for one in llm.adapters} == {"hills", "tables"}
+        assert {adapter.name for adapter in llm.adapters} == {"hills", "tables"}
         request = await llm.prepare([5, 6, 7], lora_request=LORA)
         assert request.adapter is not None and request.adapter.name == "tables"
         await llm.unload_adapter("hills")
-        assert ("unload_adapter", loaded) in llm._replicas._handle.told  # type: ignore[attr-defined]
+        assert ("unload_adapter", loaded) in llm._replicas._handle.broadcasts  # type: ignore[attr-defined]
         for name in ("hills", "seas"):
             with pytest.raises(RequestError, match=f"no adapter '{name}'; loaded: 'tables'"):
                 await llm.prepare([5, 6, 7], adapter=name)
@@ -54,22 +54,22 @@ def test_adapters_have_names_in_the_server_and_are_read_by_replicas(llm: Replica
     asyncio.run(load())
 
 
-def test_a_request_brings_its_adapter_and_has_prefixes_of_its_own() -> None:
+def test_a_request_carries_its_adapter_and_has_separate_prefixes() -> None:
     server = Server()
     with closing(server.driver):
         hills = server.frontend.adapters.load("hills", "/adapters/hills", server.driver.call)
         plain, own = server.request("plain"), server.request("own", "hills")
         assert plain.requests[0].sequence.root != own.requests[0].sequence.root
         server.stream().put(part(0, 8, finished=True))
-        told = Told()
-        server.driver.submit(own, told)
-        assert server.asked().adapter == hills
-        assert told.tokens() == [8]
+        receiver = Receiver()
+        server.driver.submit(own, receiver)
+        assert server.next_request().adapter == hills
+        assert receiver.tokens() == [8]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[Metric]:
-    """All metrics of an engine that evicted something."""
+def engine_metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Metric]:
+    """Return all metrics of an engine that evicted blocks."""
     made = make_llm(save_smallest(tmp_path_factory.mktemp("model")))
     for first in range(3, 103, 10):
         made.generate(
@@ -80,14 +80,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Metric]:
     return found
 
 
-def test_metrics_of_replicas_are_added_up(llm: ReplicatedLLM, told: list[Metric]) -> None:
-    """Metrics of every kind are added; `/metrics` failed for histograms."""
+def test_metrics_of_replicas_are_added_up(llm: ReplicatedLLM, engine_metrics: list[Metric]) -> None:
+    """Regression: `/metrics` failed for histograms. Metrics of every kind are added."""
     llm.dispatcher.set_replicas(["one", "other"])
     for name in llm.dispatcher.replicas:
-        llm.dispatcher.note_metrics(name, told)
+        llm.dispatcher.note_metrics(name, engine_metrics)
     added = {(m.name, tuple(m.labels.items())): m for m in llm.read_metrics()}
-    assert {type(metric) for metric in told} == {Counter, Gauge, Histogram}
-    for metric in told:
+    assert {type(metric) for metric in engine_metrics} == {Counter, Gauge, Histogram}
+    for metric in engine_metrics:
         both = added[metric.name, tuple(metric.labels.items())]
         if isinstance(metric, Histogram):
             assert isinstance(both, Histogram)
@@ -100,27 +100,31 @@ def test_metrics_of_replicas_are_added_up(llm: ReplicatedLLM, told: list[Metric]
             assert both.value == metric.value * (1 if is_share else 2)
 
 
-def test_what_replicas_counted_that_are_gone_stays_counted(told: list[Metric]) -> None:
-    """A sum fell when one died, and a monitor took what the others had counted for new."""
+def test_counters_include_those_of_removed_replicas(engine_metrics: list[Metric]) -> None:
+    """Regression: sums fell when a replica died, which a monitor takes for a restart."""
     server = Server()
-    made = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, SamplingParams())
+    llm = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, SamplingParams())
 
     def counts() -> list[Metric]:
-        found = [one for one in made.read_metrics() if not isinstance(one, Gauge)]
-        return sorted(found, key=repr)
+        counters = [metric for metric in llm.read_metrics() if not isinstance(metric, Gauge)]
+        return sorted(counters, key=repr)
 
-    made.dispatcher.set_replicas(["first", "other"])
-    for name in made.dispatcher.replicas:
-        made.dispatcher.note_metrics(name, told)
+    llm.dispatcher.set_replicas(["first", "other"])
+    for name in llm.dispatcher.replicas:
+        llm.dispatcher.note_metrics(name, engine_metrics)
     before = counts()
     for names in (["other"], ["other"], ["new"]):
-        made.dispatcher.set_replicas(names)
+        llm.dispatcher.set_replicas(names)
         assert counts() == before
-    assert not any(isinstance(one, Gauge) for one in made.read_metrics()), "nobody tells any"
-    made.close()
+    assert not any(isinstance(metric, Gauge) for metric in llm.read_metrics()), (
+        "no replica reports any"
+    )
+    llm.close()
 
 
-def test_ray_is_told_every_metric(told: list[Metric], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_metric_is_passed_to_ray(
+    engine_metrics: list[Metric], monkeypatch: pytest.MonkeyPatch
+) -> None:
     values: dict[str, float] = {}
 
     def gauge(name: str, about: str, tag_keys: tuple[str, ...]) -> Any:
@@ -131,12 +135,12 @@ def test_ray_is_told_every_metric(told: list[Metric], monkeypatch: pytest.Monkey
         return SimpleNamespace(set=set_value)
 
     monkeypatch.setattr(replica, "metrics", SimpleNamespace(Gauge=gauge))
-    replica.RayGauges().update(told)
-    names = {metric.name.replace(":", "_") for metric in told}
+    replica.RayGauges().update(engine_metrics)
+    names = {metric.name.replace(":", "_") for metric in engine_metrics}
     assert {name.removesuffix("_total") for name in values if "idle" not in name} == {
         name for name in names if "idle" not in name
     }
-    [ages] = [metric for metric in told if isinstance(metric, Histogram)]
+    [ages] = [metric for metric in engine_metrics if isinstance(metric, Histogram)]
     assert values["vllm_kv_block_idle_before_evict_seconds_count"] == ages.count > 0
 
 
@@ -154,10 +158,10 @@ async def _chat(llm: ReplicatedLLM) -> None:
 
 
 @pytest.mark.parametrize("call", [_prompt, _chat])
-def test_an_image_for_a_model_that_takes_text_alone(
+def test_an_image_for_a_text_model_is_refused(
     llm: ReplicatedLLM, call: Callable[[ReplicatedLLM], Coroutine[Any, Any, Any]]
 ) -> None:
-    """It is refused before anything is sent to a replica."""
+    """No replica receives the request."""
     with pytest.raises(RequestError, match="takes only text"):
         asyncio.run(call(llm))
 
@@ -166,12 +170,12 @@ PREFIX = list(range(3, 3 + 40))  # two blocks, and half of one
 GREEDY = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 
 
-def test_a_replica_is_told_how_much_of_a_prompt_is_public() -> None:
+def test_a_request_says_how_many_blocks_are_public() -> None:
     server = Server()
-    made = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, GREEDY)
+    llm = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, GREEDY)
     server.dispatcher.set_replicas([REPLICA])
-    assert made.publish(PREFIX) == 2
-    told = []
+    assert llm.publish(PREFIX) == 2
+    num_public = []
     for number, (tokens, salt) in enumerate(
         [([*PREFIX, 1, 2], "a"), (PREFIX[:20], "b"), ([9, *PREFIX], "a"), (PREFIX, None)]
     ):
@@ -180,25 +184,25 @@ def test_a_replica_is_told_how_much_of_a_prompt_is_public() -> None:
         )
         server.stream().put(part(0, 8), part(1, 9, finished=True))
         server.driver.submit(group, lambda update: None)
-        told.append(server.asked().num_public)
-    made.close()
-    assert told == [2, 1, 0, 0]
+        num_public.append(server.next_request().num_public)
+    llm.close()
+    assert num_public == [2, 1, 0, 0]
 
 
 def test_a_prepared_request_is_answered() -> None:
-    """The server prepares every request; the driver did not accept prepared requests."""
+    """Regression: the driver did not accept prepared requests, which the server sends."""
 
     server = Server()
     server.dispatcher.set_replicas([REPLICA])
     server.stream().put(part(0, 8), part(1, 9, finished=True))
-    made = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, SamplingParams())
+    llm = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, SamplingParams())
 
     async def ask() -> list[int]:
-        request = await made.prepare({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=2))
-        return [len(output.outputs[0].token_ids) async for output in made.outputs(request)]
+        request = await llm.prepare({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=2))
+        return [len(output.outputs[0].token_ids) async for output in llm.outputs(request)]
 
     assert asyncio.run(ask()) == [1, 2]
-    made.close()
+    llm.close()
 
 
 async def _get(app: FastAPI, path: str, **headers: str) -> httpx.Response:
@@ -208,26 +212,26 @@ async def _get(app: FastAPI, path: str, **headers: str) -> httpx.Response:
 
 
 def test_a_server_is_ready_while_a_replica_runs() -> None:
-    """A load balancer sent requests to a server whose replicas were all dead: they waited."""
+    """Regression: `/ready` succeeded when all replicas were dead, and requests waited."""
     server = Server()
     llm = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, SamplingParams())
     app = create_app(llm, "tiny", cache_api=router)
     for replicas, status in (([], 503), ([REPLICA], 200), ([], 503)):
         server.dispatcher.set_replicas(replicas)
-        told = asyncio.run(_get(app, "/ready"))
-        assert told.status_code == status
-        assert ("no replica is running" in told.text) == (status == 503)
+        response = asyncio.run(_get(app, "/ready"))
+        assert response.status_code == status
+        assert ("no replica is running" in response.text) == (status == 503)
         assert asyncio.run(_get(app, "/health")).status_code == 200
     llm.close()
 
 
-def test_advice_on_replicas_says_nothing_of_memory(llm: ReplicatedLLM) -> None:
-    """A prompt that went to another replica was reported as evicted, and more memory advised."""
-    told = asyncio.run(_get(create_app(llm, "tiny", cache_api=router), "/cache/advice"))
-    assert set(told.json()) == {"prompts", "prompt_tokens", "cached_tokens", "forks", "salts"}
+def test_advice_on_replicas_has_no_memory_estimate(llm: ReplicatedLLM) -> None:
+    """Regression: prompts sent to other replicas counted as evicted."""
+    response = asyncio.run(_get(create_app(llm, "tiny", cache_api=router), "/cache/advice"))
+    assert set(response.json()) == {"prompts", "prompt_tokens", "cached_tokens", "forks", "salts"}
 
 
-def test_advice_on_replicas_is_of_a_tenants_own_prompts_alone(
+def test_advice_on_replicas_covers_only_a_tenants_prompts(
     llm: ReplicatedLLM, tmp_path: Path
 ) -> None:
     keys = KeyFolder(tmp_path)
@@ -241,5 +245,5 @@ def test_advice_on_replicas_is_of_a_tenants_own_prompts_alone(
 
     asyncio.run(finish())
     for key, prompts in ((own, 0), (admin, 1)):
-        told = asyncio.run(_get(app, "/cache/advice", authorization=f"Bearer {key}"))
-        assert (told.status_code, told.json()["prompts"]) == (200, prompts)
+        response = asyncio.run(_get(app, "/cache/advice", authorization=f"Bearer {key}"))
+        assert (response.status_code, response.json()["prompts"]) == (200, prompts)

@@ -1,4 +1,4 @@
-"""Events of a replica match its cache, also after a gap and with a disk tier."""
+"""Events of a replica match its cache, even after a gap and with a disk tier."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -28,16 +28,16 @@ LONG = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
 
 
 def observed(**options: Any) -> AsyncLLM:
-    given = {"num_blocks": 24, "dtype": "float32", **options}  # too few for all prompts at once
-    return AsyncLLM.from_started(start_engine(MODEL, given, is_observed=True))
+    merged = {"num_blocks": 24, "dtype": "float32", **options}  # too few for all prompts at once
+    return AsyncLLM.from_started(start_engine(MODEL, merged, is_observed=True))
 
 
 @pytest.fixture(params=["pool alone", "with a folder"])
 def llm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AsyncLLM]:
     folder = {} if request.param == "pool alone" else {"cache_dir": str(tmp_path / "kept")}
-    made = observed(**folder)
-    yield made
-    made.close()
+    llm = observed(**folder)
+    yield llm
+    llm.close()
 
 
 async def compute(llm: AsyncLLM, publisher: CachePublisher, prompts: list[str]) -> None:
@@ -48,7 +48,7 @@ async def compute(llm: AsyncLLM, publisher: CachePublisher, prompts: list[str]) 
 
 
 async def names_in_pool(llm: AsyncLLM) -> set[BlockHash]:
-    """The oracle: the full blocks of the pool itself."""
+    """Return the hashes of the pool's full blocks, the expected contents of an index."""
 
     def look() -> set[BlockHash]:
         manager = llm.engine.manager
@@ -62,7 +62,7 @@ async def names_in_pool(llm: AsyncLLM) -> set[BlockHash]:
 
 
 async def read(index: ReplicaIndex, reports: AsyncGenerator[Report], count: int) -> list[bool]:
-    """Take so many reports of the pool, and those of the store that come before the last."""
+    """Read `count` reports of the pool, with the store's reports in between."""
     applied: list[bool] = []
     while count:
         batch = (await anext(reports)).batch
@@ -113,7 +113,7 @@ def test_a_reader_that_is_too_slow_sees_the_gap_and_follows_anew(
     llm.close()
 
 
-def test_a_reset_is_told(llm: AsyncLLM) -> None:
+def test_a_reset_is_reported(llm: AsyncLLM) -> None:
     async def follow() -> None:
         publisher, index = CachePublisher(llm), ReplicaIndex(1)
         await compute(llm, publisher, PROMPTS[:2])
@@ -130,14 +130,14 @@ def test_a_reset_is_told(llm: AsyncLLM) -> None:
     asyncio.run(follow())
 
 
-def test_what_is_computed_after_a_reset_is_known(llm: AsyncLLM) -> None:
-    """A running request is computed again at once, even before the reset is reported.
+def test_blocks_computed_after_a_reset_are_reported(llm: AsyncLLM) -> None:
+    """Its events follow the reset, even if the request continues before the reset is reported.
 
-    Here they come between any two calls of the engine.
+    Steps run between any two calls of the engine.
     """
 
     class Stepping:
-        """The engine, which can make steps before each call."""
+        """An engine that may run steps before each call."""
 
         steps = 0
 
@@ -168,7 +168,7 @@ def test_what_is_computed_after_a_reset_is_known(llm: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("most", [1000, 3])
-def test_what_is_saved_is_told_until_there_is_more_than_followers_are_to_know(
+def test_saved_blocks_are_reported_up_to_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(publishing, "_MOST_STORED", most)

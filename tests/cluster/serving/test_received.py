@@ -1,4 +1,4 @@
-"""Tokens over two streams that overlap, overtake or fail: none is missing."""
+"""No token is missing when two streams overlap, overtake each other or fail."""
 
 import itertools
 from collections import Counter
@@ -20,9 +20,9 @@ PROMPT = "Anna is 31. Ben is 45. How old is Ben?"
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM("headstart-tiny", num_blocks=64, dtype="float32", speculation=0)
-    yield made
-    made.close()
+    llm = LLM("headstart-tiny", num_blocks=64, dtype="float32", speculation=0)
+    yield llm
+    llm.close()
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +33,23 @@ def deltas(llm: LLM) -> list[RequestOutput]:
 
 
 def parts_of(deltas: list[RequestOutput]) -> tuple[RequestDelta, list[RequestDelta], RequestDelta]:
-    """Split deltas as a replica sends them: first, intermediate, and the later deltas joined."""
-    told: Counter[int] = Counter()
-    first, *later = [RequestDelta.of(one, told, is_first=not at) for at, one in enumerate(deltas)]
+    """Split deltas as a replica sends them: the first, intermediate ones, and the rest joined."""
+    counts: Counter[int] = Counter()
+    first, *later = [
+        RequestDelta.of(delta, counts, is_first=not i) for i, delta in enumerate(deltas)
+    ]
     return first, later[:-1], RequestDelta.joined(later)
 
 
 def answers(group: RequestGroup) -> list[Any]:
     return [
-        (one.text, one.token_ids, one.finish_reason, one.logprobs) for one in group.output().outputs
+        (output.text, output.token_ids, output.finish_reason, output.logprobs)
+        for output in group.output().outputs
     ]
 
 
 @pytest.mark.parametrize("lost", list(itertools.product([False, True], repeat=4)))
-def test_an_answer_is_whole_whatever_is_lost_between(
+def test_an_answer_is_complete_if_intermediate_parts_are_lost(
     llm: LLM, deltas: list[RequestOutput], lost: tuple[bool, ...]
 ) -> None:
     first, between, last = parts_of(deltas)
@@ -60,13 +63,14 @@ def test_an_answer_is_whole_whatever_is_lost_between(
     last.add_to(group, 0.0)
     [expected] = llm.generate(PROMPT, PARAMS)
     assert answers(group) == [
-        (one.text, one.token_ids, one.finish_reason, one.logprobs) for one in expected.outputs
+        (output.text, output.token_ids, output.finish_reason, output.logprobs)
+        for output in expected.outputs
     ]
     assert group.finished
 
 
 class _Copied(list[int]):
-    """Counts the tokens that are copied when lists are added."""
+    """A list that counts the tokens copied by additions."""
 
     count = 0
 
@@ -76,24 +80,23 @@ class _Copied(list[int]):
 
 
 def test_a_long_answer_s_parts_are_joined_in_one_pass() -> None:
-    """Each part copied all tokens before it: 30,000 of them took seconds of the replica's loop."""
+    """Regression: each part copied all earlier tokens; 30,000 took seconds of the event loop."""
     parts = [
-        RequestDelta(None, (OutputDelta(0, at, _Copied([at]), None, None),), False)
-        for at in range(99)
+        RequestDelta(None, (OutputDelta(0, i, _Copied([i]), None, None),), False) for i in range(99)
     ]
     [answer] = RequestDelta.joined(parts).answers
     assert answer.token_ids == [*range(99)]
-    assert [one.answers[0].token_ids for one in parts] == [[at] for at in range(99)]
+    assert [part_.answers[0].token_ids for part_ in parts] == [[i] for i in range(99)]
     assert _Copied.count <= 2 * 99
 
 
-def test_what_comes_before_the_first_tokens_is_left_out(
+def test_deltas_without_tokens_are_skipped_at_the_start(
     llm: LLM, deltas: list[RequestOutput]
 ) -> None:
     _, between, _ = parts_of(deltas)
     group = llm.frontend.prepare(PROMPT, PARAMS)
     between[0].add_to(group, 0.0)
-    assert [one.token_ids for one in group.output().outputs] == [[], []]
+    assert [output.token_ids for output in group.output().outputs] == [[], []]
 
 
 def test_the_last_part_has_the_counts_of_drafts(llm: LLM, deltas: list[RequestOutput]) -> None:
@@ -109,9 +112,7 @@ def test_the_last_part_has_the_counts_of_drafts(llm: LLM, deltas: list[RequestOu
     assert (metrics.num_drafted_tokens, metrics.num_accepted_tokens) == (3 * number, number)
 
 
-def test_what_is_known_of_the_prompt_comes_with_the_first_part(
-    llm: LLM, deltas: list[RequestOutput]
-) -> None:
+def test_the_first_part_has_the_prompts_results(llm: LLM, deltas: list[RequestOutput]) -> None:
     first, _, last = parts_of([replace(deltas[0], num_cached_tokens=7), *deltas[1:]])
     assert last.head is None
     group = llm.frontend.prepare(PROMPT, PARAMS)

@@ -1,4 +1,4 @@
-"""One replica, called as Ray Serve would. Without Ray."""
+"""One replica, called as Ray Serve does. Without Ray."""
 
 import asyncio
 import logging
@@ -39,9 +39,9 @@ ASKED = AnswerRequest(
 
 @pytest.fixture(scope="module")
 def replica() -> Iterator[EngineReplica]:
-    made = EngineReplica("headstart-tiny", {"num_blocks": 64, "dtype": "float32"})
-    yield made
-    llm_of(made).close()
+    replica = EngineReplica("headstart-tiny", {"num_blocks": 64, "dtype": "float32"})
+    yield replica
+    llm_of(replica).close()
 
 
 class _BrokenGauges:
@@ -49,17 +49,17 @@ class _BrokenGauges:
         raise KeyError("headstart:new_metric")
 
 
-def test_metrics_that_cannot_be_told_do_not_make_a_replica_ill(
+def test_failing_metrics_do_not_make_a_replica_unhealthy(
     replica: EngineReplica, monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
     monkeypatch.setattr(replica, "_gauges", _BrokenGauges())
     asyncio.run(replica.check_health())
-    told = "the replica's metrics cannot be passed to Ray"
-    assert any(told in record.getMessage() for record in logged)
+    message = "the replica's metrics cannot be passed to Ray"
+    assert any(message in record.getMessage() for record in logged)
 
 
-def test_an_attempt_may_come_where_the_one_before_still_runs(replica: EngineReplica) -> None:
-    """A replica that could not be reached for a moment may be asked again for the same request."""
+def test_an_attempt_may_arrive_while_the_previous_one_runs(replica: EngineReplica) -> None:
+    """An unreachable replica may get the same request again when it is back."""
 
     async def ask_twice() -> None:
         async with (
@@ -85,15 +85,15 @@ def test_an_event_loop_that_ends_amid_an_answer_leaves_no_task(replica: EngineRe
     assert task.cancelled()
 
 
-def test_two_adapters_of_one_name_answer_their_own_requests(
+def test_two_adapters_of_one_name_answer_their_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between finding an adapter and preparing its request another one took the name."""
+    """Regression: an adapter's name was reassigned before its request was prepared."""
     model = find_folder("headstart-tiny")
     folders = [make_adapter(model, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
     options = {"num_blocks": 64, "dtype": "float32", "enable_lora": True}
-    made = EngineReplica("headstart-tiny", options)
-    llm, loading = llm_of(made), Counter[str]()
+    replica = EngineReplica("headstart-tiny", options)
+    llm, loading = llm_of(replica), Counter[str]()
     load, prepare = llm.load_adapter, llm.prepare
 
     async def load_counted(name: str, path: Path) -> Adapter:
@@ -102,31 +102,31 @@ def test_two_adapters_of_one_name_answer_their_own_requests(
         loading[name] -= 1
         return adapter
 
-    async def prepare_late(*given: Any, **options: Any) -> RequestGroup:
+    async def prepare_late(*args: Any, **options: Any) -> RequestGroup:
         while loading["x"]:
             await asyncio.sleep(0)
-        return await prepare(*given, **options)
+        return await prepare(*args, **options)
 
     async def ask_all() -> None:
-        adapters = [await made.load_adapter("x", folder) for folder in folders]
+        adapters = [await replica.load_adapter("x", folder) for folder in folders]
         monkeypatch.setattr(llm, "load_adapter", load_counted)
         monkeypatch.setattr(llm, "prepare", prepare_late)
 
-        async def ask(at: int) -> list[int]:
-            asked = replace(ASKED, request_id=f"{at}", adapter=adapters[at % 2])
-            async with aclosing(made.answer(asked)) as parts:
+        async def ask(i: int) -> list[int]:
+            message = replace(ASKED, request_id=f"{i}", adapter=adapters[i % 2])
+            async with aclosing(replica.answer(message)) as parts:
                 return [token async for part in parts for token in part.answers[0].token_ids]
 
-        told = await asyncio.gather(*map(ask, range(6)))
-        assert told[::2] == [told[0]] * 3 and told[1::2] == [told[1]] * 3
+        answers = await asyncio.gather(*map(ask, range(6)))
+        assert answers[::2] == [answers[0]] * 3 and answers[1::2] == [answers[1]] * 3
         other_files = replace(adapters[0], digest="another")
         with pytest.raises(DamagedAdapterError, match=f"{folders[0]} .* differ .*'x'"):
-            await anext(made.answer(replace(ASKED, request_id="d", adapter=other_files)))
+            await anext(replica.answer(replace(ASKED, request_id="d", adapter=other_files)))
         [named] = llm.engine.adapters.named
-        other = next(one for one in adapters if one != named)
-        await made.unload_adapter(other)
+        other = next(entry for entry in adapters if entry != named)
+        await replica.unload_adapter(other)
         assert llm.engine.adapters.named == [named], "the name is another's"
-        await made.unload_adapter(named)
+        await replica.unload_adapter(named)
         assert llm.engine.adapters.named == []
 
     try:
@@ -135,15 +135,15 @@ def test_two_adapters_of_one_name_answer_their_own_requests(
         llm.close()
 
 
-def test_tenants_share_what_a_request_says_is_public_and_nothing_after_it() -> None:
-    """Replicas had no public prefixes. A restarted replica learns them from requests."""
+def test_tenants_share_only_the_prefix_that_a_request_marks_public() -> None:
+    """Regression: replicas had no public prefixes. A restarted one learns them from requests."""
     prompt = list(range(3, 3 + 70))  # four blocks and a part of one
 
     async def ask(replica: EngineReplica, salt: str, num_public: int) -> int:
-        asked = replace(
+        message = replace(
             ASKED, request_id=salt, prompt_token_ids=prompt, salt=salt, num_public=num_public
         )
-        async with aclosing(replica.answer(asked)) as parts:
+        async with aclosing(replica.answer(message)) as parts:
             heads = [part.head async for part in parts]
         assert heads[0] is not None
         return heads[0].num_cached_tokens
@@ -161,21 +161,21 @@ def test_tenants_share_what_a_request_says_is_public_and_nothing_after_it() -> N
     asyncio.run(ask_all())
 
 
-def test_a_replica_that_did_not_start_goes_without_a_word() -> None:
-    made = EngineReplica.__new__(EngineReplica)
+def test_a_replica_that_did_not_start_is_deleted_silently() -> None:
+    replica = EngineReplica.__new__(EngineReplica)
     with pytest.raises(ModelError):
-        made.__init__("/nowhere", {})  # type: ignore[misc]
-    made.__del__()
+        replica.__init__("/nowhere", {})  # type: ignore[misc]
+    replica.__del__()
 
 
-def test_a_closed_engine_is_ill() -> None:
-    made = EngineReplica("headstart-tiny", {"num_blocks": 64, "dtype": "float32"})
-    made.__del__()
+def test_a_closed_engine_is_unhealthy() -> None:
+    replica = EngineReplica("headstart-tiny", {"num_blocks": 64, "dtype": "float32"})
+    replica.__del__()
     with pytest.raises(EngineError):
-        asyncio.run(made.check_health())
+        asyncio.run(replica.check_health())
 
 
-def test_what_a_silent_server_asked_for_ends_and_nothing_of_another(
+def test_only_a_silent_servers_requests_end(
     replica: EngineReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -235,7 +235,7 @@ class _Heard:
         return []
 
 
-def test_a_server_signs_life_again_after_a_sign_that_failed() -> None:
+def test_a_server_sends_heartbeats_after_one_failed() -> None:
     async def sign() -> None:
         handle = _Heard()
         signing = asyncio.ensure_future(heartbeat.send_heartbeats(handle, "s", 0.0))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Two and four replicas on a Ray of their own: one server to a client, also while one dies.
+"""Two and four replicas on a separate Ray appear as one server, even when one dies.
 
-Prefixes stay together, and replicas come and go while clients stream.
+Shared prefixes stay on one replica, and replicas come and go while clients stream.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ LONG = 64
 
 
 class Cluster(NamedTuple):
-    """Replicas behind a server, and how many there are to be."""
+    """Replicas behind a server, with their target count."""
 
     server: Running
     replicas: ReplicaCluster
     count: int
 
     def scale(self, count: int) -> None:
-        """Have so many replicas, and wait until they run."""
+        """Change the number of replicas, and wait until they run."""
         config = SimpleNamespace(least=count, most=self.count, max_replicas=None)
         setattr(self.replicas, "_config", config)  # noqa: B010
         engine = make_config(read_options(MODEL, dict(OPTIONS)).config)
@@ -81,13 +81,13 @@ def server(cluster: Cluster) -> Running:
 def ask(server: Running, question: str, **options: Any) -> Any:
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        told = client.chat.completions.create(
+        response = client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": DOCUMENT + question}],
             max_tokens=16,
             **options,
         )
-        return list(told) if options.get("stream") else told
+        return list(response) if options.get("stream") else response
 
 
 def test_a_client_sees_one_server_and_a_prefix_stays_where_it_is(server: Running) -> None:
@@ -97,15 +97,15 @@ def test_a_client_sees_one_server_and_a_prefix_stays_where_it_is(server: Running
     shared = answers[0].usage.prompt_tokens - 24  # the question, and what the template puts behind
     assert cached[0] == 0 and min(cached[1:]) >= shared
     streamed = ask(server, questions[0], stream=True, stream_options={"include_usage": True})
-    text = "".join(one.choices[0].delta.content or "" for one in streamed if one.choices)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
     assert text == answers[0].choices[0].message.content
     assert streamed[-1].usage.prompt_tokens_details.cached_tokens >= shared
 
 
 def test_salts_hold_over_all_replicas(server: Running) -> None:
     def cached(salt: str) -> int:
-        told = ask(server, "How old is Ben?", extra_body={"cache_salt": salt})
-        return int(told.usage.prompt_tokens_details.cached_tokens)
+        response = ask(server, "How old is Ben?", extra_body={"cache_salt": salt})
+        return int(response.usage.prompt_tokens_details.cached_tokens)
 
     assert [cached("a"), cached("b")] == [0, 0]
     assert cached("a") > 0 and cached("b") > 0
@@ -117,8 +117,8 @@ def test_tenants_share_a_public_prefix_and_nothing_after_it(server: Running) -> 
 
     def cached(salt: str) -> int:
         prompt = {"prompt_token_ids": prefix + own, "cache_salt": salt}
-        found = asyncio.run(last(server.llm, prompt, SamplingParams(max_tokens=1)))
-        return int(found.num_cached_tokens)
+        output = asyncio.run(last(server.llm, prompt, SamplingParams(max_tokens=1)))
+        return int(output.num_cached_tokens)
 
     assert cached("tenant a") == 0
     assert cached("tenant b") == len(prefix)
@@ -130,8 +130,8 @@ def test_answers_and_log_probabilities_are_those_of_one_engine(server: Running) 
     alone = AsyncLLM(MODEL, **OPTIONS)
     outputs = [asyncio.run(last(llm, DOCUMENT, params)) for llm in (alone, server.llm)]
     alone.close()
-    expected, told = outputs
-    for ours, theirs in zip(told.outputs, expected.outputs, strict=True):
+    expected, actual = outputs
+    for ours, theirs in zip(actual.outputs, expected.outputs, strict=True):
         assert (ours.text, ours.token_ids) == (theirs.text, theirs.token_ids)
         assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
         for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
@@ -143,17 +143,17 @@ def test_answers_and_log_probabilities_are_those_of_one_engine(server: Running) 
 def test_an_adapter_answers_as_in_one_engine_on_every_replica(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """By name, as a model of the API; its prompts hit none without it."""
+    """It is named as a model of the API; its prompts hit none without it."""
     folder = make_adapter(find_folder(MODEL), tmp_path_factory.mktemp("adapter"), seed=3)
     server = cluster.server
     prompts = [f"Row {row}. {DOCUMENT}" for row in range(4 * cluster.count)]
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
     async def answer_all(llm: AsyncLLM, adapter: str | None) -> list[tuple[list[int], int]]:
-        found = await asyncio.gather(
+        outputs_ = await asyncio.gather(
             *(last(llm, prompt, params, adapter=adapter) for prompt in prompts)
         )
-        return [(list(one.outputs[0].token_ids), one.num_cached_tokens) for one in found]
+        return [(list(one.outputs[0].token_ids), one.num_cached_tokens) for one in outputs_]
 
     async def answers(llm: AsyncLLM) -> list[list[tuple[list[int], int]]]:
         await llm.load_adapter("hills", folder)
@@ -172,7 +172,7 @@ def test_an_adapter_answers_as_in_one_engine_on_every_replica(
         asyncio.run(last(server.llm, "x", params, adapter="hills"))
 
 
-def test_what_a_replica_refuses_is_told_as_one_engine_would(server: Running) -> None:
+def test_a_replicas_refusal_has_the_error_of_one_engine(server: Running) -> None:
     with pytest.raises(RequestError, match="the prompt has 100000 tokens"):
         asyncio.run(last(server.llm, [1] * 100_000, SamplingParams(max_tokens=1)))
 
@@ -183,45 +183,47 @@ def test_a_reset_reaches_every_replica(server: Running) -> None:
     assert ask(server, "How old is Ben?").usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_our_own_ray_refuses_a_caller_without_its_token(server: Running) -> None:
-    """Ray's ports are open on every interface, and it runs what a caller sends."""
+def test_our_ray_refuses_a_caller_without_its_token(server: Running) -> None:
+    """Ray listens on every interface and executes code that a caller sends."""
     import ray
 
     calls = (
         "import sys; from ray._raylet import GcsClient; "
         "GcsClient(address=sys.argv[1]).internal_kv_keys(b'', namespace=None, timeout=30)"
     )
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", calls, ray.get_runtime_context().gcs_address],
         env={**os.environ, "RAY_AUTH_MODE": "disabled"},
         capture_output=True,
         text=True,
     )
-    assert "AuthenticationError" in told.stderr
+    assert "AuthenticationError" in process.stderr
 
 
 async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams, **options: Any) -> Any:
     async for output in llm.generate(prompt, params, **options):
-        found = output
-    return found
+        final = output
+    return final
 
 
 def held_shares(cluster: Cluster) -> dict[str, float]:
-    """Return the share of blocks that requests hold, for each replica."""
-    told = cluster.replicas.llm.dispatcher.metrics
+    """Return each replica's share of blocks that requests hold."""
+    metrics = cluster.replicas.llm.dispatcher.metrics
     return {
-        name: next(one.value for one in told[name] if one.name == "vllm:kv_cache_usage_perc")  # type: ignore[union-attr]
+        name: next(
+            gauge.value for gauge in metrics[name] if gauge.name == "vllm:kv_cache_usage_perc"
+        )  # type: ignore[union-attr]
         for name in cluster.replicas.llm.dispatcher.replicas
-        if name in told
+        if name in metrics
     }
 
 
-def test_a_dead_replica_ends_only_what_it_was_streaming(
+def test_a_dead_replica_ends_only_its_streams(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the requests stream, half want their answer as a whole; then one replica dies.
+    """Half of the requests stream, the others do not; then one replica dies.
 
-    The router goes by time, so a replica may have no stream: it is the first stream's that dies.
+    The router depends on timing, so a replica may have no stream; the first stream's one dies.
     """
     server = cluster.server
     dispatcher = cluster.replicas.llm.dispatcher
@@ -258,24 +260,24 @@ def test_a_dead_replica_ends_only_what_it_was_streaming(
         os.kill(await asyncio.to_thread(process_of, routed["row 0"]), signal.SIGKILL)
         return await asyncio.gather(*tasks)
 
-    known = set(dispatcher.replicas)
-    told = asyncio.run(kill_one())
-    lost = {row for row, found in enumerate(told) if isinstance(found, ReplicaLostError)}
+    replicas = set(dispatcher.replicas)
+    results = asyncio.run(kill_one())
+    lost = {row for row, result in enumerate(results) if isinstance(result, ReplicaLostError)}
     assert 0 in lost and lost <= streams, "only what had begun to stream is lost"
     alone = AsyncLLM(MODEL, **OPTIONS)
     for row in sorted(set(range(len(prompts))) - lost):
-        assert told[row] == asyncio.run(answer(alone, row))
+        assert results[row] == asyncio.run(answer(alone, row))
     alone.close()
-    error = as_api_error(told[min(lost)])  # type: ignore[arg-type]
+    error = as_api_error(results[min(lost)])  # type: ignore[arg-type]
     assert (error.status, error.code) == (503, "replica_lost")
-    wait_until(lambda: len(set(dispatcher.replicas) - known) == 1)
-    assert len(set(dispatcher.replicas) & known) == cluster.count - 1, "another one died"
+    wait_until(lambda: len(set(dispatcher.replicas) - replicas) == 1)
+    assert len(set(dispatcher.replicas) & replicas) == cluster.count - 1, "another one died"
     assert ask(server, "How old is Ben?").choices[0].finish_reason in ("stop", "length")
     wait_until(lambda: not any(held_shares(cluster).values()))
 
 
-def test_32_clients_stream_while_replicas_go_and_come(cluster: Cluster) -> None:
-    """Half of the replicas go, then there is one more than before: every answer is whole."""
+def test_32_clients_stream_while_replicas_come_and_go(cluster: Cluster) -> None:
+    """Every answer is complete when replicas are halved and then increased beyond the start."""
     counts = (cluster.count // 2, cluster.count + 1)
     prompts = [f"Row {row}. Anna is 31. Ben is 45. " * 4 for row in range(32)]
     first: dict[int, list[int]] = {}

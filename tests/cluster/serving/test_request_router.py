@@ -14,47 +14,47 @@ pytest.importorskip("ray", reason="replicas need Ray")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Ray warns of is its own
 
 MOST = 1000
-"""Choices that Ray asks for in one go before a test takes it for ever."""
+"""Choices that Ray requests in one loop before a test considers the loop endless."""
 
 
 class _CountingDispatcher(Dispatcher):
-    asked = 0
+    count = 0
 
     def choose(self, request_id: str) -> str | None:
         """Choose as the dispatcher does, for a limited number of calls."""
-        self.asked += 1
-        assert self.asked < MOST, "Ray asks for ever, and nothing else goes on"
+        self.count += 1
+        assert self.count < MOST, "Ray retries forever and blocks all other tasks"
         return super().choose(request_id)
 
 
 class _Candidates(list[Any]):
-    """Replicas that are looked through so many times."""
+    """Replicas that count how often they are iterated over."""
 
-    asked = 0
+    count = 0
 
     def __iter__(self) -> Any:
-        self.asked += 1
-        assert self.asked < MOST, "Ray asks for ever, and nothing else goes on"
+        self.count += 1
+        assert self.count < MOST, "Ray retries forever and blocks all other tasks"
         return super().__iter__()
 
 
 def router_over(replica: str, dispatcher: Dispatcher) -> Any:
-    """A request router that Ray Serve would have made, as far as its loop of choices needs."""
+    """Return a request router with the attributes that Ray Serve's loop of choices reads."""
     from headstart.cluster.serving.request_router import PrefixRouter
 
-    made = PrefixRouter.__new__(PrefixRouter)
-    one = SimpleNamespace(replica_id=SimpleNamespace(unique_id=replica))
-    made._replicas, made._replicas_list = {replica: one}, _Candidates([one])  # type: ignore[assignment]
-    made.num_routing_tasks_in_backoff = 0
-    made.num_routing_tasks_in_backoff_gauge = SimpleNamespace(set=lambda value: None)
-    made.initial_backoff_s, made.backoff_multiplier, made.max_backoff_s = 0.0, 1.0, 0.0
-    made._dispatcher = dispatcher
-    return made
+    router = PrefixRouter.__new__(PrefixRouter)
+    candidate = SimpleNamespace(replica_id=SimpleNamespace(unique_id=replica))
+    router._replicas, router._replicas_list = {replica: candidate}, _Candidates([candidate])  # type: ignore[assignment]
+    router.num_routing_tasks_in_backoff = 0
+    router.num_routing_tasks_in_backoff_gauge = SimpleNamespace(set=lambda value: None)
+    router.initial_backoff_s, router.backoff_multiplier, router.max_backoff_s = 0.0, 1.0, 0.0
+    router._dispatcher = dispatcher
+    return router
 
 
-@pytest.mark.parametrize("asked", [ASKED, Follow("gone", "server")], ids=["answer", "follow"])
-def test_a_call_for_which_there_is_no_replica_does_not_hold_up_the_others(asked: Any) -> None:
-    """The client has left or the replica has died: a server then stopped answering."""
+@pytest.mark.parametrize("message", [ASKED, Follow("gone", "server")], ids=["answer", "follow"])
+def test_a_call_without_a_replica_does_not_block_others(message: Any) -> None:
+    """Regression: the server stopped answering if the client had left or the replica had died."""
     from ray.serve.request_router import PendingRequest
 
     dispatcher = _CountingDispatcher("expected", 1)
@@ -62,7 +62,7 @@ def test_a_call_for_which_there_is_no_replica_does_not_hold_up_the_others(asked:
     router = router_over("one", dispatcher)
 
     async def choose() -> None:
-        pending = PendingRequest(args=[asked], kwargs={}, metadata=None)
+        pending = PendingRequest(args=[message], kwargs={}, metadata=None)
         choices = router._choose_replicas_with_backoff(pending)
         task = asyncio.ensure_future(anext(choices))
         for _ in range(10):
@@ -82,7 +82,7 @@ def test_a_request_goes_to_the_replica_of_our_choice() -> None:
     dispatcher.set_replicas(["one"])
     dispatcher.expect(RouteRequest(ASKED.request_id, [], 3, 16))
     router = router_over("one", dispatcher)
-    for asked in (ASKED, Follow("one", "server")):
-        pending: Any = SimpleNamespace(args=[asked], routing_context=SimpleNamespace())
+    for message in (ASKED, Follow("one", "server")):
+        pending: Any = SimpleNamespace(args=[message], routing_context=SimpleNamespace())
         [[chosen]] = asyncio.run(router.choose_replicas(router._replicas_list, pending))
         assert chosen.replica_id.unique_id == "one"

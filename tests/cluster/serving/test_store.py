@@ -1,4 +1,4 @@
-"""Replicas with one folder: what one computed, a new one loads, and the router knows that."""
+"""A new replica loads blocks that another one stored in a folder, and the router knows."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TOKENS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 async def last(llm: AsyncLLM) -> Any:
     async with aclosing(llm.generate({"prompt_token_ids": PROMPT}, TOKENS)) as outputs:
         async for output in outputs:
-            found = output
-    return found
+            final = output
+    return final
 
 
 def test_a_new_replica_loads_what_a_dead_one_had_computed(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_new_replica_loads_what_a_dead_one_had_computed(tmp_path: Path) -> Non
         dispatcher = cluster.llm.dispatcher
         first = asyncio.run(last(cluster.llm))
         assert (first.num_cached_tokens, first.num_loaded_tokens) == (0, 0)
-        # Told once it is saved: all but what of the last block is not full.
+        # Reported once saved: all full blocks.
         wait_until(lambda: len(holders(router_of(dispatcher).index, DISK)) >= 20)
         [old] = dispatcher.replicas
         os.kill(process_of(old), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Two replicas of a model that sees, on a Ray of their own: images as one engine takes them."""
+"""Two replicas of a vision model, on a separate Ray, match one engine."""
 
 from __future__ import annotations
 
@@ -81,27 +81,27 @@ def _responses(question: str) -> tuple[str, dict[str, Any]]:
 
 
 def _post(server: Running, path: str, body: dict[str, Any]) -> Any:
-    told = httpx.post(server.url + path, json={"model": "tiny", **body}, timeout=60)
-    assert told.status_code == 200, told.text
-    return told.json()
+    response = httpx.post(server.url + path, json={"model": "tiny", **body}, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
-def _answer(told: dict[str, Any]) -> Any:
+def _answer(reply: dict[str, Any]) -> Any:
     """Return the content of any API's answer, without ids and times."""
-    if "choices" in told:
-        return told["choices"]
-    if "output" in told:
-        return [part["text"] for one in told["output"] for part in one["content"]]
-    return [part["text"] for part in told["content"]]
+    if "choices" in reply:
+        return reply["choices"]
+    if "output" in reply:
+        return [part["text"] for item in reply["output"] for part in item["content"]]
+    return [part["text"] for part in reply["content"]]
 
 
 @pytest.mark.parametrize("api", [_chat, _messages, _responses])
 def test_an_api_answers_as_with_one_engine(servers: Servers, api: Any) -> None:
-    """A second question about the same image hits it, whichever replica the first went to."""
+    """A second question about an image hits the first one's blocks."""
     found = []
     for question in ("What is it?", "Who is shown?"):
         path, body = api(DOCUMENT + question)
-        ours, theirs = (_post(one, path, body) for one in servers[:2])
+        ours, theirs = (_post(server, path, body) for server in servers[:2])
         assert _answer(ours) == _answer(theirs) != []
         found.append((_cached(ours["usage"]), _cached(theirs["usage"])))
     assert found[1][0] == found[1][1] >= len(DOCUMENT)
@@ -115,7 +115,7 @@ def _cached(usage: dict[str, Any]) -> int:
     return int(usage["cache_read_input_tokens"])
 
 
-def test_it_is_told_which_replica_has_a_prompt_with_an_image(servers: Servers) -> None:
+def test_explain_reports_which_replica_has_an_image_prompt(servers: Servers) -> None:
     path, body = _chat(DOCUMENT + "Who is told of?")
     usage = _post(servers.server, path, body)["usage"]
 
@@ -123,24 +123,25 @@ def test_it_is_told_which_replica_has_a_prompt_with_an_image(servers: Servers) -
         return _post(servers.server, "/cache/explain", {"messages": body["messages"]})
 
     wait_until(lambda: explain()["cached_tokens"] > len(DOCUMENT))  # by when the events are there
-    told = explain()
-    assert told["prompt_tokens"] == usage["prompt_tokens"]
-    assert told["cached_tokens"] == max(told["replicas"].values())
+    report = explain()
+    assert report["prompt_tokens"] == usage["prompt_tokens"]
+    assert report["cached_tokens"] == max(report["replicas"].values())
 
 
-def test_what_is_no_image_has_the_status_and_the_words_of_one_engine(servers: Servers) -> None:
+def test_an_invalid_image_gets_the_error_of_one_engine(servers: Servers) -> None:
     url = {"url": "data:image/png;base64,AAAA"}
     turn = {"role": "user", "content": [{"type": "image_url", "image_url": url}]}
     body = {"model": "tiny", "messages": [turn]}
     ours, theirs = (
-        httpx.post(f"{one.url}/v1/chat/completions", json=body, timeout=60) for one in servers[:2]
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        for server in servers[:2]
     )
     assert ours.status_code == theirs.status_code == 400
     assert ours.json() == theirs.json()
 
 
 def test_a_photograph_goes_to_a_replica_and_is_hit(servers: Servers) -> None:
-    """Two megapixels: Ray carries arguments of that size another way than small ones."""
+    """It has two megapixels; Ray sends arguments of that size through its store."""
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     image = make_image(9, 1600, 1200)
 
@@ -160,7 +161,7 @@ def test_a_photograph_goes_to_a_replica_and_is_hit(servers: Servers) -> None:
 def test_requests_of_a_dead_replica_are_answered_with_their_images(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None has sent its client anything, so none is lost."""
+    """No request is lost, as no client has received any tokens."""
     dispatcher, llm = servers.replicas.llm.dispatcher, servers.replicas.llm
     routed: dict[str, list[str]] = {}
     choose = dispatcher.choose
@@ -177,8 +178,8 @@ def test_requests_of_a_dead_replica_are_answered_with_their_images(
     )
 
     async def answer(llm: AsyncLLM, row: int) -> list[int]:
-        given = prompt(f"Row {row} of @", make_image(20 + row), name=NAME)
-        async for output in llm.generate(given, params, f"row {row}"):  # noqa: B007
+        inputs = prompt(f"Row {row} of @", make_image(20 + row), name=NAME)
+        async for output in llm.generate(inputs, params, f"row {row}"):  # noqa: B007
             pass
         return list(output.outputs[0].token_ids)
 
@@ -189,7 +190,7 @@ def test_requests_of_a_dead_replica_are_answered_with_their_images(
         os.kill(await asyncio.to_thread(process_of, routed["row 0"][0]), signal.SIGKILL)
         return await asyncio.gather(*tasks)
 
-    told = asyncio.run(kill_one())
+    answers = asyncio.run(kill_one())
     assert any(len(places) > 1 for places in routed.values()), "no request was moved"
-    assert told == [asyncio.run(answer(servers.alone.llm, row)) for row in range(8)]
+    assert answers == [asyncio.run(answer(servers.alone.llm, row)) for row in range(8)]
     wait_until(lambda: len(dispatcher.replicas) == 2)

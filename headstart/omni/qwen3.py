@@ -9,15 +9,15 @@ position U + 3 on, the token's embedding is added to the row. The embedding of a
 the embeddings of its codes.
 
 The talker generates a frame's first code. Then a small decoder, the predictor, predicts the frame's
-other codes one after another, since the talker's next step needs them. The predictor has no state
-between frames:
+other codes, the residual codes, one after another, since the talker's next step needs them. The
+predictor has no state between frames:
 
     position   0             1              2              3 ...
     input      talker's row  first code     second code    third code
     predicts                 second code    third code     ...
 
-Frames with equal first codes may differ in the other codes. So the other codes are stored with the
-rows, and are part of a block's identity.
+Frames with equal first codes may differ in the residual codes. So the residual codes are stored
+with the rows, and are part of a block's identity.
 
 Source: `Qwen3OmniMoeForConditionalGeneration.generate` in transformers.
 """
@@ -166,7 +166,7 @@ _NUM_HEADER = 3
 """Rows at the start of the answer's turn: the turn's start, the role, and a newline."""
 
 _OTHER_CODE_PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
-"""Sampling parameters of the other codes, as in transformers, unless the request is greedy."""
+"""Sampling parameters of the residual codes, as in transformers, unless the request is greedy."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -176,7 +176,7 @@ class FrameTalkerFeed(TalkerFeed):
     is_user: bool `[prompt]`, true for the user's turns in the thinker's prompt. is_media: bool for
     the tokens of these turns, true for audio and images. answer_start: the position where the
     answer's turn begins in the thinker's prompt. lead_ids: the six token ids before the first
-    frame. generator: random numbers for the other codes.
+    frame. generator: random numbers for the residual codes.
     """
 
     is_user: Tensor
@@ -194,7 +194,7 @@ class FrameTalkerFeed(TalkerFeed):
         self._frames: list[Tensor] = []
         params = SamplingParams(temperature=0) if self.params.is_greedy else _OTHER_CODE_PARAMS
         self.sampling = SamplingState(params, (), [], self.generator, frozenset())
-        """The sampling parameters of the other codes."""
+        """The sampling parameters of the residual codes."""
         self._num_user = len(self.is_media)  # rows of the user's turns
         self._num_prompt = self._num_user + _NUM_HEADER + len(self.lead_ids)
 
@@ -207,7 +207,7 @@ class FrameTalkerFeed(TalkerFeed):
         self._num_rows += len(rows)
         user_rows = rows[: max(0, len(mask) - first)][mask[first : self._num_rows]]
         if len(user_rows):
-            self._add(self._with_other_codes(user_rows))
+            self._add(self._with_residual_codes(user_rows))
         self._answer += rows[max(0, self.answer_start - first) :]
         self._advance()
 
@@ -216,7 +216,7 @@ class FrameTalkerFeed(TalkerFeed):
         self._advance()
 
     def add_frame(self, codes: Tensor) -> int:
-        """Add the other codes, int64 `[others]`, of the next frame; return the frame's index."""
+        """Add the residual codes, int64 `[codes]`, of the next frame; return the frame's index."""
         self._frames.append(codes)
         self._advance()
         return len(self._frames) - 1
@@ -227,13 +227,13 @@ class FrameTalkerFeed(TalkerFeed):
             header = [self._row(index) for index in range(_NUM_HEADER)]
             pads = [self.pad] * (len(self.lead_ids) - 2)
             rows = [part.to(row) for part in (*header, *pads, self.bos, row) if part is not None]
-            self._add(self._with_other_codes(torch.stack(rows)))
+            self._add(self._with_residual_codes(torch.stack(rows)))
         frame = self._num_positions - self._num_prompt
         while (
             0 <= frame < len(self._frames)
             and (row := self._row(_NUM_HEADER + 1 + frame)) is not None
         ):
-            self._add(self._with_other_codes(row[None], self._frames[frame][None]))
+            self._add(self._with_residual_codes(row[None], self._frames[frame][None]))
             frame += 1
 
     def _row(self, index: int) -> Tensor | None:
@@ -247,10 +247,10 @@ class FrameTalkerFeed(TalkerFeed):
             return None
         return self.eos if index == len(self._answer) else self.pad
 
-    def _with_other_codes(self, rows: Tensor, codes: Tensor | None = None) -> Tensor:
-        """Append the other codes of frames to their rows. float32 represents both exactly."""
+    def _with_residual_codes(self, rows: Tensor, codes: Tensor | None = None) -> Tensor:
+        """Append the residual codes of frames to their rows. float32 represents both exactly."""
         if codes is None:
-            codes = torch.zeros(len(rows), self.model.num_others)
+            codes = torch.zeros(len(rows), self.model.num_residual_codes)
         return torch.cat([rows.float().cpu(), codes.float()], dim=1)
 
     def _token_ids(self) -> list[int] | None:
@@ -260,7 +260,7 @@ class FrameTalkerFeed(TalkerFeed):
 
     def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
         """Return projected rows; from position U + 3 on, add the tokens' embeddings."""
-        model, count = self.model, self.model.num_others
+        model, count = self.model, self.model.num_residual_codes
         is_media = torch.zeros(len(rows), dtype=torch.bool)
         part = self.is_media[position : position + len(rows)]
         is_media[: len(part)] = part
@@ -278,7 +278,7 @@ class FrameTalkerFeed(TalkerFeed):
 
 
 class FrameTalker(EngineStage):
-    """An engine stage that generates first codes, and predicts the other codes after each step.
+    """An engine stage that generates first codes, and predicts the residual codes after each step.
 
     Its feeds are `FrameTalkerFeed`s; its decoder has the output `hidden` `[tokens, hidden]`.
     """
@@ -306,7 +306,7 @@ class FrameTalker(EngineStage):
         }
 
     def complete(self, tokens: Mapping[str, tuple[Feed, int]]) -> None:
-        """Predict the other codes of new frames, and pass the frames on."""
+        """Predict the residual codes of new frames, and pass the frames on."""
         feeds = {
             name: feed for name, (feed, _) in tokens.items() if isinstance(feed, FrameTalkerFeed)
         }
@@ -322,10 +322,10 @@ class FrameTalker(EngineStage):
 
         first = torch.tensor([tokens[name][1] for name in feeds])
         hidden = torch.stack([self._hidden[name] for name in feeds])
-        others = self._model.predict_others(hidden, first, choose)
+        residual = self._model.predict_residual_codes(hidden, first, choose)
         for row, (name, feed) in enumerate(feeds.items()):
-            frame = torch.cat([first[row : row + 1], others[row]])
-            self.give(name, Chunk(CODES, feed.add_frame(others[row]), frame[None]))
+            frame = torch.cat([first[row : row + 1], residual[row]])
+            self.give(name, Chunk(CODES, feed.add_frame(residual[row]), frame[None]))
 
 
 _GRAPH = """
@@ -382,7 +382,7 @@ class Qwen3Omni(OmniModel):
         vision = self.config.thinker_config.vision_config
         self._num_deep = len(vision.deepstack_visual_indexes)
         self._predictor = self._talker.code_predictor
-        self.num_others = int(self._predictor.config.num_code_groups) - 1
+        self.num_residual_codes = int(self._predictor.config.num_code_groups) - 1
         """Number of codes of a frame after the first."""
         self.num_codes = int(self._predictor.config.vocab_size)
         """Number of possible values of each of these codes."""
@@ -417,24 +417,24 @@ class Qwen3Omni(OmniModel):
             )
         )
 
-    def embed_codes(self, ids: Tensor, other_codes: Tensor | None = None) -> Tensor:
+    def embed_codes(self, ids: Tensor, residual_codes: Tensor | None = None) -> Tensor:
         """Return the embeddings `[n, hidden]` of the talker's token ids, int64 `[n]`.
 
-        other_codes: int64 `[n, others]`; with them, return the embeddings of whole frames.
+        residual_codes: int64 `[n, codes]`; with them, return the embeddings of whole frames.
         """
         device = self._whole.device
         with torch.inference_mode():
             rows: Tensor = self._talker.get_input_embeddings()(ids.to(device))
-            if other_codes is not None:
-                codes, tables = other_codes.to(device), self._predictor.get_input_embeddings()
+            if residual_codes is not None:
+                codes, tables = residual_codes.to(device), self._predictor.get_input_embeddings()
                 embedded = [table(codes[:, index]) for index, table in enumerate(tables)]
                 rows = torch.cat([rows[:, None], torch.stack(embedded, dim=1)], dim=1).sum(1)
         return rows
 
-    def predict_others(
+    def predict_residual_codes(
         self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor], Sequence[int]]
     ) -> Tensor:
-        """Return the other codes, int64 `[n, others]`, of n frames, in host memory.
+        """Return the residual codes, int64 `[n, codes]`, of n frames, in host memory.
 
         first: the first codes, int64 `[n]`. hidden: the talker's rows `[n, hidden]` from which they
         were sampled. choose: samples one code per row of logits float32 `[n, codes]`.

@@ -324,7 +324,7 @@ def test_frames_that_cannot_be_completed_end_in_an_error_that_names_the_stage(
         raise ValueError("no code")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.omni.qwen3.Qwen3Omni.predict_others", fail)
+        patch.setattr("headstart.omni.qwen3.Qwen3Omni.predict_residual_codes", fail)
         with pytest.raises(EngineError, match="stage 'talker': ValueError: no code"):
             omni.generate([PROMPTS["text"], PROMPTS["image"]], ADA)
     check(omni.generate(PROMPTS["text"], ADA)[0], oracle("text"))

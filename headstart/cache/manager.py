@@ -469,7 +469,7 @@ class KVCacheManager:
         index.commit()
         if self.group is not None:
             self.group.fail()
-        self.stats.take_back()
+        self.stats.rollback()
         self._step += 1
         for sequence in failed:
             self._release(sequence)
@@ -478,11 +478,11 @@ class KVCacheManager:
     def reset(self) -> None:
         """End all sequences and empty the cache, even if an exception left it half changed."""
         for sequence in self._sequences.values():
-            sequence.give_up()
+            sequence.pop_blocks()
         self._sequences = {}
         self._in_progress = {}
         self.pool.clear()
-        self.stats.take_back()
+        self.stats.rollback()
         self._step += 1
 
     def free(self, sequence: TokenSequence) -> None:
@@ -535,7 +535,7 @@ class KVCacheManager:
         for mark in sequence.marks:
             marked = min(sequence.num_indexed, mark.num_tokens // self.block_size)
             self.pool.free.retain(sequence.blocks[:marked], mark.seconds)
-        self.pool.release(sequence.give_up()[::-1])
+        self.pool.release(sequence.pop_blocks()[::-1])
         del self._sequences[sequence.request_id]
 
     def reset_prefix_cache(self) -> bool:

@@ -226,7 +226,7 @@ class TokenSequence:
         items = self.items[first : bisect_left(self.items, stop, lo=first, key=_offset)]
         return cut_keys(data, range(start, stop), block_size, items)
 
-    def give_up(self) -> list[KVCacheBlock]:
+    def pop_blocks(self) -> list[KVCacheBlock]:
         """Return the sequence's blocks, and reset the sequence to hold no blocks."""
         blocks, self.blocks, self.block_ids = self.blocks, [], []
         self.capacity = self.num_computed_tokens = self.num_indexed = self.num_reused = 0

@@ -134,7 +134,7 @@ class Chat:
 
     def retry(self) -> None:
         """Answer the last question again. Raises RequestError if there is none."""
-        turn = self.conversation.take_back()
+        turn = self.conversation.pop_turn()
         if not self._answer(turn.question, turn.shown):
             self.conversation.turns.append(turn)
 
@@ -352,7 +352,7 @@ def _undo(chat: Chat, argument: str) -> None:
         chat.conversation.drop_waiting()
         note("the waiting documents and images are removed; /undo again removes the last turn")
         return
-    turn = chat.conversation.take_back()
+    turn = chat.conversation.pop_turn()
     chat.changed = "/undo"
     shown_text = f", and with it {', '.join(turn.shown)}" if turn.shown else ""
     note(

@@ -138,7 +138,7 @@ class Conversation:
     def drop_waiting(self) -> None:
         self.documents, self.images, self.waiting = [], [], []
 
-    def take_back(self) -> Turn:
+    def pop_turn(self) -> Turn:
         """Remove and return the last turn. Raises RequestError if there is none."""
         if not self.turns:
             raise RequestError("there is no question yet")

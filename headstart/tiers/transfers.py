@@ -164,7 +164,7 @@ class Loader:
         """Load this job before all others; None prefers no job."""
         with self._changed:
             for worker in self._workers:
-                worker.give_up_late()
+                worker.abandon_late_call()
             if job is not self._preferred:
                 self._preferred = job
                 self._changed.notify_all()
@@ -465,7 +465,7 @@ class Saver:
     # In the worker's thread
 
     def _pick(self) -> Job | None:
-        """Return the queued job (a rest, or a batch whose save was given up), or a new batch."""
+        """Return the queued job (a rest, or a batch whose save was abandoned), or a new batch."""
         jobs = self._worker.jobs
         if not jobs and (self._blocks or self._touched):
             blocks: list[StoredBlock] = []

@@ -1,7 +1,7 @@
 """Threads that call slow stores, and the deadline of every call.
 
 A `Worker` is one thread with a queue of jobs. Lookups, loads, saves and images have one worker
-each. A read of a file has no timeout, so a call that takes longer than its deadline is given up:
+each. A read of a file has no timeout, so a call that takes longer than its deadline is abandoned:
 
     worker    abandons its thread; a new thread begins the job again
     store     is not called before the abandoned thread has returned, nor during a pause
@@ -38,8 +38,8 @@ _POLL = 0.01  # seconds between two checks for late calls
 T = TypeVar("T")
 
 
-class _GivenUpError(BaseException):
-    """Ends a thread whose call was given up."""
+class _AbandonedError(BaseException):
+    """Ends a thread whose call was abandoned."""
 
 
 @dataclass(eq=False)
@@ -135,16 +135,16 @@ class Worker:
 
         Call with `changed` held.
         """
-        self.give_up_late()
+        self.abandon_late_call()
         self._start()
         self.changed.notify_all()
         return self._thread is not None and not self.is_closed
 
-    def give_up_late(self) -> None:
+    def abandon_late_call(self) -> None:
         """Replace the thread if its call of a store is late. Call with `changed` held."""
         job = self._job if self._job in self.jobs else None  # it may have moved to another worker
         call = job.call if job is not None else None
-        if job is not None and call is not None and call.store.give_up(call):
+        if job is not None and call is not None and call.store.abandon_if_late(call):
             job.spent += time.monotonic() - call.began
             job.call = self._job = self._thread = None
         if self.jobs:
@@ -155,7 +155,7 @@ class Worker:
             self._thread = start_thread(self._run, self._name)
 
     def wait_for(self, condition: Callable[[], object], timeout: float = math.inf) -> bool:
-        """Wait for a condition and give up late calls; return False after `timeout` seconds."""
+        """Wait for a condition and abandon late calls; return False after `timeout` seconds."""
         return wait_for([self], condition, timeout)
 
     def close(self, timeout: float) -> None:
@@ -179,7 +179,7 @@ class Worker:
             stays = False
             try:
                 stays = not job.done and job.work(job)
-            except _GivenUpError:
+            except _AbandonedError:
                 return
             except BaseException as error:  # the next job may succeed
                 self._faults.note(self._problem, repr(error))
@@ -205,7 +205,7 @@ def wait_for(
                 return False
             changed.wait(min(left, _POLL))
             for worker in workers:
-                worker.give_up_late()
+                worker.abandon_late_call()
     return True
 
 
@@ -309,7 +309,7 @@ class GuardedStore:
         *,
         is_load: bool = False,
     ) -> T:
-        """Return `work(store)`. End this thread if the call was given up meanwhile."""
+        """Return `work(store)`. End this thread if the call was abandoned meanwhile."""
         seconds = min(deadline or DEADLINE, job.time_left())
         call = _Call(self, time.monotonic(), seconds, is_load)
         with self._changed:
@@ -322,12 +322,12 @@ class GuardedStore:
                 self._calls.discard(call)
                 self._changed.notify_all()
             if call.is_late:
-                raise _GivenUpError
+                raise _AbandonedError
             job.call = None
             job.spent += time.monotonic() - call.began
 
-    def give_up(self, call: _Call) -> bool:
-        """Give up a call if it is late; return False if it is not."""
+    def abandon_if_late(self, call: _Call) -> bool:
+        """Abandon a call if it is late; return False if it is not."""
         if time.monotonic() < call.began + call.seconds:
             return False
         with self._changed:

@@ -405,7 +405,7 @@ def test_a_worker_gives_up_no_call_of_the_worker_that_its_job_moved_to() -> None
     time.sleep(0.1)
     with changed:
         for worker in (first, second):
-            worker.give_up_late()
+            worker.abandon_late_call()
     gate.opened.set()
     moved.set()
     job = Job(lambda job: False)

@@ -398,7 +398,7 @@ def _show_prefixes(prefixes: Sequence[StoredPrefix], model: ModelRecord, max_lin
             )
         )
         width = max((columns_of(sys.stdout) or _WIDTH) - 2 * depth - 2, 8)
-        text = prefix.words
+        text = prefix.text
         shortened = text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
         quotes.append(f'{"  " * depth}"{shortened}"' if text else "")
     if len(ordered) > max_lines:

@@ -237,7 +237,7 @@ class _Check:
                     self.counts["damaged"] += 1
 
 
-_TEXT_BLOCKS = 16  # blocks whose text `StoredPrefix.words` joins
+_TEXT_BLOCKS = 16  # blocks whose text `StoredPrefix.text` joins
 _KIND = b"headstart blocks "
 _MAGIC = _KIND + b"%d\n" % VERSION
 _END = b"end"  # followed by the number of blocks, in 8 bytes
@@ -248,9 +248,9 @@ _BATCH = 32
 class ModelState(NamedTuple):
     """A model's blocks in a folder.
 
-    hits: number of loads of the blocks. saved_seconds: the time that these loads saved. made: the
-    time when the oldest block was saved. used: the time of the last use of any block. Both times
-    are in seconds since 1970.
+    hits: number of loads of the blocks. saved_seconds: the time that these loads saved. created:
+    the time when the oldest block was saved. used: the time of the last use of any block. Both
+    times are in seconds since 1970.
     """
 
     model: IndexedModel
@@ -258,7 +258,7 @@ class ModelState(NamedTuple):
     nbytes: int
     hits: int
     saved_seconds: float
-    made: float
+    created: float
     used: float
 
 
@@ -270,9 +270,9 @@ class StoredPrefix:
     children: list["StoredPrefix"] = field(default_factory=list)
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The beginning of the prefix's text, on one line; empty if no text is stored."""
-        text_bytes = b"".join(block.words for block in self.segment[:_TEXT_BLOCKS])
+        text_bytes = b"".join(block.text for block in self.segment[:_TEXT_BLOCKS])
         # A block may end within a character.
         text = text_bytes.decode("utf-8", "replace").replace("\ufffd", "")
         return " ".join("".join(c if c.isprintable() else " " for c in text).split())
@@ -307,7 +307,7 @@ def read_models(folder: Path) -> list[ModelState]:
                     nbytes=len(blocks) * model.record.block_bytes,
                     hits=sum(block.hits for block in blocks),
                     saved_seconds=sum(block.hits * block.seconds for block in blocks),
-                    made=min(block.made for block in blocks),
+                    created=min(block.created for block in blocks),
                     used=max(block.used for block in blocks),
                 )
                 states.append(state)

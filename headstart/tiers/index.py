@@ -83,8 +83,8 @@ class IndexedModel(NamedTuple):
 class IndexedBlock(NamedTuple):
     """A block in the store.
 
-    seconds: the time to compute it. made, used: the times when it was saved and last used, in
-    seconds since 1970. words: its text, in UTF-8.
+    seconds: the time to compute it. created, used: the times when it was saved and last used,
+    in seconds since 1970. text: its text, in UTF-8.
     """
 
     name: BlockHash
@@ -93,14 +93,14 @@ class IndexedBlock(NamedTuple):
     parent: BlockHash
     depth: int
     seconds: float
-    made: float
+    created: float
     used: float
     hits: int
-    words: bytes
+    text: bytes
 
 
-# In a damaged index, `words` may be of type text.
-_COLUMNS = ", ".join(IndexedBlock._fields[:-1]) + ", CAST(words AS BLOB)"
+# The columns of an `IndexedBlock`. In a damaged index, `words` may be of type text.
+_COLUMNS = "name, model, slot, parent, depth, seconds, made, used, hits, CAST(words AS BLOB)"
 
 
 class DiskIndex:
@@ -258,11 +258,11 @@ class DiskIndex:
     def insert(self, model: int, slot: int, block: StoredBlock, worth: float) -> None:
         """Add a block; replace the block in the same slot, if any."""
         name, parent, depth, seconds, used, _, text = block
-        words, now = text.encode(errors="replace"), time.time()
+        text_bytes, now = text.encode(errors="replace"), time.time()
         self._execute("DELETE FROM blocks WHERE model = ? AND slot = ?", (model, slot))
         self._execute(
             "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, ?)",
-            (name, model, slot, parent, depth, seconds, worth, now, used, words),
+            (name, model, slot, parent, depth, seconds, worth, now, used, text_bytes),
         )
         if self.count(model) <= slot:
             raise ValueError("its count of blocks is too low")

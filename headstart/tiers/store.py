@@ -63,7 +63,7 @@ class StoredBlock(NamedTuple):
     """A block to save.
 
     depth: number of blocks before it in its prompt. seconds: the time to compute it. used: the time
-    of its request, in seconds since 1970. payload: its K/V, which must not change any more. words:
+    of its request, in seconds since 1970. payload: its K/V, which must not change any more. text:
     its text, for `headstart cache ls`; empty unless `cache_words` is on.
     """
 
@@ -73,7 +73,7 @@ class StoredBlock(NamedTuple):
     seconds: float
     used: float
     payload: bytes | memoryview
-    words: str = ""
+    text: str = ""
 
 
 class LoadedBlock(NamedTuple):

@@ -203,7 +203,7 @@ class Offers:
         offered = [
             StoredBlock(
                 *(block.name, block.parent, block.depth, seconds, block.requested_at, payload),
-                words=self.text(block.token_ids) if self.text and block.token_ids else "",
+                text=self.text(block.token_ids) if self.text and block.token_ids else "",
             )
             for block, payload in zip(blocks, self.payload.read(blocks), strict=True)
             if payload is not None

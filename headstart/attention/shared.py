@@ -31,7 +31,7 @@ class SharingCost(NamedTuple):
     group: int
     member: int
 
-    def pays(self, tokens: int, members: int) -> bool:
+    def is_profitable(self, tokens: int, members: int) -> bool:
         """Return True if a group of this size saves more than it costs."""
         return tokens * (members - 1) >= self.group + self.member * members
 
@@ -91,7 +91,7 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
             depth = _common_blocks(tables[sharing[0]], tables[sharing[-1]], num_common)
             first, last = num_grouped * block_size, depth * block_size
             grouped = num_grouped
-            if last > first and cost.pays(last - first, len(sharing)):
+            if last > first and cost.is_profitable(last - first, len(sharing)):
                 groups.append(PrefixGroup(tuple(sorted(sharing)), first, last))
                 grouped = depth
                 for member in sharing:

@@ -25,12 +25,12 @@ The order of the queue does not suffice, since prompts are computed in chunks ov
 requests with better hits are admitted first. So `FairShare` is also a limit: a prompt waits while
 another owner has a prompt with a smaller position that can be computed now. Decoding never waits.
 
-The limit also reserves space for other owners: blocks, and places among the `max_num_seqs` running
+The limit also reserves space for other owners: blocks, and some of the `max_num_seqs` running
 requests. A request of an owner without running requests may use all free space. Any other request
 is admitted only if the reserve stays free. Blocks that the running requests will still need do not
 count as free. The reserve is:
 
-    places    1 / `RESERVE` of all places
+    requests  1 / `RESERVE` of `max_num_seqs`
     blocks    the larger of two numbers: 1 / `RESERVE` of all blocks, and the free cached blocks
               within the shares of other owners that were recently served
 
@@ -55,7 +55,7 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request
 
 CREDIT_STEPS = 8
-RESERVE = 8  # an eighth of the places and an eighth of the blocks are reserved
+RESERVE = 8  # an eighth of `max_num_seqs` and of the blocks is reserved
 # After it was served, an owner counts as recently served until the engine has computed as many
 # tokens as 8 pools hold.
 MEMORY = 8
@@ -115,8 +115,8 @@ class FairShare:
         self._manager = manager
         self._shares = manager.shares
         self._credit = CREDIT_STEPS * config.max_num_batched_tokens
-        self._places = config.max_num_seqs
-        self._open_places = config.max_num_seqs - config.max_num_seqs // RESERVE
+        self._max_num_seqs = config.max_num_seqs
+        self._unreserved_seqs = config.max_num_seqs - config.max_num_seqs // RESERVE
         self._reserved_blocks = manager.config.num_blocks // RESERVE
         self._recent_tokens = MEMORY * manager.config.num_blocks * manager.block_size
         self._step = config.max_num_batched_tokens
@@ -264,13 +264,13 @@ class FairShare:
         return order[0][-1] if order else None
 
     def _fits(self, request: Request) -> bool:
-        """Return True if the free places, blocks and states suffice for a waiting request.
+        """Return True if a waiting request fits `max_num_seqs` and the free blocks and states.
 
         Other requests do not wait for a request that could not be admitted anyway. Window blocks
         must suffice for a window and the tokens of a step. The tokens of two blocks are added,
         since a step may begin and end within a block.
         """
-        if len(self._manager.sequences) >= self._places:
+        if len(self._manager.sequences) >= self._max_num_seqs:
             return False
         manager = self._manager
         blocks = -(-len(request.sequence.token_ids) // manager.block_size)
@@ -282,14 +282,14 @@ class FairShare:
         return manager.can_admit(computed, self._step + 2 * manager.block_size)
 
     def _has_space(self, owner: _Owner, request: Request) -> bool:
-        """Return True if a request needs none of the places and blocks reserved for other owners.
+        """Return True if a request leaves the reserve for other owners free.
 
         Blocks that running requests still need for their prompts and answers do not count as free.
         """
         if not owner.running:
             return True
         running = sum(len(other.running) for other in self._owners.values())
-        if running >= self._open_places:
+        if running >= self._unreserved_seqs:
             return False
         if self._pending_by_owner is None:
             pending = self._pending

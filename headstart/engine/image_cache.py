@@ -157,13 +157,13 @@ User = tuple[object, int]
 class PromptImage:
     """An image and its position in a prompt.
 
-    item: its identity and its range, from the first placeholder to the last. places: the positions
+    item: its identity and its range, from the first placeholder to the last. positions: positions
     of its placeholders, int64 `[rows]`, which need not be adjacent. salt: the tenant's salt.
     """
 
     item: MultiModalItem
     image: ProcessedImage
-    places: Tensor
+    positions: Tensor
     salt: str | None = None
 
     @property
@@ -356,9 +356,9 @@ class PromptImages:
         for image in self.images:
             if image.start >= stop or start >= image.stop:
                 continue
-            first, last = torch.searchsorted(image.places, torch.tensor([start, stop])).tolist()
+            first, last = torch.searchsorted(image.positions, torch.tensor([start, stop])).tolist()
             rows = self.cache.rows(image.key)
-            numbered = enumerate(image.places[first:last].tolist(), first)
+            numbered = enumerate(image.positions[first:last].tolist(), first)
             for _, run in groupby(numbered, lambda pair: pair[1] - pair[0]):  # adjacent positions
                 indices, positions = zip(*run, strict=True)
                 yield PlacedRows(positions[0], rows[indices[0] : indices[-1] + 1])
@@ -443,12 +443,12 @@ def _images(extras: PromptExtras | None) -> tuple[PromptImage, ...]:
 class SentImage(NamedTuple):
     """An image in a prompt.
 
-    digest: identifies its embeddings. places: positions of its placeholders, int64 `[rows]`.
+    digest: identifies its embeddings. positions: positions of its placeholders, int64 `[rows]`.
     pixels: RGB values, uint8 `[height, width, 3]`.
     """
 
     digest: bytes
-    places: NDArray[np.int64]
+    positions: NDArray[np.int64]
     pixels: NDArray[np.uint8]
 
 
@@ -462,7 +462,7 @@ class SentImages(NamedTuple):
 def send_images(fingerprint: bytes, extras: PromptExtras | None) -> SentImages | None:
     """Return the images of a prompt that this process prepared; None without images."""
     images = [
-        SentImage(image.item.digest, image.places.numpy(), np.asarray(image.image.pixels))
+        SentImage(image.item.digest, image.positions.numpy(), np.asarray(image.image.pixels))
         for image in _images(extras)
     ]
     return SentImages(fingerprint, tuple(images)) if images else None

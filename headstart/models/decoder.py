@@ -38,7 +38,7 @@ class ProcessedImage:
 
 
 class PlacedImage(NamedTuple):
-    """The place of an image in a prompt: its shape, and the offset of its first placeholder."""
+    """The position of an image in a prompt: its shape, and the offset of its first placeholder."""
 
     offset: int
     shape: tuple[int, ...]

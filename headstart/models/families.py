@@ -1,6 +1,6 @@
 """The families of dense decoders that headstart runs in its own modules, as data.
 
-A family is described by its differences from Llama: places and rounding of norms, biases, sliding
+A family is described by its differences from Llama: position and rounding of norms, biases, sliding
 windows, rotary positions, widths of layers, multipliers, caps, fused projections, and recurrent
 mixers (`headstart.models.hybrids`). A `Family` has transformers' default values of its config.json,
 and properties that config.json lacks. `read_shape` makes a `DecoderShape` from both. Models of

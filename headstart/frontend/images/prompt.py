@@ -231,7 +231,7 @@ class ImagePrompts:
         loaded = [self._reader.receive(image, salt) for image in sent.images]
         marked = np.array(token_ids, dtype=np.int64)
         for image in sent.images:
-            marked[image.places] = IMAGE_MARK
+            marked[image.positions] = IMAGE_MARK
         return self.build(None, marked.tolist(), loaded)
 
     def build(
@@ -241,11 +241,11 @@ class ImagePrompts:
         if not loaded:
             return PreparedPrompt(marked, text)
         token_ids = np.array(marked, dtype=np.int64)
-        places = np.flatnonzero(token_ids == IMAGE_MARK)
-        token_ids[places] = self.token_id
+        placeholders = np.flatnonzero(token_ids == IMAGE_MARK)
+        token_ids[placeholders] = self.token_id
         images, uses = [], []
         ends = np.cumsum([image.image.num_rows for image in loaded])
-        for image, part in zip(loaded, np.split(places, ends), strict=False):
+        for image, part in zip(loaded, np.split(placeholders, ends), strict=False):
             first, last = int(part[0]), int(part[-1])
             item = MultiModalItem(image.digest, first, last - first + 1)
             placed = PromptImage(item, image.image, torch.from_numpy(part), image.salt)

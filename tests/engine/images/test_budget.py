@@ -47,8 +47,8 @@ class ImageBench(Bench):
         for gap, number, rows in shown:
             tokens += range(1000 * name + len(tokens), 1000 * name + len(tokens) + gap)
             item = MultiModalItem(b"%d of %d" % (number, rows), len(tokens), rows)
-            places = torch.arange(len(tokens), len(tokens) + rows)
-            images.append(PromptImage(item, ProcessedImage({}, (number,), rows), places))
+            positions = torch.arange(len(tokens), len(tokens) + rows)
+            images.append(PromptImage(item, ProcessedImage({}, (number,), rows), positions))
             tokens += [5] * rows
         tokens.append(1000 * name)
         self.budget.check(tuple(images))
@@ -84,7 +84,7 @@ class ImageBench(Bench):
         assert found == {
             place: float(image.image.shape[0])
             for image in extras.embeddings.images
-            for place in image.places.tolist()
+            for place in image.positions.tolist()
             if first <= place < stop
         }
 

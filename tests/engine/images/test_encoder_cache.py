@@ -150,20 +150,20 @@ def test_rows_from_the_middle_of_an_image_on() -> None:
 )
 def test_rows_of_any_span(gaps: list[int], start: int, stop: int) -> None:
     """Placeholders with other tokens between them: each gets its own row, and only those asked."""
-    places = torch.tensor(np.cumsum(gaps) + 2)
-    item = MultiModalItem(b"1", int(places[0]), int(places[-1] - places[0]) + 1)
-    processed = ProcessedImage({}, (1,), len(places))
+    positions = torch.tensor(np.cumsum(gaps) + 2)
+    item = MultiModalItem(b"1", int(positions[0]), int(positions[-1] - positions[0]) + 1)
+    processed = ProcessedImage({}, (1,), len(positions))
     cache = EncoderCache(Encoder(), 100)
-    cache.hold((0, 0), PromptImage(item, processed, places))
+    cache.hold((0, 0), PromptImage(item, processed, positions))
     cache.encode_wanted()
-    cache._entries[EncoderKey(None, b"1")].rows = places.view(-1, 1)  # each row says its place
-    source = PromptImages((PromptImage(item, processed, places),), cache)
+    cache._entries[EncoderKey(None, b"1")].rows = positions.view(-1, 1)  # each row has its position
+    source = PromptImages((PromptImage(item, processed, positions),), cache)
     found = {
         position + at: int(row)
         for position, rows in source.between(start, stop)
         for at, row in enumerate(rows)
     }
-    assert found == {place: place for place in places.tolist() if start <= place < stop}
+    assert found == {p: p for p in positions.tolist() if start <= p < stop}
 
 
 def test_one_salt_s_rows_are_never_found_under_another() -> None:

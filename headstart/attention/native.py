@@ -223,8 +223,8 @@ class PoolSteps:
         assert self._plan is not None, "call begin_step() first"
         if self._shared is not None and (window is None or window >= self._longest):
             return self._shared
-        # Layers whose window hides a token do not share. The keys of a decoding row are split into
-        # a part for each thread.
+        # Layers whose window hides a token do not share. The keys of a decoding row are split if
+        # there are more threads than spans times KV heads.
         if self._plain is None:
             work = len(self._plan.spans) * self._kv_heads
             kv_splits = max(1, torch.get_num_threads() // work)

@@ -2,8 +2,8 @@
 
 A node whose block was evicted stays as a ghost, so that a miss can be explained as an eviction. The
 latest `max_ghosts` ghosts stay. An older ghost stays only if a lookup can end there: its parent is
-cached or a root. An evicted node also stays while it has descendants. If these ancestors and the
-older ghosts exceed `OLD_GHOSTS * max_ghosts` nodes, older ghosts are removed, oldest first.
+cached or a root. An evicted node also stays as an ancestor of other nodes. If older ghosts and
+these ancestors exceed `OLD_GHOSTS * max_ghosts` nodes, older ghosts are removed, oldest first.
 
 The node of a partial block (the last block of a finished request, if it is not full) has no
 children and no hash. Its rows can only be copied.
@@ -49,7 +49,7 @@ class PathSegment(NamedTuple):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixTree:
-    """Nodes below the root of their namespace. A caller that creates a node must also remove it."""
+    """A tree of nodes for each namespace. A caller that creates a node must also remove it."""
 
     def __init__(self) -> None:
         self._roots: dict[str | None, dict[str | None, RootNode]] = {}  # by salt, by adapter

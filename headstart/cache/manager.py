@@ -569,8 +569,8 @@ def _copy_head(
     """Return the copy of a partial hit's rows to the sequence's block `index`, if it is needed.
 
     The rows of the window block are copied too, unless the sequence uses a cached window block. If
-    the sequence has switched to a cached block, this block has the rows already. Then only window
-    rows are needed, and the `RowCopy` copies the source block to itself. source_window: the window
+    the sequence has switched to a cached block, this block has the rows already. To copy only the
+    window rows, the `RowCopy` then names the source block as its target. source_window: the window
     block of the partial hit's block.
     """
     source, window = partial.block.block_id, sequence.window

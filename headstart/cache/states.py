@@ -12,8 +12,8 @@ and at forks. A fork is a position where a lookup found K/V but no state.
 When no slot is free, the checkpoint with the least value is dropped (GreedyDual: Young, "On-line
 file caching", 1998). The clock of the pool is the value of the checkpoint that was dropped last.
 The value of a checkpoint is the clock at its last use plus the number of tokens since the previous
-checkpoint on its path. For the last checkpoint of a path, this number is multiplied by `LAST`. So
-unused checkpoints lose value relative to new ones.
+checkpoint on its path. As the clock rises, unused checkpoints lose value relative to new ones. For
+the last checkpoint of a path, the number of tokens is multiplied by `LAST`.
 
 Of a prompt's regular checkpoints, tiers store only the last one that is at least half an interval
 before the end of the prompt.

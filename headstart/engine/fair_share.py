@@ -56,8 +56,8 @@ from headstart.engine.request import Request
 
 CREDIT_STEPS = 8
 RESERVE = 8  # an eighth of `max_num_seqs` and of the blocks is reserved
-# After it was served, an owner counts as recently served until the engine has computed as many
-# tokens as 8 pools hold.
+# An owner counts as recently served until the engine has computed 8 times as many tokens as fit in
+# the pool.
 MEMORY = 8
 STEP_SHARE = 32
 SHORTEST_STEP = 64  # prompt tokens; smaller chunks are inefficient
@@ -236,8 +236,8 @@ class FairShare:
             if other is owner:
                 continue
             # The first prompt of another owner goes first if it has a lower rank and can be
-            # computed now. A prompt waits while another request computes its next block. If
-            # `request` computes that block, the two would wait for each other.
+            # computed now. It does not go first if it awaits a block that another request computes:
+            # if `request` computes that block, the two would wait for each other.
             first = self._first(other)
             if first is None or self._rank(first) >= rank or first.awaits_writer:
                 continue

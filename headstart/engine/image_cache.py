@@ -132,10 +132,7 @@ class ImageLoads:
             job.done = True
 
     def forget_all(self, timeout: float) -> bool:
-        """Drop all lookups. Wait for current loads, and for saves to nearer tiers.
-
-        Return False if this takes longer than `timeout` seconds.
-        """
+        """Drop all lookups, and wait for running loads; return False after `timeout` seconds."""
         for key in list(self.lookups):
             self.forget(key)
         return self._worker.wait_for(lambda: not self._worker.jobs, timeout)
@@ -300,8 +297,8 @@ class EncoderCache:
     def encode_wanted(self) -> dict[object, EngineError]:
         """Encode the images that have users and no rows yet.
 
-        Return the requests whose images cannot be encoded, with the reason. If there are any, the
-        current step must not run.
+        Return the requests whose images cannot be encoded, with the reason. If there are such
+        requests, the current step must not run.
         """
         failed: dict[object, EngineError] = {}
         for entry in self._wanted:
@@ -437,7 +434,7 @@ def _images(extras: PromptExtras | None) -> tuple[PromptImage, ...]:
 
 # Images that one process reads and another process encodes. The reading process sends the digest,
 # the placeholders and the pixels of an image. The other process runs the image processor, whose
-# result is larger than the pixels: 8 times for Qwen2-VL, and 53 MB for an icon with SmolVLM.
+# result is larger than the pixels: by a factor of 8 for Qwen2-VL, and 53 MB per icon for SmolVLM.
 
 
 class SentImage(NamedTuple):

@@ -1,9 +1,9 @@
 // Include after avx512.h in files whose functions need AMX: eight tiles of 16 rows of 64 bytes.
 //
-// Kernels use tiles 0 to 3 for sums, 4 and 5 for rows of pairs, 6 and 7 for pairs of rows:
+// Kernels use tiles 0 to 3 for sums, and the others for factors, whose elements are bf16 pairs:
 //
 //     0 1       4
-//     2 3  +=   5  *  6 7
+//     2 3  +=   5  *  6 7       4, 5 [row, pair]    6, 7 [pair, column]
 #pragma once
 
 #include "native.h"
@@ -48,7 +48,8 @@ inline void store_sums(float* upper, float* lower, int64_t side) {
     if (TWO) _tile_stored(3, lower + 16, side);
 }
 
-// Adds the products of rows of pairs with 32 pairs of rows, which are `side` bytes apart.
+// Adds the products of upper and lower [row, pair] with pairs [pair, 32 columns]. Strides and
+// `side` count the bytes from row to row.
 template <bool TWO = true>
 inline void add_products(const void* upper, int64_t upper_stride, const void* lower,
                          int64_t lower_stride, const uint32_t* pairs, int64_t side) {

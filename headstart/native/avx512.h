@@ -1,9 +1,8 @@
-// Must be included first in every file whose functions need AVX-512 with bf16 and VNNI.
+// Included by every file whose functions need AVX-512 with bf16 and VNNI.
 //
-// The compiler gets no -mavx flags, since functions that check the CPU must run on any CPU. Headers
-// that are also used by files for other CPUs must be included before the pragma: if several files
-// define an inline function, the linker keeps only one copy. So native.h includes all standard
-// headers.
+// The compiler gets no -mavx flags, since functions that check the CPU must run on any CPU. Include
+// standard headers, and headers for files of other CPUs, before the pragma. If several files define
+// an inline function, the linker keeps one copy, which must not contain AVX-512.
 #pragma once
 
 #include "weight.h"

@@ -3,9 +3,9 @@
 // are computed exactly, as in linear.h.
 //
 // screen.h derives the bounds: a logit in fp32 is in [lower, upper], and rounding to bf16 preserves
-// the order. An output whose rounded upper bound is below the greatest rounded lower bound is
-// neither the argmax nor equal to it. The other outputs are candidates. They are computed in
-// panels, with the same order of operations as in every other product.
+// the order. An output whose rounded upper bound is below the greatest rounded lower bound has a
+// smaller logit than the argmax. The other outputs are candidates. They are computed in panels,
+// with the same order of operations as in every other product.
 //
 // Outputs that a row may not choose, for example because of a grammar, are not candidates and do
 // not raise the lower bound. A panel is not read if no row may choose any of its outputs.
@@ -56,11 +56,11 @@ struct Search {
     int64_t rows;
     const uint32_t* masks;  // [rows][panels], a bit for each output; null: all are allowed
     Stages stages;
-    uint32_t* packed;  // rows in tiles: [quad][row][high, low]
-    float* upper;      // [rows][panels]
-    float* lower;      // [threads][rows][16]
-    Best* found;       // [threads][rows]
-    ScreenRow* known;  // [rows]
+    uint32_t* packed;        // rows in tiles: [quad][row][high, low]
+    float* upper;            // [rows][panels]
+    float* lower;            // [threads][rows][16]
+    Best* best;              // [threads][rows]
+    ScreenRow* screen_rows;  // [rows]
 
     // Rows are divided into tiles of nearly the same height.
     int64_t tiles() const { return (rows + TALLEST - 1) / TALLEST; }
@@ -76,12 +76,13 @@ struct Search {
             int64_t t = 0;
             while (edge(t + 1) <= r) t++;
             const int64_t first = edge(t);
-            known[r] = prepare_row(x + r * inputs, inputs, packed + 2 * (first * quads + r - first),
-                                   2 * (edge(t + 1) - first));
+            screen_rows[r] =
+                prepare_row(x + r * inputs, inputs, packed + 2 * (first * quads + r - first),
+                            2 * (edge(t + 1) - first));
         }
         for (int64_t r = 0; r < rows; r++) {
             _mm512_store_ps(lower + (thread * rows + r) * 16, _mm512_set1_ps(-INFINITE));
-            found[thread * rows + r] = Best{};
+            best[thread * rows + r] = Best{};
         }
     }
 
@@ -89,9 +90,10 @@ struct Search {
         constexpr int64_t PARTS = 8;
         const int64_t quads = screen->quads(), panels = screen->count(), count = tiles();
         float* mine = lower + thread * rows * 16;
-        const int64_t stretch = (panels + PARTS * all - 1) / (PARTS * all);
-        for (int64_t part = stages.take(1); part * stretch < panels; part = stages.take(1))
-            for (int64_t p = part * stretch; p < std::min(panels, (part + 1) * stretch); p++) {
+        const int64_t part_panels = (panels + PARTS * all - 1) / (PARTS * all);
+        for (int64_t part = stages.take(1); part * part_panels < panels; part = stages.take(1))
+            for (int64_t p = part * part_panels; p < std::min(panels, (part + 1) * part_panels);
+                 p++) {
                 uint32_t any = 0;
                 for (int64_t r = 0; r < rows && any == 0; r++) any = allowed(r, p);
                 if (any == 0) {
@@ -113,7 +115,7 @@ struct Search {
                                                              : 0);
                     for (int64_t r = first; r < first + tall; r++) {
                         __m512 ends = _mm512_load_ps(mine + r * 16);
-                        upper[r * panels + p] = bounds(*screen, p, known[r], allowed(r, p),
+                        upper[r * panels + p] = bounds(*screen, p, screen_rows[r], allowed(r, p),
                                                        sums + 2 * (r - first) * PANEL, &ends);
                         _mm512_store_ps(mine + r * 16, ends);
                     }
@@ -125,29 +127,30 @@ struct Search {
         static thread_local Scratch hit_memory;
         const int64_t panels = screen->count(), most = std::max<int64_t>(8, panels / 8);
         int64_t* hits = hit_memory.take<int64_t>(most + 16);
-        int64_t turn = stages.take(1), before = 0;
+        int64_t unit = stages.take(1), before = 0;
         for (int64_t r = 0; r < rows; r++) {
-            Best& best = found[thread * rows + r];
-            const int64_t count = known[r].usable ? find(r, all, most, hits) : most + 1;
+            Best& row_best = best[thread * rows + r];
+            const int64_t count =
+                screen_rows[r].usable ? find_panels(r, all, most, hits) : most + 1;
             if (count > most) {
-                best.output = -1;
+                row_best.output = -1;
                 continue;
             }
-            const uint32_t* pairs = turn < before + count ? pairs_of(r) : nullptr;
-            for (; turn < before + count; turn = stages.take(1)) {
-                const int64_t hit = hits[turn - before];
-                exact(*weight, hit, allowed(r, hit), pairs, &best);
+            const uint32_t* pairs = unit < before + count ? pairs_of(r) : nullptr;
+            for (; unit < before + count; unit = stages.take(1)) {
+                const int64_t hit = hits[unit - before];
+                exact(*weight, hit, allowed(r, hit), pairs, &row_best);
             }
             before += count;
         }
     }
 
     // Writes the panels with candidates to `hits`; stops if there are more than `most`.
-    int64_t find(int64_t r, int all, int64_t most, int64_t* hits) const {
+    int64_t find_panels(int64_t r, int all, int64_t most, int64_t* hits) const {
         const int64_t panels = screen->count();
         __m512 ends = _mm512_set1_ps(-INFINITE);
-        for (int one = 0; one < all; one++)
-            ends = _mm512_max_ps(ends, _mm512_load_ps(lower + (one * rows + r) * 16));
+        for (int thread = 0; thread < all; thread++)
+            ends = _mm512_max_ps(ends, _mm512_load_ps(lower + (thread * rows + r) * 16));
         const __m512 least = rounded(_mm512_set1_ps(_mm512_reduce_max_ps(ends)));
         int64_t count = 0;
         for (int64_t p = 0; p < panels && count <= most; p += 16) {
@@ -170,10 +173,10 @@ struct Search {
 }  // namespace
 
 // Computes for each row of x bf16 [rows, inputs] the argmax (the first of equals) of its logits: x
-// times the weight, rounded to bf16. `masks`, if not null, has a word for each 32
-// outputs of each row: only outputs with a set bit are considered. The result is -1 if x is not
-// finite or very large, if the largest logit is not finite, or if there are too many candidates.
-// The caller then computes all logits of the row.
+// times the weight, rounded to bf16. `masks`, if not null, has a word for each 32 outputs of each
+// row: only outputs with a set bit are considered. The result is -1 if x is not finite or very
+// large, if the largest logit is not finite, or if there are too many candidates. The caller then
+// computes all logits of the row.
 extern "C" void headstart_greedy_tokens(const Screen* screen, const Weight* weight, const bf16* x,
                                         int64_t rows, const uint32_t* masks, int64_t* tokens,
                                         int threads) {
@@ -182,8 +185,8 @@ extern "C" void headstart_greedy_tokens(const Screen* screen, const Weight* weig
     search.packed = integer_memory.take<uint32_t>(2 * rows * screen->quads());
     search.upper = upper_memory.take<float>(rows * screen->count());
     search.lower = row_memory.take<float>(rows * threads * (16 + 4) + rows * 8);
-    search.found = reinterpret_cast<Best*>(search.lower + rows * threads * 16);
-    search.known = reinterpret_cast<ScreenRow*>(search.found + rows * threads);
+    search.best = reinterpret_cast<Best*>(search.lower + rows * threads * 16);
+    search.screen_rows = reinterpret_cast<ScreenRow*>(search.best + rows * threads);
     int ran = 1;
     parallel(threads, [&](int thread, int all) {
         if (thread == 0) ran = all;
@@ -196,7 +199,7 @@ extern "C" void headstart_greedy_tokens(const Screen* screen, const Weight* weig
     });
     for (int64_t r = 0; r < rows; r++) {
         Best best;
-        for (int one = 0; one < ran; one++) best.add(search.found[one * rows + r]);
+        for (int thread = 0; thread < ran; thread++) best.add(search.best[thread * rows + r]);
         tokens[r] = best.logit == -INFINITE ? -1 : best.output;
     }
 }

@@ -117,28 +117,28 @@ struct Projected {
     bf16 *q, *k, *v;
 };
 
-// This thread's share of the part before attention. Ends without a barrier: each thread has written
-// the rows from rows * thread / all to rows * (thread + 1) / all - 1.
+// This thread's share of the part before attention. Ends without a barrier: this thread has rotated
+// only the rows from rows * thread / all to rows * (thread + 1) / all - 1.
 void before_attention(const Layer& layer, const bf16* hidden, int64_t rows, const bf16* cos,
                       const bf16* sin, const Projected& out, int thread, int all, Stages& stages) {
     project(rows, Rows{hidden, layer.q.inputs, layer.before},
             {{&layer.q, out.q}, {&layer.k, out.k}, {&layer.v, out.v}}, all, stages);
     stages.finish(all);
     const int64_t dim = layer.head_dim;
-    const auto turn = [&](bf16* row, int64_t width, const Norm& norm, int64_t number) {
+    const auto rotate_heads = [&](bf16* row, int64_t width, const Norm& norm, int64_t number) {
         for (bf16* head = row; head < row + width; head += dim) {
             if (norm.weight != nullptr) normalize(head, dim, norm, head);
             rotate(head, dim, cos + number * dim, sin + number * dim);
         }
     };
     for (int64_t r = rows * thread / all; r < rows * (thread + 1) / all; r++) {
-        turn(out.q + r * layer.q.outputs, layer.q.outputs, layer.q_heads, r);
-        turn(out.k + r * layer.k.outputs, layer.k.outputs, layer.k_heads, r);
+        rotate_heads(out.q + r * layer.q.outputs, layer.q.outputs, layer.q_heads, r);
+        rotate_heads(out.k + r * layer.k.outputs, layer.k.outputs, layer.k_heads, r);
     }
 }
 
 // Elements of the buffer that after_attention() needs between its stages.
-int64_t between(const Layer& layer, int64_t rows) {
+int64_t buffer_size(const Layer& layer, int64_t rows) {
     return std::min(rows, CHUNK) * (layer.gate.inputs + layer.down.inputs);
 }
 
@@ -186,26 +186,26 @@ extern "C" void headstart_after_attention(const Layer* layer, const bf16* attend
                                           const bf16* hidden, int64_t rows, bf16* out,
                                           int threads) {
     static thread_local Scratch memory;
-    bf16* kept = memory.take<bf16>(between(*layer, rows));
+    bf16* buffer = memory.take<bf16>(buffer_size(*layer, rows));
     Stages stages;
     parallel(threads, [&](int thread, int all) {
-        after_attention(*layer, attended, hidden, rows, out, kept, thread, all, stages);
+        after_attention(*layer, attended, hidden, rows, out, buffer, thread, all, stages);
     });
 }
 
 // Runs hidden bf16 [rows, inputs], in place, through `count` layers of the same widths. Threads are
-// woken only once, since that takes as long as decode attention.
+// woken only once, since waking them takes as long as decode attention.
 extern "C" void headstart_layers(const LayerRun* runs, int64_t count, bf16* hidden, int64_t rows,
                                  int threads) {
     static thread_local Scratch memory;
     const Layer& shape = *runs->layer;
     const int64_t width = shape.q.inputs, queries = shape.q.outputs, keys = shape.k.outputs;
-    bf16* q = memory.take<bf16>(rows * (width + 2 * queries + 2 * keys) + between(shape, rows));
+    bf16* q = memory.take<bf16>(rows * (width + 2 * queries + 2 * keys) + buffer_size(shape, rows));
     bf16* k = q + rows * queries;
     bf16* v = k + rows * keys;
     bf16* attended = v + rows * keys;
     bf16* other = attended + rows * queries;
-    bf16* kept = other + rows * width;
+    bf16* buffer = other + rows * width;
     Stages stages;
     parallel(threads, [&](int thread, int all) {
         bf16* from = hidden;
@@ -216,8 +216,8 @@ extern "C" void headstart_layers(const LayerRun* runs, int64_t count, bf16* hidd
                              static_cast<const bf16*>(runs[i].sin), {q, k, v}, thread, all, stages);
             AttentionCall call = *runs[i].call;
             call.set_rows(q, k, v, attended, queries, keys, layer.head_dim);
-            attend(*runs[i].step, call, thread, all, stages);  // writes the rows that it rotated
-            after_attention(layer, attended, from, rows, to, kept, thread, all, stages);
+            attend(*runs[i].step, call, thread, all, stages);  // first writes this thread's rows
+            after_attention(layer, attended, from, rows, to, buffer, thread, all, stages);
             std::swap(from, to);
         }
     });

@@ -12,7 +12,7 @@ struct Norm {
     int32_t gemma;  // 1: multiply by 1 + weight, then round; 0: round, then multiply by the weight
 };
 
-// The function of an MLP's gate: x / (1 + e^-x), or GELU in its approximation by tanh.
+// The activation of an MLP's gate: x / (1 + e^-x), or GELU in its approximation by tanh.
 constexpr int64_t SILU = 0, GELU_TANH = 1;
 
 // A layer's weights; a Norm may be absent (weight nullptr). `before` and `after` are norms of the
@@ -23,8 +23,8 @@ struct Layer {
     int64_t head_dim, activation;
 };
 
-// A layer in one step. The call's query, key, value and out are ignored. For float32 rows the call
-// has another type with the same layout. cos and sin [rows, head_dim] have the rows' type.
+// A layer in one step. The call's query, key, value and out are ignored. For float32 rows it is a
+// Call<float> or Int8Call, with the same layout. cos, sin [rows, head_dim] have the rows' type.
 struct LayerRun {
     const Layer* layer;
     const AttentionStep* step;

@@ -62,8 +62,8 @@ void tile(const uint32_t* rows, const uint32_t* panel, int64_t pairs, float* sum
 }
 
 // Transposes the pairs of up to 16 rows, 16 pairs at a time: out[pair * step + row].
-inline void turn(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out,
-                 int64_t step) {
+inline void transpose_pairs(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out,
+                            int64_t step) {
     const __mmask16 keep = first_lanes(rows);
     for (int64_t k = 0; 2 * k < width; k += 16) {
         __m512i v[16];
@@ -77,7 +77,7 @@ inline void turn(const bf16* x, int64_t stride, int rows, int64_t width, uint32_
 
 // Packs rows as [pair][row].
 void pack(const bf16* x, int64_t stride, int rows, int64_t width, uint32_t* out) {
-    if (rows > 1) return turn(x, stride, rows, width, out, rows);
+    if (rows > 1) return transpose_pairs(x, stride, rows, width, out, rows);
     std::memcpy(out, x, 2 * width);
     if (width % 2 == 1) out[width / 2] = x[width - 1];
 }
@@ -130,7 +130,7 @@ extern "C" void headstart_pack(const bf16* weight, int64_t outputs, int64_t inpu
     parallel_each(threads, 2 * shape.count(), [&](int64_t half) {
         const int64_t row = 16 * half, rows = std::clamp<int64_t>(outputs - row, 0, 16);
         uint32_t* out = panels + half / 2 * shape.pairs() * PANEL + 16 * (half % 2);
-        turn(weight + row * inputs, inputs, static_cast<int>(rows), inputs, out, PANEL);
+        transpose_pairs(weight + row * inputs, inputs, static_cast<int>(rows), inputs, out, PANEL);
         for (int64_t k = 0; rows < 16 && k < shape.pairs(); k++)
             std::memset(out + k * PANEL + rows, 0, (16 - rows) * 4);
     });

@@ -5,9 +5,9 @@
 //
 //     panel p, pair k:   w[32p][2k] w[32p][2k+1]   w[32p+1][2k] w[32p+1][2k+1]   ...   (128 bytes)
 //
-// so that a product reads a weight once, sequentially. Missing outputs and an odd last input are
-// zeros. Every tile sums an output's pairs in fp32 in the same order, so the result of a row has
-// the same bits in any batch and on any thread.
+// so that a product reads a weight once, sequentially. Missing outputs and inputs are zeros. Every
+// tile sums an output's pairs in fp32 in the same order, so the result of a row has the same bits
+// in any batch and on any thread.
 //
 // A weight of 8 bits has the same order, except that for each pair of inputs the first weights of
 // 16 outputs precede their second weights. Weights of 4 or 5 bits have the blocks of
@@ -45,7 +45,8 @@ struct Panel {
     int64_t number;
 
     const uint32_t* at(int64_t k) const { return weight->at(number, k); }
-    // Returns pairs in bf16 from pair k on, converted in `memory` if necessary, in whole groups.
+    // Returns pairs in bf16 from pair k on. If necessary, converts them into `memory`, which must
+    // have space for whole groups.
     const uint32_t* range(int64_t k, int64_t pairs, uint32_t* memory) const {
         if (weight->kind == BF16) return at(k);
         if (weight->kind == INT8)
@@ -56,7 +57,8 @@ struct Panel {
     }
 };
 
-// The products of a CPU. They differ in the order of sums, so a process uses only one.
+// Functions and limits of products on one kind of CPU. Kinds differ in the order of sums,
+// so a process uses only one. A range is some consecutive pairs of a panel.
 struct Products {
     int tallest;         // most rows of a tile
     int64_t most_rows;   // most rows of a block, at most MOST_ROWS
@@ -71,8 +73,8 @@ struct Products {
                      float* sums, bool add, const uint32_t* next, int fetch);
 };
 extern const Products avx512_products, amx_products;
-// A product of int8 with sums in int32. A pair of a weight has four uint8, each 128 plus an
-// integer; a pair of a row has four int8. Has only multiply(), for at most INT8_TILE rows.
+// A product of int8 with sums in int32. Instead of a pair, a weight has four uint8, each 128 plus
+// an integer, and a row has four int8. Has only multiply(), for at most INT8_TILE rows.
 extern const Products avx512_int8_products;
 constexpr int INT8_TILE = 8;
 // The product of one row and a range of an int8 panel, with the same bits as amx_products.
@@ -87,8 +89,7 @@ constexpr int64_t MOST_ROWS = 512;
 // - finish(group, first, count, sums) receives sums[part][row - first][32].
 //
 // Rows are cut into blocks that stay in the L2 cache, while weights are streamed. A unit of the
-// stage is one group for one block. A thread takes a range of units at a time, or whole blocks if
-// there are many blocks.
+// stage is some consecutive groups for one block, or all groups if there are many blocks.
 template <int N, class Source, class Find, class Finish>
 void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages& stages,
               Source&& source, Find&& panel, Finish&& finish) {
@@ -106,16 +107,16 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
     uint32_t* packed = packed_memory.take<uint32_t>(most * pairs);
     uint32_t* wide = wide_memory.take<uint32_t>(length * PANEL);
 
-    // With few rows the product is memory-bound, and each range begins with a cache miss, so each
-    // thread gets one contiguous range. With many rows it is compute-bound, so ranges are small:
-    // threads finish together, and a thread on a shared core takes fewer ranges.
+    // With few rows the product is memory-bound, and each unit begins with a cache miss, so each
+    // thread gets one unit. With many rows it is compute-bound, so units are small: threads finish
+    // together, and a thread on a shared core takes fewer units.
     int64_t parts = threads;
     if (threads > 1 && rows > FEWEST_ROWS) parts = (PARTS * threads + blocks - 1) / blocks;
-    const int64_t stretch = (panels + parts - 1) / parts;
-    const int64_t stretches = (panels + stretch - 1) / stretch;
+    const int64_t unit_groups = (panels + parts - 1) / parts;
+    const int64_t units_per_block = (panels + unit_groups - 1) / unit_groups;
     int64_t ready = -1;
-    for (int64_t unit = stages.take(1); unit < blocks * stretches; unit = stages.take(1)) {
-        const int64_t block = unit / stretches;
+    for (int64_t unit = stages.take(1); unit < blocks * units_per_block; unit = stages.take(1)) {
+        const int64_t block = unit / units_per_block;
         const auto start = [&](int64_t at) { return at * rows / blocks; };
         const int64_t row0 = start(block), count = start(block + 1) - row0;
         const int64_t tiles = (count + kind.tallest - 1) / kind.tallest;
@@ -133,8 +134,8 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
             }
         }
         ready = block;
-        const int64_t last = std::min(panels, (unit % stretches + 1) * stretch);
-        for (int64_t group = unit % stretches * stretch; group < last; group++) {
+        const int64_t last = std::min(panels, (unit % units_per_block + 1) * unit_groups);
+        for (int64_t group = unit % units_per_block * unit_groups; group < last; group++) {
             for (int part = 0; part < N; part++) {
                 const Panel weights = panel(group, part);
                 float* target = sums + part * count * PANEL;

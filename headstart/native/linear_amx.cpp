@@ -3,8 +3,8 @@
 // 16 pairs of 16 outputs of a panel are a tile. Rows are packed as [16 pairs][row][pair]; the last
 // group has the remaining pairs. Two tiles of rows times two tiles of weights are four tiles of
 // sums, which uses all eight tiles. A tile with fewer rows or pairs is configured with this size.
-// For each 16 pairs, the products of first and of second inputs are summed separately, then added
-// to the output's sum, always in this order.
+// For every 16 pairs, the products of the pairs' first inputs and those of their second inputs are
+// summed separately. Then both are added to the output's sum, always in this order.
 #include "avx512.h"
 
 #include "amx.h"

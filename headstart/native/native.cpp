@@ -60,7 +60,7 @@ class Spread {
 
 // True if the CPU has AMX and the system allows this process to use it. On Linux, a process must
 // request AMX. A later request may have another result.
-bool ask_for_amx() {
+bool request_amx() {
 #if defined(HEADSTART_EMULATED)
     return true;
 #else
@@ -107,8 +107,7 @@ struct LayoutEntry {
 
 extern "C" {
 
-// The structs that bindings.py mirrors; the last entry has no name. It is data, which can be read
-// on any CPU.
+// The structs that bindings.py mirrors; the last entry has no name.
 extern const LayoutEntry headstart_layout[];
 const LayoutEntry headstart_layout[] = {
     SIZE(Segment),
@@ -190,7 +189,7 @@ int headstart_native_level() {
                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     if (!all) return 1;
-    static const bool has_amx = ask_for_amx();
+    static const bool has_amx = request_amx();
     return has_amx ? 3 : 2;
 }
 

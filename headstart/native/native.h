@@ -29,11 +29,11 @@ namespace headstart {
 
 using bf16 = uint16_t;
 
-// True if kernels multiply bf16 with AMX. Its sums differ in their last bits from those of AVX-512,
-// so it is set once, before a kernel runs.
+// True if kernels multiply bf16 with AMX. Set once, before a kernel runs, because sums of AMX and
+// of AVX-512 differ in their last bits.
 extern bool use_amx;
 
-// How kernels multiply bytes: 0 AVX2, 1 AVX-VNNI, 2 AVX-512 VNNI. The results have the same bits.
+// Instructions that multiply bytes: 0 AVX2, 1 AVX-VNNI, 2 AVX-512 VNNI. All give the same bits.
 extern int vnni;
 
 // Releases this thread's tiles, so that the system need not save them when it switches threads.
@@ -64,7 +64,7 @@ void parallel_each(int threads, int64_t count, const Function& function) {
     });
 }
 
-// Calls a function with min(count, MOST) as the value of a type.
+// Calls function(std::integral_constant<int, N>()) with N = min(count, MOST), at least 1.
 template <int MOST, class Function>
 __attribute__((always_inline)) inline void with_count(int64_t count, const Function& function) {
     if constexpr (MOST > 1)
@@ -114,8 +114,8 @@ class Stages {
             stage_.store(stage + 1, std::memory_order_release);
             return;
         }
-        for (int turn = 0; stage_.load(std::memory_order_acquire) == stage; turn++) {
-            if (turn < 2000) {
+        for (int spin = 0; stage_.load(std::memory_order_acquire) == stage; spin++) {
+            if (spin < 2000) {
                 _mm_pause();
             } else {
                 std::this_thread::yield();

@@ -88,7 +88,7 @@ struct ScanCall {
 
 constexpr int64_t MOST_TAPS = 4;  // of a convolution
 
-// True if float32 kernels may use AVX-512, which does not change bits.
+// True if float32 kernels may use AVX-512, which gives the same bits as AVX2.
 inline bool has_avx512() { return vnni == 2; }
 
 void causal_conv_avx512(const Sequences& sequences, const ConvCall& call, int threads);

@@ -81,8 +81,8 @@ inline void store_some(typename Kind::Floats x, float* to, int64_t count) {
     std::memcpy(to, numbers, std::max<int64_t>(count, 0) * sizeof(float));
 }
 
-// The state that this thread reads after part `part` of a sequence: of the next sequence, or of the
-// first sequence for the next part. Null if there is none, or if it is zeros.
+// The part of a state that this thread reads next: the same part of the next sequence or, after the
+// last sequence, the next part of the first one. Null if there is none, or if it is zeros.
 inline const float* next_source(const States& states, const Sequences& sequences, int64_t sequence,
                                 int64_t part, int64_t parts, int64_t floats) {
     if (++sequence == sequences.count) sequence = 0, part++;
@@ -101,13 +101,13 @@ inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
 using Order = int32_t __attribute__((vector_size(32)));
 
-// Sums of neighboring pairs in each four numbers of a, then of b.
+// The sums of neighbors: for every four numbers, two sums of a and then two sums of b.
 inline Eight add_neighbors(Eight a, Eight b) {
     return __builtin_shuffle(a, b, Order{0, 2, 8, 10, 4, 6, 12, 14}) +
            __builtin_shuffle(a, b, Order{1, 3, 9, 11, 5, 7, 13, 15});
 }
 
-// out[i] = the sum of 16 numbers, always in the same order. Reads and writes groups of 8.
+// out[i] = the sum of numbers[i][16], always in the same order. `count` is rounded up to whole 8s.
 inline void add_lanes(const float* numbers, int64_t count, float* out) {
     for (int64_t i = 0; i < count; i += 8, numbers += 8 * LANES) {
         Eight sums[8];
@@ -247,7 +247,7 @@ struct DeltaBlock {
     }
 
     // Reads the first `count` columns of [key_dim, stride] (zeros if `from` is null), and sets
-    // `found` for a token. Prefetches as many floats at `following`.
+    // `found` for a token. Prefetches a block at `following`.
     void read(const float* from, int64_t stride, int64_t count, const float* key,
               const float* following) {
         Sums sums;
@@ -280,8 +280,8 @@ struct DeltaBlock {
                                  to + r * stride + c * LANES, count - c * LANES);
     }
 
-    // Computes one token: the state decays, and `written` is added under `key`. out [WIDTH] is the
-    // product of `query` and the state. With MORE, sets `found` for the next token's key.
+    // Computes one token: the state decays, and the outer product of `key` and `written` is added.
+    // out [WIDTH] is the product of `query` and the state. With MORE, sets `found` for `next`.
     template <bool MORE>
     void step(float decay, const Floats* written, const float* key, const float* query,
               const float* next, float* out) {

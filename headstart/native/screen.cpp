@@ -11,7 +11,7 @@ constexpr int STEPS = 32512;        // 127 * 256, a row's largest integer
 constexpr float LARGE = 0x1p50f;    // larger numbers get no bound, to avoid overflows
 constexpr float SMALL = 0x1p-100f;  // smaller numbers are zero in the screen
 
-// 16 outputs of a panel of pairs, the weights of input 2k or 2k + 1.
+// The weights of one input for 16 outputs of a panel of pairs.
 inline __m512 weights(const uint32_t* pairs, int64_t inputs, int64_t input) {
     if (input >= inputs) return _mm512_setzero_ps();
     const Halves both(_mm512_loadu_si512(pairs + input / 2 * PANEL));

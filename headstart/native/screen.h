@@ -17,8 +17,8 @@ namespace headstart {
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// Weights [outputs, inputs] in panels of 32 outputs. A panel has for each four inputs the integers
-// + 128 of the first 16 outputs, then of the other 16. Three rows of 32 floats follow.
+// Weights [outputs, inputs] in panels of 32 outputs. A panel has, for every four inputs, the
+// integers + 128 of the first 16 outputs, then of the other 16. Three rows of 32 floats follow.
 struct Screen {
     uint8_t* panels;
     int64_t inputs, outputs;
@@ -30,18 +30,18 @@ struct Screen {
     float* scales(int64_t at) const {
         return reinterpret_cast<float*>(panel(at) + quads() * 4 * PANEL);
     }
-    float* errors(int64_t at) const { return scales(at) + PANEL; }       // max |w - w'|, rounding
-    float* lengths(int64_t at) const { return scales(at) + 2 * PANEL; }  // upper bound of |w'|
+    float* errors(int64_t at) const { return scales(at) + PANEL; }  // bound |w - w'| + rounding
+    float* lengths(int64_t at) const { return scales(at) + 2 * PANEL; }  // bound |w'|
 };
 
 // A row, quantized for products with a screen.
 struct ScreenRow {
     float step, length, error;  // of x', upper bounds of |x| and |x - x'|
-    int32_t high, low;          // what the 128 in each weight adds to a sum
+    int32_t high, low;          // added to a sum by the 128 in each weight
     bool usable;
 };
 
-// Writes a row's integers: high and low bytes of four inputs each, every `stride` words.
+// Writes a row's integers: every `stride` words, the high bytes and the low bytes of four inputs.
 ScreenRow prepare_row(const bf16* x, int64_t inputs, uint32_t* out, int64_t stride);
 
 // Returns the greatest upper bound of a row's logits in a panel, and raises `lower` to greater

@@ -6,7 +6,7 @@
 namespace headstart {
 
 // 2^x for x below 128, with a relative error of 4e-6; 0 below -150.
-// 2^x = 2^n * 2^f with n the nearest integer: the polynomial is the minimax one on [-0.5, 0.5].
+// 2^x = 2^n * 2^f with n the nearest integer. A minimax polynomial on [-0.5, 0.5] gives 2^f.
 inline __m512 power(__m512 x) {
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 f = x - n;

@@ -12,9 +12,9 @@ constexpr int64_t PAIR_BYTES[] = {40, 36, 48, 44, 64, 0, 128};  // in a panel of
 // A weight [outputs, inputs], and its bias [outputs] or nullptr. Weights other than bf16 have
 // scales [outputs], and weights in groups also columns [inputs] or nullptr.
 //
-// For bf16 rows it is stored in the panels of linear.h, columns are not null and padded to whole
-// groups, and the bias is bf16. For float32 rows a bf16 weight is stored row by row, other weights
-// in the panels of narrow/integers.h, and the bias is float32.
+//     rows       layout                                           bias       columns
+//     bf16       panels of linear.h                               bf16       padded to whole groups
+//     float32    bf16: row by row; others: narrow/integers.h      float32    may be null
 struct Weight {
     static constexpr int64_t PANEL = 32;
 
@@ -24,7 +24,7 @@ struct Weight {
 
     int64_t pairs() const { return (inputs + 1) / 2; }
     int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
-    // Pair k of a panel; with 4 or 5 bits it must begin a group.
+    // Pair k of a panel; with 4 or 5 bits, k must be the first pair of a group.
     const uint32_t* at(int64_t panel, int64_t k = 0) const {
         const int64_t whole = kind < INT8 ? (pairs() + 15) / 16 * 16 : pairs();
         return reinterpret_cast<const uint32_t*>(static_cast<const char*>(panels) +

@@ -2,7 +2,7 @@
 
 The index is an SQLite file with a rollback journal. Several processes may use it, and it stays
 consistent if a process is killed. It is not synced to the disk, so a power loss may damage it. If a
-query shows damage, the index is rebuilt from the records.
+query shows damage, the index is rebuilt from the records in the files of blocks.
 
 The block with the least worth is evicted first, as in GreedyDual-Size (Cao and Irani, 1997). When a
 block is saved or used, its worth is set to `clock + seconds to compute / bytes`. The clock is the

@@ -84,8 +84,8 @@ using Int8Call = Call<float, int8_t>;
 
 constexpr int MAX_DIM = 256;  // the widest head
 
-// Some rows of a segment, for one KV head. Row r of a segment is query head r % group of its token
-// r / group, where group = heads / kv_heads.
+// Some rows of a segment, for one KV head. Here, each token of the segment has a row for each query
+// head: row r is query head r % group of token r / group, where group = heads / kv_heads.
 struct Chunk {
     const Segment* segment;
     int32_t kv_head;

@@ -1,7 +1,7 @@
 // The two products of attention with tiles of AMX; see bf16_chunk.cpp.
 //
-// Queries and weights are already pairs of rows. Keys are rows of pairs in memory if they are
-// evenly spaced. Values are transposed.
+// Queries and weights are right factors (amx.h), in the layout of `Lanes`. Keys and values are left
+// factors. Keys are read from memory if they are evenly spaced. Values are transposed.
 #include "rows.h"  // float32.cpp includes it too
 
 #include "../avx512.h"

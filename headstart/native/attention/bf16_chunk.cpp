@@ -69,7 +69,7 @@ void pair_values(Lanes& s, int count, int value_dim) {
     }
 }
 
-// Multiplies older outputs for the new maxima.
+// Rescales the output to the new maxima.
 template <int VECTORS>
 void shrink_out(Lanes& s, int value_dim, const __m512 shrink[VECTORS]) {
     for (int v = 0; v < VECTORS; ++v) {

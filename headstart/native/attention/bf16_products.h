@@ -153,8 +153,8 @@ void add_values(Lanes& s, int count, int line, const __m512 shrink[VECTORS]) {
         for (int v = 0; v < VECTORS; ++v) _mm512_store_ps(&s.out[line + i][v * 16], sums[i][v]);
 }
 
-// The two products of a whole tile with AMX, for 16 * `vectors` rows (`vectors` is even): sums of
-// scores, and weighted values that are added to `out`. Dims and `count` are multiples of 32.
+// The two products of a whole tile with AMX, for 16 * `vectors` rows (`vectors` is even). They
+// write unscaled scores, and add weighted values to `out`. Dims and `count` are multiples of 32.
 void multiply_keys(Lanes& s, int count, int key_dim, int vectors);
 void multiply_values(Lanes& s, int count, int value_dim, int vectors);
 

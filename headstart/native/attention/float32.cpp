@@ -72,7 +72,7 @@ void score_rows(ChunkState<Stored>& s, int row, int count, int key_dim) {
         multiply<ROWS>(
             query.from(row, 0), key_dim,
             [&](int d) {
-                const unsigned at = d;  // 16 keys have at most as many lines as dims
+                const unsigned at = d;  // the line to prefetch; 16 keys have at most key_dim
                 const int dim = at / PANEL * LINE<Stored>;
                 if (row < FETCHING && (!SCALED<Stored> || dim < key_dim))
                     fetch<_MM_HINT_T1>(s.next.keys[k + at % PANEL] + dim);

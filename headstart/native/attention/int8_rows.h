@@ -20,7 +20,7 @@ inline __m256 load(const int8_t* from, int count) {
 constexpr float LARGEST_STEP = 0x1.020406p+121f;  // 127 times the next number is infinite
 
 // Writes a head's integers and its scale: the largest magnitude over 127, NaN if a number is not
-// finite, 0 if it is below the smallest normal number. Returns true if a number is not finite.
+// finite, 0 instead of a subnormal scale. Returns true if a number is not finite.
 inline bool write_int8_row(int8_t* to, float* scale, const float* from, int dim) {
     __m256i most = _mm256_setzero_si256();
     for (int d = 0; d < dim; d += LANES)

@@ -29,7 +29,7 @@ struct Tile<int8_t> {
 
 // A row's token and query head, and the positions that it sees.
 struct Row {
-    int32_t number;  // of the segment
+    int32_t number;  // of the token in the segment
     int32_t token;
     int32_t head;
     int32_t first_key;
@@ -142,8 +142,8 @@ struct Seen {
     bool partly(int tile, int count) const { return tile < all_first || tile + count > all_last; }
 };
 
-// A tile of a chunk's keys: the first position, the number of keys, and this number rounded up to
-// the kernel's multiple. The flags are true if some row does not see all of these keys.
+// A tile of a chunk's keys: the first position, the number of keys, and this number rounded up for
+// the kernel. The flags are true if some row does not see all `count`, or all `filled` keys.
 struct Keys {
     int first, count, filled;
     bool partly, partly_filled;
@@ -151,7 +151,7 @@ struct Keys {
 
 // Calls attend(keys) for each tile of the keys that the rows s.rows see. s.now has the addresses of
 // its keys. s.next has addresses to prefetch: those of the next tile, and at the end those of the
-// first tile of `following`, unless that is null.
+// first tile of `following`, unless that is null. `filled` is a multiple of `together`.
 template <class State, class Number, class Stored, class Attend>
 void attend_tiles(State& s, const Rows<Number, Stored>& rows, int together, const Chunk* following,
                   const Attend& attend) {
@@ -179,7 +179,7 @@ template <class Number>
 struct Constant {
     Number numbers[MAX_DIM] = {};
     constexpr explicit Constant(Number number) {
-        for (Number& one : numbers) one = number;
+        for (Number& element : numbers) element = number;
     }
 };
 

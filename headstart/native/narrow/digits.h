@@ -23,7 +23,7 @@ inline float total(__m256 x) {
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 }
 
-// The bits of |x|. As integers they have the same order; infinity and NaN are larger.
+// The bits of |x|. As integers they have the order of |x|, with infinity and then NaN last.
 inline __m256i magnitude(__m256 x) {
     return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
 }

@@ -27,8 +27,8 @@ constexpr int OUTPUTS_OF[] = {4, 4, 3, 2};
 inline int64_t steps_of(int64_t inputs) { return (inputs + STEP - 1) / STEP; }
 
 // A bf16 number is the upper half of a float. Of the two numbers in a 32-bit lane, the first is the
-// lane shifted left, and the second is the lane with its lower half cleared. So a step has its 8
-// even numbers first, and no number is moved between lanes.
+// lane shifted left, and the second is the lane with its lower half cleared. `half` chooses the
+// first or the second numbers, and no number is moved between lanes.
 inline __m256 load(const bf16* from, int half) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     return _mm256_castsi256_ps(half == 0 ? _mm256_slli_epi32(pairs, 16)
@@ -76,8 +76,8 @@ void multiply(const bf16* weight, int64_t inputs, const float* rows, float (*sum
             }
         }
     };
-    // Rows of a weight are too short for the hardware prefetcher. So numbers `ahead` are
-    // prefetched, into the L2 cache, which can wait for more lines than the L1 cache.
+    // Rows of a weight are too short for the hardware prefetcher. So the numbers `ahead` further on
+    // are prefetched into the L2 cache, which can wait for more lines than the L1 cache.
     for (int64_t at = 0; at < whole; at++) {
         const bf16* now = weight + at * STEP;
 #pragma GCC unroll 4

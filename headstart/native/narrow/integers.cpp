@@ -42,7 +42,7 @@ void round_group(const float* x, const Weight& weight, int64_t g, Group& out) {
     const int32_t sum = total(added);
     out.step = grid.step;
     out.sum = grid.step * static_cast<float>(sum);
-    out.middle = sum * -128u;  // unsigned, as `sum` is the lowest integer if x is not finite
+    out.middle = sum * -128u;  // unsigned: `sum` is the lowest integer if x is not finite
 }
 
 struct Avx2 : Avx2Vectors {

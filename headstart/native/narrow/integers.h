@@ -6,8 +6,9 @@
 //
 //     steps[16], starts[16]      float16, or bytes; with bytes, a start is -8 (4 bits) or -16 (5
 //                                bits) times its byte
-//     bytes[4][16][4]            byte [v][o][b] of output o: inputs 4v + b (low half), 16 + 4v + b
-//     fifths[16][4]              with 5 bits: bit 2v + h of byte [o][b]: fifth bit of 16h + 4v + b
+//     bytes[4][16][4]            byte [v][o][b] of output o: input 4v + b in the low half, input
+//                                16 + 4v + b in the high half
+//     fifths[16][4]              5 bits: bit 2v + h of byte [o][b]: fifth bit of input 16h + 4v + b
 //
 //     weight[o, i] = (value * step + start) * scales[o] * columns[i]
 //
@@ -28,8 +29,8 @@ constexpr int64_t GROUP = 32;      // inputs
 constexpr int64_t PANEL = 16;      // outputs
 constexpr int64_t MOST_ROWS = 64;  // rows that fit in the L2 cache with a panel
 
-// The layout of a weight. NUMBER is Weight::kind: INT8, INT8_IN_GROUPS, or for 4 and 5 bits the sum
-// of 2 for 5 bits and 1 for steps and starts in bytes.
+// The layout of a weight. NUMBER is Weight::kind: INT8, INT8_IN_GROUPS, or 0 to 3. 0 and 1 have 4
+// bits, 2 and 3 have 5 bits; in 1 and 3, steps and starts are bytes.
 template <int NUMBER>
 struct Form {
     static constexpr int BITS = NUMBER >= INT8 ? 8 : 4 + NUMBER / 2;

@@ -45,7 +45,7 @@ struct Avx512 {
     };
 };
 
-// 128 plus value `b` (0 to 3) of each four bytes of a vector, or of their high halves.
+// For every four bytes: 128 plus the value in byte `b`, or in the high half of byte `b`.
 template <class Form>
 inline __m512 number(__m512i bytes, int b, bool high) {
     const int left = 16 - 8 * b - 4 * high;
@@ -62,8 +62,7 @@ inline __m512i pairs_of(__m512 even, __m512 odd) {
     return _mm512_srli_epi32(up(even), 16) | (up(odd) & _mm512_set1_epi32(-65536));
 }
 
-// Converts a group of 16 outputs. Prefetches the data four groups of 32 later, which measured
-// fastest.
+// Converts a block. Prefetches the block eight blocks later, which measured fastest.
 template <class Form>
 inline void widen_block(const uint8_t* block, const float* columns, uint32_t* out) {
     const __m512 steps = integers::grid<Avx512, Form>(block);

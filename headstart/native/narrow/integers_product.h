@@ -3,7 +3,7 @@
 // A Kind has the operations of a CPU:
 //
 //     LANES                              outputs in a vector, 8 or 16
-//     MOST                               rows that are summed at the same time, for two vectors
+//     MOST                               rows summed at the same time, for two vectors of outputs
 //     Floats, Integers                   a vector: for each output a float, or four bytes
 //     load(from), repeat(four)           a vector from memory; the same four bytes for each output
 //     right(x, bits)                     shift right in lanes of 16 or 32 bits, not of bytes
@@ -11,8 +11,8 @@
 //     fmadd(a, b, c)                     a * b + c, rounded once
 //     Sum::of(middle)                    begin a group; middle: -128 times a row's sum of numbers
 //     Sum.add(first, low, second, high)  add products of unsigned values and a row's numbers
-//     Sum.add(bytes, numbers)            the same for 8 bits; bytes are values + 128. `middle`
-//                                        corrects this, or the Kind subtracts 128 and ignores it
+//     Sum.add(bytes, numbers)            the same for 8 bits; bytes are values + 128. A Kind either
+//                                        starts from `middle`, or subtracts 128 from each byte
 //     Sum.widen()                        call after 4 calls of the first add, or 2 with 5 bits
 //     Sum.total()                        the sums as floats
 #pragma once
@@ -176,7 +176,7 @@ void multiply(const Product* products, int count, const float* x, int64_t rows, 
         for (const Product* p = products; p < products + count; p++) {
             const Weight& weight = *p->weight;
             if (p == products || weight.columns != p[-1].weight->columns) {
-                if (p != products) stages.finish(all);  // no thread needs the old rows
+                if (p != products) stages.finish(all);  // other threads may still use old rows
                 round_groups(x, weight, all_groups * thread / all, all_groups * (thread + 1) / all,
                              rounded.first);
                 stages.finish(all);

@@ -74,8 +74,8 @@ void normalize(const float* x, int64_t width, const Norm& norm, float* out) {
 
 // Normalizes (if there is a norm) and rotates the heads of a row in place, as in ../layer.cpp.
 template <bool HALF>
-void turn(float* row, int64_t width, int64_t dim, const Norm& norm, const float* cos,
-          const float* sin) {
+void rotate_heads(float* row, int64_t width, int64_t dim, const Norm& norm, const float* cos,
+                  const float* sin) {
     for (float *head = row, *other = head + dim / 2; head < row + width;
          head += dim, other += dim) {
         if (norm.weight != nullptr) normalize<HALF>(head, dim, norm, head);
@@ -112,7 +112,7 @@ constexpr int64_t CHUNK = 256;  // rows in bf16 that are computed together, exce
 constexpr int64_t MANY_ROWS = 64;
 constexpr int64_t MANY_GATES = 512;
 
-// Rows of q, k, v and attention's result, each [rows, elements], for all rows in this order.
+// Rows of q, k, v and attention's result, each [rows, elements], one after the other from `first`.
 template <class Number>
 struct Projected {
     Number *q, *k, *v, *attended;
@@ -134,19 +134,19 @@ void run_layers(const LayerRun* runs, int64_t count, float* hidden, int64_t rows
     const Projected<float> part(update + most * width, most, queries, keys);
     bf16* halves = HALF ? half_memory.take<bf16>(2 * rows * (queries + keys)) : nullptr;
     const Projected<bf16> all(halves, rows, queries, keys);
-    const int among = rows < MANY_ROWS ? 1 : threads;
+    const int row_threads = rows < MANY_ROWS ? 1 : threads;
     const auto project = [&](std::initializer_list<Product> products, const float* x,
                              int64_t some) {
         multiply(products, x, some, threads);
         for (const auto& [weight, out] : products)
-            parallel_each(HALF ? among : 1, HALF ? some : 0, [&](int64_t r) {
+            parallel_each(HALF ? row_threads : 1, HALF ? some : 0, [&](int64_t r) {
                 float* row = out + r * weight->outputs;
                 for (int64_t i = 0; i < weight->outputs; i++) row[i] = stored<HALF>(row[i]);
             });
     };
     // Adds `update` to rows, normalized if there is a norm for it.
     const auto add = [&](float* to, int64_t some, const Norm& norm) {
-        parallel_each(among, some, [&](int64_t r) {
+        parallel_each(row_threads, some, [&](int64_t r) {
             float *row = to + r * width, *more = update + r * width;
             if (norm.weight != nullptr) normalize<HALF>(more, width, norm, more);
             for (int64_t i = 0; i < width; i++) row[i] = stored<HALF>(row[i] + more[i]);
@@ -154,7 +154,7 @@ void run_layers(const LayerRun* runs, int64_t count, float* hidden, int64_t rows
     };
     // Writes normalized rows to `update`.
     const auto begin = [&](const float* from, int64_t some, const Norm& norm) {
-        parallel_each(among, some, [&](int64_t r) {
+        parallel_each(row_threads, some, [&](int64_t r) {
             normalize<HALF>(from + r * width, width, norm, update + r * width);
         });
     };
@@ -165,10 +165,10 @@ void run_layers(const LayerRun* runs, int64_t count, float* hidden, int64_t rows
                    *sin = static_cast<const float*>(run.sin) + row * dim;
         begin(hidden + row * width, some, layer.before);
         project({{&layer.q, part.q}, {&layer.k, part.k}, {&layer.v, part.v}}, update, some);
-        parallel_each(among, some, [&](int64_t r) {
+        parallel_each(row_threads, some, [&](int64_t r) {
             float *q = part.q + r * queries, *k = part.k + r * keys, *v = part.v + r * keys;
-            turn<HALF>(q, queries, dim, layer.q_heads, cos + r * dim, sin + r * dim);
-            turn<HALF>(k, keys, dim, layer.k_heads, cos + r * dim, sin + r * dim);
+            rotate_heads<HALF>(q, queries, dim, layer.q_heads, cos + r * dim, sin + r * dim);
+            rotate_heads<HALF>(k, keys, dim, layer.k_heads, cos + r * dim, sin + r * dim);
             if (!HALF) return;
             narrow(q, queries, all.q + (row + r) * queries);
             narrow(k, keys, all.k + (row + r) * keys);

@@ -123,7 +123,7 @@ def test_settings_are_taken_as_they_are_typed(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "temperature is now 0.7\n"
     with pytest.raises(RequestError, match="/set needs NAME VALUE"):
         COMMANDS["/set"].run(chat, "temperature=0.7")
-    with pytest.raises(RequestError, match="stop has 1; allowed: texts"):
+    with pytest.raises(RequestError, match="stop has 1; allowed: strings"):
         replace(SamplingParams(), **parse_sampling("stop", "[1]"))
 
 
@@ -131,7 +131,7 @@ def test_a_conversation_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     said = Conversation(system="Be brief.", start=1, images=[image])
     said.turns.append(Turn("one", "1"))
-    said.turns.append(Turn(said.ask("two"), "2"))
+    said.turns.append(Turn(said.make_question("two"), "2"))
     said.drop_waiting()
     said.save(tmp_path / "chat.json", "m")
     loaded = Conversation.load(tmp_path / "chat.json")

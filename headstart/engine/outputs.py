@@ -190,12 +190,12 @@ def _changed(output: Output, **fields: Any) -> Output:
     return changed
 
 
-class ShownOutputs:
-    """Conversion of a request's cumulative outputs to the `output_kind` of its stream."""
+class OutputConverter:
+    """Converter of a request's cumulative outputs to the `output_kind` of its stream."""
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._kind = kind
-        self._shown: dict[int, CompletionOutput] = {}
+        self._last: dict[int, CompletionOutput] = {}  # the last converted outputs
         self._is_first = True
 
     @property
@@ -216,21 +216,21 @@ class ShownOutputs:
         new = [part for part in map(self._new_part, output.outputs) if part is not None]
         if not new and not output.finished:
             return None
-        self._shown = {answer.index: answer for answer in output.outputs}
+        self._last = {answer.index: answer for answer in output.outputs}
         first, self._is_first = self._is_first, False
         return _changed(output, outputs=new, prompt_logprobs=rows if first else None)
 
     def _new_part(self, output: CompletionOutput) -> CompletionOutput | None:
-        shown = self._shown.get(output.index)
-        if shown is None:
+        last = self._last.get(output.index)
+        if last is None:
             return _changed(output)  # a copy that the caller may change
-        done = len(shown.token_ids)
-        is_same = shown.finished() or done == len(output.token_ids)
-        if is_same and shown.finish_reason == output.finish_reason:
+        done = len(last.token_ids)
+        is_same = last.finished() or done == len(output.token_ids)
+        if is_same and last.finish_reason == output.finish_reason:
             return None
         return _changed(
             output,
-            text=output.text[len(shown.text) :],
+            text=output.text[len(last.text) :],
             token_ids=output.token_ids[done:],
             logprobs=output.logprobs[done:] if output.logprobs is not None else None,
         )

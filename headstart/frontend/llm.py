@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
 from headstart.engine.adapter_names import LoRARequest
 from headstart.engine.metrics import Metric, join_positions, read_metrics
-from headstart.engine.outputs import ShownOutputs
+from headstart.engine.outputs import OutputConverter
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, RequestError, engine_error
 from headstart.frontend.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
@@ -345,7 +345,7 @@ class LLMEngine(SyncFacade):
     def _attach(self, started: Started) -> None:
         super()._attach(started)
         # Changed only in the engine's thread, except that `step` removes the first of `_pending`.
-        self._shown: dict[str, ShownOutputs] = {}  # by unfinished request
+        self._converters: dict[str, OutputConverter] = {}  # by unfinished request
         # Results of the next calls of `step`: outputs by request, or the error of one request.
         self._pending: deque[dict[str, Any]] = deque()
 
@@ -407,7 +407,7 @@ class LLMEngine(SyncFacade):
                 f"request {request_id!r} exists: the next call of step returns its output"
             )
         self.engine.submit(group)
-        self._shown[request_id] = ShownOutputs(group.params.output_kind)
+        self._converters[request_id] = OutputConverter(group.params.output_kind)
 
     def _advance(self) -> None:
         """Run a step, and add the outputs of its requests to `_pending`."""
@@ -428,32 +428,32 @@ class LLMEngine(SyncFacade):
             assert output is not None
             if output.finished:
                 ended.append(request_id)
-            if (new := self._shown[request_id].next(output)) is not None:
+            if (new := self._converters[request_id].next(output)) is not None:
                 outputs[request_id] = new
         if outputs or not failures:
             self._pending.append(outputs)
         self._pending += failures
         for request_id in ended:  # last, so that `has_unfinished_requests` is never False too early
-            del self._shown[request_id]
+            del self._converters[request_id]
 
     def _forget(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self.engine.abort(request_id)
-            self._shown.pop(request_id, None)
+            self._converters.pop(request_id, None)
             for results in self._pending:
                 results.pop(request_id, None)
         self._pending = deque(filter(None, self._pending))
 
     def has_unfinished_requests(self) -> bool:
         """Return True if a call of `step` would return an output."""
-        return bool(self._shown or self._pending)
+        return bool(self._converters or self._pending)
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of unfinished requests."""
-        return len(self._shown)
+        return len(self._converters)
 
     def close(self) -> None:
         """Cancel all requests, and free the K/V memory. Idempotent."""
         self.driver.close()
-        self._shown.clear()
+        self._converters.clear()
         self._pending.clear()

@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequ
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
-from headstart.engine.outputs import RequestOutput, ShownOutputs
+from headstart.engine.outputs import OutputConverter, RequestOutput
 from headstart.errors import RequestError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class OutputStream(Generator[Output, None, None]):
         owner: an object to which the stream holds a reference until it ends.
         """
         self._driver, self._group, self._chats, self._owner = driver, group, chats, owner
-        self._shown = ShownOutputs(group.output_kind)
+        self._converter = OutputConverter(group.output_kind)
         self._updates: Mailbox[Any] = Mailbox(driver, [group])
         self._unsubmitted = [group]  # the thread that removes it submits or cancels the request
         self._ended = self._aborted = self._is_closed = False
@@ -132,18 +132,18 @@ class OutputStream(Generator[Output, None, None]):
         try:
             if self._unsubmitted:
                 self._submit()
-            shown = None
-            while shown is None:
+            converted = None
+            while converted is None:
                 output = self._updates.get()
                 if output.finished:
                     self._end()
                     if self._chats is not None:
                         self._chats.remember(self._group, output)
-                shown = self._shown.next(output)
+                converted = self._converter.next(output)
         except BaseException:
             self.close()
             raise
-        return shown  # type: ignore[return-value]
+        return converted  # type: ignore[return-value]
 
     def throw(self, *error: Any) -> Output:
         """Close the stream, then raise the error."""
@@ -186,7 +186,7 @@ class OutputStream(Generator[Output, None, None]):
             group = self._unsubmitted.pop()
         except IndexError:  # another thread submits the request
             return
-        every_step = self._shown.wants_every_step
+        every_step = self._converter.wants_every_step
         self._driver.submit(group, self._updates.receive, every_step=every_step)
         if self._aborted:  # aborted before it was submitted
             self._driver.abort(group.request_id)
@@ -367,9 +367,9 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
                     self._end()
                     if self._chats is not None and self._group.chat is not None:
                         await asyncio.to_thread(self._chats.remember, self._group, output)
-                shown = self._shown.next(output)
-                if shown is not None:
-                    return shown  # type: ignore[return-value]
+                converted = self._converter.next(output)
+                if converted is not None:
+                    return converted  # type: ignore[return-value]
         except StopAsyncIteration:  # sent by `_cancel`
             pass
         except BaseException:
@@ -406,10 +406,10 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         group = await self._prepare()
         if self._ended:
             return
-        self._shown = ShownOutputs(group.output_kind)
+        self._converter = OutputConverter(group.output_kind)
         self._updates: AsyncMailbox[Any] = AsyncMailbox(self._driver, paced=self._paced)
         self._group = group
-        every_step = self._shown.wants_every_step
+        every_step = self._converter.wants_every_step
         self._driver.submit(group, self._updates.receive, every_step=every_step)
 
     def _raise_end(self) -> NoReturn:

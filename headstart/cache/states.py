@@ -185,7 +185,7 @@ class StatePool(LayerGroup):
         state = SequenceState(slot, source, ahead, interval, length)
         self._states[sequence] = state
         if known_tokens in ahead and sequence.is_stored:
-            checkpoint = self._place(sequence, known_tokens)
+            checkpoint = self._new_checkpoint(sequence, known_tokens)
             if checkpoint is not None:
                 state.announced.append(checkpoint)
 
@@ -216,7 +216,7 @@ class StatePool(LayerGroup):
         announced = [c for c in state.announced if c.position == position]
         if announced:
             state.announced.remove(announced[0])
-        checkpoint = announced[0] if announced else self._place(sequence, position)
+        checkpoint = announced[0] if announced else self._new_checkpoint(sequence, position)
         if checkpoint is None:
             return False
         checkpoint.is_lasting = is_lasting
@@ -287,7 +287,7 @@ class StatePool(LayerGroup):
         if state.source is not None:
             self._release(state.source)
         if is_cached and state.is_written and sequence.is_stored:
-            last = self._place(sequence, self._position(sequence))
+            last = self._new_checkpoint(sequence, self._position(sequence))
             if last is not None:
                 last.slot, last.writer, last.is_saved = state.slot, None, state.is_saved
                 self._enter(last)
@@ -308,7 +308,7 @@ class StatePool(LayerGroup):
         position = sequence.num_computed_tokens
         return position - position % self.block_size if self.only_borders else position
 
-    def _place(self, sequence: TokenSequence, position: int) -> Checkpoint | None:
+    def _new_checkpoint(self, sequence: TokenSequence, position: int) -> Checkpoint | None:
         """Return a new checkpoint without a slot, or None.
 
         None if the position has a checkpoint already, or is within the first block.

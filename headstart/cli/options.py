@@ -361,7 +361,7 @@ class ServeCommand(GroupedCommand):
         typed_values, others = _read(args)
         file_values, file_arguments = self._read_file(ctx, typed_values, others)
         arguments_left = super().parse_args(ctx, [*file_arguments, *others])
-        values = read_names({**file_values, **typed_values}, _VLLM_OPTIONS, _spell)
+        values = read_names({**file_values, **typed_values}, _VLLM_OPTIONS, _flag_name)
         first, *aliases = values.pop("served_model_name", [None])
         adapters = tuple(map(_read_module, values.pop("lora_modules", ())))
         has_limit = _is_given("limit_mm_per_prompt", values)
@@ -372,7 +372,7 @@ class ServeCommand(GroupedCommand):
         for vllm_name, name in _OUR_NAMES.items():
             is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
             if is_typed and name in options and ctx.params[name] != options[name]:
-                flag, vllm_flag = map(_spell, (name, vllm_name))
+                flag, vllm_flag = map(_flag_name, (name, vllm_name))
                 raise ConfigError(
                     f"{flag} is {describe(ctx.params[name])} and {vllm_flag} is "
                     f"{describe(options[name])}; allowed: one of the two"
@@ -423,7 +423,7 @@ def _field(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _spell(name: str) -> str:
+def _flag_name(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 

@@ -83,7 +83,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self._find_limits(request)
-        self.waiting.insert(_place_after(self.waiting, request), request)
+        self.waiting.insert(_insertion_index(self.waiting, request), request)
 
     def reorder(self) -> None:
         """Sort the waiting requests by rank again, after their turns changed."""
@@ -268,7 +268,7 @@ class Scheduler:
                     other.times_bypassed += 1
                     is_due |= other.times_bypassed == self._max_bypassed
                 self.waiting.remove(request)
-                self.running.insert(_place_after(self.running, request), request)
+                self.running.insert(_insertion_index(self.running, request), request)
                 self._admitted.append((request, start))
                 request.admitted(start, allocation.missed)
                 if self._hooks is not None:
@@ -337,7 +337,7 @@ class Scheduler:
         return self._manager.allocate_slots(request.sequence, count, read)
 
 
-def _place_after(queue: Sequence[Request], request: Request) -> int:
+def _insertion_index(queue: Sequence[Request], request: Request) -> int:
     """Return a request's index in a queue: after all requests of the same or a lower rank."""
     if not queue or queue[-1].rank <= request.rank:
         return len(queue)

@@ -33,10 +33,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         """Parse arguments; `parse_args` calls this method too."""
         arguments = list(sys.argv[1:] if args is None else args)
         stop = arguments.index("--") if "--" in arguments else len(arguments)  # no flags after it
-        flags = self._join_keys(map(self._spell, arguments[:stop]))
+        flags = self._join_keys(map(self._normalize_flag, arguments[:stop]))
         return super().parse_known_args([*flags, *arguments[stop:]], namespace)
 
-    def _spell(self, argument: str) -> str:
+    def _normalize_flag(self, argument: str) -> str:
         """Return an argument with its flag spelled as in the call of `add_argument`."""
         flags = {flag.replace("_", "-"): flag for flag in self._option_string_actions}
         name, equals, value = argument.partition("=")

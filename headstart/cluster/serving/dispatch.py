@@ -106,7 +106,7 @@ class Dispatcher:
         if removed or new:
             self.on_change()
 
-    def note_silent(self, replica: str) -> set[str]:
+    def mark_silent(self, replica: str) -> set[str]:
         """Stop sending requests to a replica, but remember its blocks; return its requests' ids."""
         with self._lock:
             number = self._numbers.get(replica)
@@ -115,7 +115,7 @@ class Dispatcher:
             self._silent.add(replica)
             return self._router.requests_at(number)
 
-    def note_heard(self, replica: str) -> bool:
+    def mark_alive(self, replica: str) -> bool:
         """Send requests to a replica again; return True if it was silent."""
         with self._lock:
             was_silent = replica in self._silent

@@ -472,7 +472,7 @@ class ReplicaDriver:
         raise EngineError("a replica ended the request, as this server sent no heartbeats")
 
     def _lose(self, replica: str) -> None:
-        names = self._dispatcher.note_silent(replica)
+        names = self._dispatcher.mark_silent(replica)
         for attempt in self._attempts.values():
             if attempt.running.name in names:
                 attempt.is_lost = True

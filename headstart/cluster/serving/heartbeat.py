@@ -208,7 +208,7 @@ class Feeds:
                 assert isinstance(report, Report)
                 if replica in self._names:
                     self._beats.beat(replica)
-                    if self._dispatcher.note_heard(replica):
+                    if self._dispatcher.mark_alive(replica):
                         _LOG.warning("replica %s answers again", replica)
                 if report.process is not None:
                     _LOG.info("replica %s is process %s", replica, report.process)

@@ -99,9 +99,9 @@ def test_a_request_that_its_replica_never_accepts_is_moved() -> None:
 def test_a_silent_replica_gets_no_request_until_it_reports() -> None:
     dispatcher = books("a", "b")
     dispatcher.apply("b", stored(0, NAMES))
-    dispatcher.note_silent("b")
+    dispatcher.mark_silent("b")
     assert {send(dispatcher, "one"), *(dispatcher.choose("one") for _ in range(9))} == {"a"}
-    dispatcher.note_heard("b")
+    dispatcher.mark_alive("b")
     assert send(dispatcher, "two") == "b"
 
 

@@ -140,17 +140,17 @@ def list_prefixes(model: str | None, lines: int, folder: str | None) -> None:
     MODEL is a name that ls shows, or the first digits of a fingerprint. The part of the name in
     brackets may be left out.
     """
-    shown = []
+    sections = []
     with _opened(folder) as path:
         if model is None:
-            shown.append(_show_models(read_models(path)))
+            sections.append(_show_models(read_models(path)))
         states = [] if model is None else _find_models(path, model)
         for state in states:
             record = state.model.record
             if len(states) > 1:
-                shown.append(f"{record.title}  {record.fingerprint[:_DIGITS]}")
-            shown.append(_show_prefixes(_prefixes_of(path, state), record, lines))
-    click.echo("\n".join(shown))
+                sections.append(f"{record.title}  {record.fingerprint[:_DIGITS]}")
+            sections.append(_show_prefixes(_prefixes_of(path, state), record, lines))
+    click.echo("\n".join(sections))
 
 
 @cache.command(short_help="Show how much is stored, and how much it saved.")
@@ -304,9 +304,9 @@ def _find_models(path: Path, name: str) -> list[ModelState]:
 def _check_unique(name: str, names: Sequence[str]) -> None:
     """Raise CacheError if several names begin with `name`."""
     if len(names) > 1:
-        shown = ", ".join(text[: max(_DIGITS, len(name) + 4)] for text in names[:_MOST_SHOWN])
+        examples = ", ".join(text[: max(_DIGITS, len(name) + 4)] for text in names[:_MOST_SHOWN])
         raise CacheError(
-            f"{len(names)} names begin with {name!r}; allowed: more digits, as in {shown}"
+            f"{len(names)} names begin with {name!r}; allowed: more digits, as in {examples}"
         )
 
 

@@ -124,7 +124,9 @@ class Chat:
         """Answer a message, together with the waiting documents and images."""
         conversation, is_answered = self.conversation, False
         try:
-            is_answered = self._answer(conversation.ask(text), tuple(conversation.waiting))
+            is_answered = self._answer(
+                conversation.make_question(text), tuple(conversation.waiting)
+            )
         finally:
             if is_answered:
                 conversation.drop_waiting()
@@ -135,7 +137,7 @@ class Chat:
     def retry(self) -> None:
         """Answer the last question again. Raises RequestError if there is none."""
         turn = self.conversation.pop_turn()
-        if not self._answer(turn.question, turn.shown):
+        if not self._answer(turn.question, turn.attachments):
             self.conversation.turns.append(turn)
 
     def count_tokens(self, text: str) -> int:
@@ -155,12 +157,12 @@ class Chat:
         if not self.llm.takes_images:
             raise RequestError(f"{self.model} takes only text")
         single = Conversation(images=[image])
-        return len(self._stream(single, single.ask(""), 0).prompt_token_ids)
+        return len(self._stream(single, single.make_question(""), 0).prompt_token_ids)
 
-    def _answer(self, question: Content, shown: tuple[str, ...]) -> bool:
+    def _answer(self, question: Content, attachments: tuple[str, ...]) -> bool:
         """Answer a question, and add the turn; return False if there is no reply.
 
-        shown: the names of the documents and images in the question.
+        attachments: the names of the documents and images in the question.
         """
         try:
             stream = self._fit(question)
@@ -183,7 +185,7 @@ class Chat:
                 "are cached]"
             )
             return False
-        turn = Turn(question, answer.text, tuple(answer.token_ids), shown)
+        turn = Turn(question, answer.text, tuple(answer.token_ids), attachments)
         self.conversation.turns.append(turn)
         return True
 
@@ -354,10 +356,8 @@ def _undo(chat: Chat, argument: str) -> None:
         return
     turn = chat.conversation.pop_turn()
     chat.changed = "/undo"
-    shown_text = f", and with it {', '.join(turn.shown)}" if turn.shown else ""
-    note(
-        f"the last turn is removed{shown_text}; {count(len(chat.conversation.turns), 'turn')} left"
-    )
+    names = f", and with it {', '.join(turn.attachments)}" if turn.attachments else ""
+    note(f"the last turn is removed{names}; {count(len(chat.conversation.turns), 'turn')} left")
 
 
 @_command("/save", "writes the conversation to a file, as JSON", "PATH")

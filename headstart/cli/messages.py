@@ -98,14 +98,14 @@ def read_image(path: Path, max_pixels: int) -> dict[str, Any]:
 class Turn:
     """A question with its documents and images, and the reply.
 
-    token_ids: the tokens of the reply; empty if unknown. shown: the names of the documents and
-    images, which are not saved.
+    token_ids: the tokens of the reply; empty if unknown. attachments: the names of the
+    documents and images, which are not saved.
     """
 
     question: Content
     reply: str
     token_ids: tuple[int, ...] = ()
-    shown: tuple[str, ...] = ()
+    attachments: tuple[str, ...] = ()
 
     def lines(self) -> tuple[str, str]:
         """Return two lines: the text that the user typed after the documents, and the reply."""
@@ -131,7 +131,7 @@ class Conversation:
     images: list[dict[str, Any]] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
 
-    def ask(self, text: str) -> Content:
+    def make_question(self, text: str) -> Content:
         """Return a question with the waiting documents and images."""
         return join_content(self.documents, self.images, text)
 

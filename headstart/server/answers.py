@@ -193,23 +193,23 @@ class AnswerParser:
         with suppress(StopIteration):  # raised when the reader has finished
             for character in characters:
                 self._reading.send(character)
-        parts = join(part for part in self._source.parts if self._is_shown(part))
+        parts = join(part for part in self._source.parts if self._is_visible(part))
         self._source.parts.clear()
         self.has_call = self.has_call or any(part.kind == "call" for part in parts)
         return parts
 
     def _without_hidden(self, text: str) -> list[str]:
-        shown = []
+        visible = []
         for character in text:
             self._held += character
             while self._held and self._held not in self._beginnings:
-                shown.append(self._held[0])
+                visible.append(self._held[0])
                 self._held = self._held[1:]
             if self._held in self._hidden:
                 self._held = ""
-        return shown
+        return visible
 
-    def _is_shown(self, part: Part) -> bool:
+    def _is_visible(self, part: Part) -> bool:
         if part.kind == "call":
             return self._max_calls is None or part.number < self._max_calls
         return part.kind == "reasoning" or not self._only_calls

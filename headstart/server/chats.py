@@ -407,7 +407,7 @@ def _find_reasoning(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCal
     if not call.template.get("add_generation_prompt", True):
         return "possible"
     try:
-        shown = tokenizer.apply_chat_template(
+        rendered = tokenizer.apply_chat_template(
             [{"role": "user", "content": "a"}],
             tokenize=False,
             chat_template=text,
@@ -416,4 +416,4 @@ def _find_reasoning(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCal
         )
     except Exception:  # a template may raise anything; rendering the conversation reports it
         return "possible"
-    return "begun" if str(shown).rstrip().endswith(THINK_OPEN) else "possible"
+    return "begun" if str(rendered).rstrip().endswith(THINK_OPEN) else "possible"

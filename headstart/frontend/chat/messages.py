@@ -358,10 +358,10 @@ class TemplateOrder:
     def _shows(self, roles: str) -> bool:
         messages = [self._example(role, f"turn{index}") for index, role in enumerate(roles)]
         try:
-            shown = self._render(messages)
+            rendered = self._render(messages)
         except Exception:  # a template is a program, which may raise anything
             return False
-        positions = [shown.find(f"turn{index}") for index in range(len(roles))]
+        positions = [rendered.find(f"turn{index}") for index in range(len(roles))]
         return -1 not in positions and all(first < second for first, second in pairwise(positions))
 
     def _example(self, role: str, text: str) -> dict[str, Any]:

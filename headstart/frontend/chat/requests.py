@@ -216,10 +216,10 @@ class ChatRequests:
         parts = [{"type": "image"}, {"type": "text", "text": "text"}]
         example = TemplateOptions(chat_template=chat_template)
         try:
-            shown = self._memory.apply_template([{"role": "user", "content": parts}], example)
+            rendered = self._memory.apply_template([{"role": "user", "content": parts}], example)
         except RequestError:
             return False
-        return shown.count(placeholder) == 1 and "'type'" not in shown
+        return rendered.count(placeholder) == 1 and "'type'" not in rendered
 
     def publish(self, prefix: str | Sequence[int]) -> int:
         """Let requests of all salts share the full blocks of a prefix; return the number of blocks.

@@ -312,10 +312,10 @@ def _loses_detail(source: Picture, copy: Picture, codec: Codec) -> bool:
     bands = range(0, len(pixels), BAND)
     painted = np.concatenate([_paint_over_details(padded[top : top + BAND + 8]) for top in bands])
     copied = np.asarray(copy)
-    details, shown = _differences(pixels, painted), _differences(copied, painted)
+    details, remaining = _differences(pixels, painted), _differences(copied, painted)
     repainted = np.asarray(_save(Image.fromarray(painted), codec))
     traces = _extreme(np.pad(_differences(repainted, copied), 2), np.maximum)
-    erased = int(((details >= DETAIL) & (shown <= details // FAINT) & (traces <= TRACE)).sum())
+    erased = int(((details >= DETAIL) & (remaining <= details // FAINT) & (traces <= TRACE)).sum())
     return 0 < erased <= max(FEW, int(GRAIN * details.size))
 
 

@@ -396,8 +396,8 @@ class CountTokensRequest(ChatFields):
         """Return the messages of the chat, the system message first. Raises ApiError."""
         system = [self.system] if isinstance(self.system, str) else self.system or []
         texts = [block if isinstance(block, str) else block.text for block in system]
-        shown = [part for text in texts if text for part in text_parts(text)]
-        messages = [{"role": "system", "content": chat_content(shown)}] if shown else []
+        parts = [part for text in texts if text for part in text_parts(text)]
+        messages = [{"role": "system", "content": chat_content(parts)}] if parts else []
         return [*messages, *(message for turn in self.messages for message in turn.as_messages())]
 
     def read_tools(self) -> ToolUse:

@@ -57,8 +57,8 @@ MAX_WATCHERS = 64  # open streams of /cache/live
 async def show_cache(request: Request) -> Response:
     """Show the blocks by state and owner, the hit rate and the largest prefixes."""
     snapshot = await service_of(request).live.show(is_now=True)
-    shown = snapshot["engine"] | snapshot["pool"] | {"prefixes": snapshot["prefixes"]}
-    return JsonResponse(shown)
+    overview = snapshot["engine"] | snapshot["pool"] | {"prefixes": snapshot["prefixes"]}
+    return JsonResponse(overview)
 
 
 @router.post("/explain")

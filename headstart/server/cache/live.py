@@ -50,7 +50,7 @@ class Live:
         self._lock = asyncio.Lock()
         self._began = -1e9  # start of the last snapshot, by `time.monotonic`
         self._took = 0.0  # seconds that it took, in the engine's thread and then in a worker
-        self._shown: dict[str, Any] = {}
+        self._snapshot: dict[str, Any] = {}
         self._segments: list[PathSegment] = []
         self.num_watchers = 0  # open streams of snapshots
 
@@ -73,7 +73,7 @@ class Live:
             elif time.monotonic() - self._began >= 0.9 * self.pause:
                 await self._refresh()
         traffic = await asyncio.to_thread(self._watch.recent_requests)
-        return self._shown | {"traffic": traffic}
+        return self._snapshot | {"traffic": traffic}
 
     async def block_text(self, block_id: int) -> dict[str, Any]:
         """Return the text that the block had in the last snapshot."""
@@ -93,31 +93,31 @@ class Live:
         def read() -> tuple[float, dict[str, Any], list[PathSegment], list[int], Counter[int]]:
             start = time.perf_counter()
             segments = manager.path_segments()
-            shown = _describe_engine(self._llm) | {"pool": _count(manager, segments, tenants)}
+            snapshot = _describe_engine(self._llm) | {"pool": _count(manager, segments, tenants)}
             held = manager.held_blocks()
             checkpoints = _count_checkpoints(manager)
-            return time.perf_counter() - start, shown, segments, held, checkpoints
+            return time.perf_counter() - start, snapshot, segments, held, checkpoints
 
-        took, shown, segments, held, checkpoints = await self._llm.call(read)
+        took, snapshot, segments, held, checkpoints = await self._llm.call(read)
 
         def describe() -> float:
             start = time.perf_counter()
             prompts = self._watch.recent_prompts()
             chosen = _choose(segments)
             hits = count_hits(segments, chosen, prompts, manager.block_size)
-            shown["prefixes"] = [
+            snapshot["prefixes"] = [
                 self._describe(index, segments[index], tenants) | {"hits": hits[index]}
                 for index in chosen
             ]
             if manager.states is not None:
-                for prefix in shown["prefixes"]:
+                for prefix in snapshot["prefixes"]:
                     ids = segments[prefix["id"]].ids
                     prefix["checkpoints"] = sum(checkpoints[block_id] for block_id in ids)
-            shown["cells"] = _draw(manager.config.num_blocks, segments, held, set(chosen))
+            snapshot["cells"] = _draw(manager.config.num_blocks, segments, held, set(chosen))
             return time.perf_counter() - start
 
         took += await asyncio.to_thread(describe)
-        self._began, self._took, self._shown, self._segments = began, took, shown, segments
+        self._began, self._took, self._snapshot, self._segments = began, took, snapshot, segments
 
     def _describe(self, index: int, segment: PathSegment, tenants: Tenancy) -> dict[str, Any]:
         decode, text = self._watch.decode, None
@@ -234,7 +234,7 @@ def _choose(segments: Sequence[PathSegment]) -> list[int]:
 
 
 def _draw(
-    num_blocks: int, segments: Sequence[PathSegment], held: Sequence[int], shown: set[int]
+    num_blocks: int, segments: Sequence[PathSegment], held: Sequence[int], chosen: set[int]
 ) -> dict[str, Any]:
     """Return the cells in order of block ids, as runs of [number of cells, state, prefix or -1].
 
@@ -245,7 +245,7 @@ def _draw(
     prefixes: NDArray[np.int64] = np.full(num_blocks, -1, np.int64)
     for index, segment in enumerate(segments):
         states[segment.ids] = CACHED
-        if index in shown:
+        if index in chosen:
             prefixes[segment.ids] = index
     states[list(held)] = HELD
     per_cell = -(-num_blocks // MAX_CELLS)

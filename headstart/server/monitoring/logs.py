@@ -243,8 +243,8 @@ class _AsText(logging.Formatter):
         if line.tenant not in (None, "everybody"):
             text += f", {line.tenant}"
         text = f"{text}, {line.error}" if line.error else text
-        for name, shown in (("prompt", line.prompts), ("answer", line.answers)):
-            text += "".join(f", {name} {entry!r}" for entry in shown or ())
+        for name, texts in (("prompt", line.prompts), ("answer", line.answers)):
+            text += "".join(f", {name} {entry!r}" for entry in texts or ())
         return text
 
 

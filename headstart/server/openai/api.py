@@ -123,8 +123,8 @@ def completion_logprobs(
             text, logprob = token_logprob.decoded_token or "", _bounded(token_logprob)
             likeliest = _likeliest(entry, num_top)
             top = {_text(*likely, as_ids): _bounded(likely[1]) for likely in likeliest}
-        shown = f"token_id:{token_id}" if as_ids else text
-        for name, value in zip(names, (shown, logprob, top, max(0, offset)), strict=True):
+        token = f"token_id:{token_id}" if as_ids else text
+        for name, value in zip(names, (token, logprob, top, max(0, offset)), strict=True):
             columns[name].append(value)
         offset += len(text)
     return columns, offset
@@ -251,11 +251,11 @@ class _ChatAnswers(Chunks):
         if self._body.return_progress:
             first = asyncio.ensure_future(anext(outputs, None))
             try:
-                num_shown = 0
+                num_reported = 0
                 while not (await asyncio.wait({first}, timeout=_PROGRESS_SECONDS))[0]:
                     total, processed, cached = prompt_progress(self._prepared.request)
-                    if processed > num_shown:
-                        num_shown = processed
+                    if processed > num_reported:
+                        num_reported = processed
                         counts = {"total": total, "cache": cached, "processed": processed}
                         yield self.chunk([], prompt_progress=counts)
                 if (output := first.result()) is not None:
@@ -461,8 +461,8 @@ class _TextAnswers(Chunks):
         if not first:
             return 0
         entries = filter(None, output.prompt_logprobs or ())
-        shown = (next(iter(entry.values())).decoded_token or "" for entry in entries)
-        return len(self._prompt_text(output)) - len(first) - sum(map(len, shown))
+        texts = (next(iter(entry.values())).decoded_token or "" for entry in entries)
+        return len(self._prompt_text(output)) - len(first) - sum(map(len, texts))
 
 
 async def _gather(

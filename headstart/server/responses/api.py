@@ -391,11 +391,11 @@ async def _read_call(
         items = await asyncio.to_thread(_resolve, items, *_store_of(request))
         body = body.model_copy(update={"input": items})
     messages, paths = await read_many(len(items), partial(body.read_messages, earlier))
-    shown = messages
+    chat = messages
     if body.instructions:
-        shown = [{"role": "system", "content": body.instructions}, *messages]
+        chat = [{"role": "system", "content": body.instructions}, *messages]
         paths = ["instructions", *paths]
-    return body.as_call(shown, service.salt(request, body.salt), paths), messages
+    return body.as_call(chat, service.salt(request, body.salt), paths), messages
 
 
 def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> list[Item]:

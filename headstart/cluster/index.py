@@ -41,7 +41,7 @@ _STRIDE = 64
 
 
 class Match(NamedTuple):
-    """Numbers of a prompt's first blocks that each replica has, in lists indexed by replica.
+    """Length of the prompt prefix that each replica has, in blocks. Lists are indexed by replica.
 
     cached: blocks in the replica's KV pool. expected: `cached` plus blocks that its requests will
     compute. stored: `expected` plus blocks that it can load from a slower tier.

@@ -1,14 +1,13 @@
 """Router: sends each request to one of many replicas, by a policy, and tracks their loads.
 
     route         choose a replica for a request
-    catch_up      record in the index that this replica will have the request's blocks
+    catch_up      record in the index that the chosen replica will have the request's blocks
     first_token   the prompt is computed: measure the replica's rate
     finish        the reply is complete, or the request is given up
     index.apply   apply events of the replicas' caches
 
-`route` does not record the request's own blocks, so that the request is sent sooner. The next call
-of any method records them; `catch_up` has no other effect. Not thread-safe. The caller passes the
-time, so a simulator can use its own clock.
+The next call after `route` records the request's blocks, so that the request is sent sooner. Not
+thread-safe. The caller passes the time, so a simulator can use its own clock.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -24,7 +23,7 @@ FIRST_RATE = 15_000.0
 _HALF_LIFE = 20.0
 """Seconds of computing prompts after which a measurement has half its weight."""
 _TRUST = 2.0
-"""Weight of all replicas' mean rate in a replica's rate, in seconds of measurement."""
+"""Seconds of measurement for which the mean rate of all replicas counts in a replica's rate."""
 
 COMPUTE_WEIGHT = 4.0
 """Weight of a token to compute, compared with a queued token."""
@@ -51,7 +50,7 @@ class RouteRequest:
     session: str | None = None
 
     def tokens(self, num_blocks: int) -> int:
-        """Return the tokens that a hit of `num_blocks` saves; one token is always computed."""
+        """Return how many tokens a hit of `num_blocks` saves; one token is always computed."""
         return min(num_blocks * self.block_size, self.num_tokens - 1)
 
 
@@ -367,7 +366,7 @@ class Router:
         return {name for name, entry in self._sent.items() if entry.load is self.loads[replica]}
 
     def catch_up(self) -> None:
-        """Record that the last request's replica will compute its blocks."""
+        """Record which blocks the last request's replica will compute."""
         entry, self._last = self._last, None
         if entry is not None:
             replica = entry.load.replica

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headstart.server.monitoring.logs import Tracer
 
 _LONG = 1 << 15  # bytes; longer bodies are parsed in a thread
-_MAX_VALUES = 1 << 20  # maximum per body; parsing that many blocks all threads for up to 0.1 s
+_MAX_VALUES = 1 << 20  # in a body; parsing delays all threads by up to 0.1 s
 # Limit for the objects and for the lists in a body. Some APIs process them in the event loop.
 _MAX_OBJECTS = 20_000
 
@@ -217,8 +217,8 @@ def create_speech_app(
 class _Application(FastAPI):
     """FastAPI's routes behind `RequestMiddleware`, which replaces FastAPI's middleware.
 
-    A `POST` with a body is dispatched here; FastAPI only describes these routes. Its own dispatch
-    takes as much time of the event loop as several tokens of a small model.
+    A `POST` with a body is dispatched here; FastAPI only describes these routes. FastAPI's dispatch
+    would take as much time of the event loop as several tokens of a small model.
     """
 
     def __init__(self, service: BaseService[Any, Any], routers: Sequence[APIRouter]) -> None:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
-# Claude Code begins its system prompt with this line, which contains a digest of the request. No
-# prefix with it could ever hit.
+# Claude Code begins its system prompt with this line. It contains a digest of the request, so a
+# prompt that begins with it can never hit.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 # Fields without effect: cache hints, and a field that clients add when they send back an answer.
@@ -300,7 +300,7 @@ async def prepare_chat(
                 )
             form = force_calls(call.tools, dialect.calls, dialect.special, dialect.reasoning)
         elif form is not None and dialect.reasoning == "begun":
-            # JSON follows the reasoning. With other constraints the answer has no reasoning.
+            # Reasoning may precede JSON. Any other constraint excludes reasoning.
             with_reasoning = after_reasoning(form, dialect.special)
             if with_reasoning is None:
                 dialect = replace(dialect, reasoning="possible")
@@ -401,7 +401,7 @@ def _read_dialect(service: Service, call: ChatCall) -> Dialect:
 
 
 def _find_reasoning(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall) -> Reasoning:
-    """Return where reasoning begins, judged by the template and the end of a rendered prompt."""
+    """Return the kind of reasoning, judged by the template and the end of a rendered prompt."""
     if THINK_OPEN not in text and THINK_CLOSE not in text:
         return "none"
     if not call.template.get("add_generation_prompt", True):

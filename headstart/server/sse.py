@@ -109,7 +109,7 @@ class AnswerEvents(ABC):
         return await read_whole([output], lambda: list(self.read(output)))
 
     async def stream(self, outputs: AsyncGenerator[Any]) -> AsyncGenerator[bytes]:
-        """Yield the events of all outputs, until an error. Bytes among the outputs are events."""
+        """Yield the events of all outputs, until an error. An output of type bytes is an event."""
         try:
             if begin := self.begin():
                 yield begin

@@ -18,7 +18,7 @@ from headstart.server.errors import ApiError
 Value = TypeVar("Value")
 MAX_VALUES = 4096
 MAX_BYTES = 256 * 2**20
-_FEW = 8  # ids; a search for at most this many parses only responses whose bytes contain an id
+_FEW = 8  # a search for up to `_FEW` ids parses only responses that contain one
 
 
 class _Entry(NamedTuple, Generic[Value]):

@@ -5,9 +5,9 @@ The server makes the salts, so a request cannot choose whose cache it reads:
     a tenant's salt               HMAC(secret, kind, name)
     with a salt in the body       tenant's salt + "/" + HMAC(secret, kind, name, salt in the body)
 
-Each HMAC field follows its length. The kind (group, key, operator) separates a group from a key of
-the same name. The salt is part of the identity of K/V, of image embeddings, of stored chats and of
-stage outputs. The secret is on disk (see `keys`), so salts survive a restart.
+In an HMAC, the length of each field precedes it. The kind (group, key, operator) separates a group
+from a key of the same name. The salt is part of the identity of K/V, of image embeddings, of stored
+chats and of stage outputs. The secret is on disk (see `keys`), so salts survive a restart.
 
 Without keys all requests belong to the tenant `EVERYBODY`, and use the salts of their bodies.
 """

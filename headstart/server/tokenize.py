@@ -61,7 +61,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 
 def _encode_answer(service: Service, token_ids: list[int], with_texts: bool) -> bytes:
-    """Return the answer of `/tokenize` as JSON, and empty `token_ids`.
+    """Return the answer of `/tokenize` as JSON. Clears `token_ids`.
 
     Ids are converted and freed in parts, from the end: one call in C for a million ids would block
     all threads for longer than the time between two tokens of a stream.

@@ -184,7 +184,7 @@ class ReplicaCluster:
         """Log the reason why replicas do not start, which Ray Serve reports after 30 s."""
         logged = ""
         while not is_over.wait(_WAIT_POLL):
-            with suppress(Exception):  # `serve.run` raises errors that last
+            with suppress(Exception):  # `serve.run` raises permanent errors
                 message = serve.status().applications[self._name].deployments[_DEPLOYMENT].message
                 if message and message != logged:
                     logged = message

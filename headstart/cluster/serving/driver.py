@@ -1,7 +1,7 @@
 """Frontend and driver of replicas: prepare requests in the server's process, and route them.
 
 Replicas receive and return token ids. The server tokenizes prompts, so the router knows the hashes
-of their blocks. The server also stores the earlier turns of chats, whichever replica answers.
+of their blocks. The server also stores the token ids of earlier chat turns for all replicas.
 
     submitted ──▶ routed ──▶ sent ──first tokens──▶ answered, token by token ──▶ finished
                     ▲          │                        │
@@ -439,7 +439,8 @@ class ReplicaDriver:
     async def _stream(self, running: _Running, request: AnswerRequest) -> None:
         """Send a request to a replica, and receive its tokens. Raises errors of Ray or the replica.
 
-        The stream has the first tokens, and later tokens at its end. Reports may send these sooner.
+        The stream yields the first tokens, and at its end all others. With `every_step`, reports
+        deliver the other tokens as they are computed.
         """
         attempt = _Attempt(running, time.perf_counter())
         self._attempts[request.key] = attempt

@@ -1,4 +1,4 @@
-"""Heartbeats between servers and replicas, and the feeds of replicas that carry them.
+"""Heartbeats between servers and replicas, and the feeds of the replicas' reports.
 
     server    send_heartbeats ──▶ every replica, every quarter of `SILENCE`
     replica   Heartbeats: a server that was silent for too long is dead

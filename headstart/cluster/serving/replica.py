@@ -10,8 +10,8 @@ again, which begins with a snapshot. Tokens are not lost: they wait until the qu
 Blocks of the store are reported as a separate tier: the last `_MOST_STORED` blocks that this engine
 saved or loaded. A store reports neither evictions nor the blocks of other processes.
 
-A message through Ray Serve is expensive at both ends, so one message has the new tokens of all of a
-follower's streams.
+A message through Ray Serve is expensive at both ends, so one message has the new tokens of all
+requests of a follower.
 """
 
 from __future__ import annotations

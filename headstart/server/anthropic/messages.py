@@ -63,7 +63,7 @@ class Breakpoint(NamedTuple):
 
 
 def read_breakpoints(body: CountTokensRequest) -> list[Breakpoint]:
-    """Return the breakpoints in order. The request's own `cache_control` is at the end.
+    """Return the breakpoints in order; the last may be the request's field `cache_control`.
 
     Raises ApiError for more than four, or for a longer time to live after a shorter one.
     """

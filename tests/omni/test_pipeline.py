@@ -154,7 +154,7 @@ def test_without_caching_nothing_is_kept_looked_up_or_hashed(
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("caching is off")
 
-    for method in ("place", "find", "count", "touch", "put"):
+    for method in ("reserve_name", "find", "count", "touch", "put"):
         monkeypatch.setattr(OutputCache, method, never)
     monkeypatch.setattr("headstart.omni.engine_stage._rows_digest", never)
     monkeypatch.setattr("headstart.omni.function_stage.content_bytes", never)

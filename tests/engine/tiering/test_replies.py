@@ -12,7 +12,7 @@ from headstart import LLM, SamplingParams
 from tests.engine.tiny_llm import draft_always, make_llm, save_smallest
 
 PROMPT = list(range(3, 67))  # whole blocks
-TOKENS = 40  # without a reply to draft from, the greedy answer repeats nothing
+TOKENS = 40
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,10 @@ def opened(model: Path, folder: Path, **options: Any) -> Iterator[LLM]:
 
 
 def answer(llm: LLM, **options: Any) -> tuple[int, list[int]]:
-    """Return the number of accepted tokens, and the answer."""
+    """Return the number of accepted tokens, and the answer.
+
+    Without a reply to draft from, the few repetitions in the answer itself are drafted.
+    """
     salt = options.pop("cache_salt", None)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, **options)
     [output] = llm.generate({"prompt_token_ids": PROMPT}, params, cache_salt=salt)
@@ -43,11 +46,10 @@ def answer(llm: LLM, **options: Any) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["", "deterministic"])
 def test_a_repeated_prompt_is_drafted(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     with opened(model, tmp_path, **options) as llm:
-        accepted, first = answer(llm)
-        assert accepted == 0
+        repeated, first = answer(llm)
     with opened(model, tmp_path, **options) as llm:
         accepted, second = answer(llm)
-        assert accepted > TOKENS // 2
+        assert accepted > repeated + TOKENS // 2
     assert second == first
 
 
@@ -57,17 +59,19 @@ def test_replies_of_other_tenants_are_not_read(
 ) -> None:
     with opened(model, tmp_path) as llm:
         llm.engine.manager.hasher.publish(public)
-        _, tokens = answer(llm, cache_salt="a")
+        repeated, tokens = answer(llm, cache_salt="a")
     with opened(model, tmp_path) as llm:
         llm.engine.manager.hasher.publish(public)
         accepted = [answer(llm, cache_salt=salt)[0] for salt in ("b", None, "a")]
-        assert accepted[:2] == [0, 0]
-        assert accepted[2] > TOKENS // 2
+        assert accepted[:2] == [repeated, repeated]
+        assert accepted[2] > repeated + TOKENS // 2
     for path in tmp_path.iterdir():
         assert np.array(tokens, "<u4").tobytes() not in path.read_bytes()
 
 
 def test_a_request_that_is_not_stored_leaves_no_reply(model: Path, tmp_path: Path) -> None:
+    accepted = []
     for _ in range(2):
         with opened(model, tmp_path) as llm:
-            assert answer(llm, skip_storing_prefix_cache=True)[0] == 0
+            accepted.append(answer(llm, skip_storing_prefix_cache=True)[0])
+    assert accepted[0] == accepted[1]

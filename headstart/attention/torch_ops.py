@@ -31,7 +31,7 @@ SHARING = SharingCost(group=8192, member=32)
 # Rows of a prefill in one pair of products: enough for full GEMM speed, but few enough to limit
 # wasted work above the causal diagonal.
 CHUNK_ROWS = 128
-# Tokens that one decode group gathers, so that its K of one layer fits the L2 cache.
+# Most tokens that one decode group gathers, so that its K of one layer fits the L2 cache.
 GROUP_TOKENS = 16_384
 # Up to this difference in length, in tokens, padding costs less than another group.
 SMALL_GAP = 64

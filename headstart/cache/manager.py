@@ -415,7 +415,7 @@ class KVCacheManager:
         return find_branch(sequence, count)
 
     def share_prefix(self, sequences: Sequence[TokenSequence], num_tokens: int) -> bool:
-        """Return True if two of the sequences share the block with the token at `num_tokens`."""
+        """Return True if two of the sequences share the block of position `num_tokens`."""
         index = num_tokens // self.block_size
         held = [s.block_ids[index] for s in sequences if len(s.block_ids) > index]
         return len(set(held)) < len(held)

@@ -213,7 +213,7 @@ class FairShare:
                 self._charge(name, -len(request.group.prompt_token_ids) - guess - charged)
         return request in owner.prefills
 
-    # As a limit
+    # Methods of `Limit`
 
     def applies(self, request: Request) -> bool:
         return request in self._guesses
@@ -221,7 +221,7 @@ class FairShare:
     def reach(self, request: Request, start: int, stop: int) -> int | None:
         """Return `stop` if the request may be computed now.
 
-        Another owner may go first, or a waiting request may lack space. Then return `start` for a
+        If another owner goes first, or if a waiting request lacks space, return `start` for a
         running request and None for a waiting request.
         """
         owner = self._owners[self._name(request)]

@@ -6,7 +6,7 @@
 //
 // Every intermediate that transformers rounds to bf16 is rounded here too, so the two differ only
 // in summation order.
-#include "layer.h"  // narrow/layers.cpp includes it too
+#include "layer.h"  // before avx512.h: narrow/layers.cpp includes it too
 
 #include "avx512.h"
 
@@ -16,7 +16,7 @@ using namespace headstart;
 
 namespace {
 
-constexpr int64_t CHUNK = 512;  // rows of a temporary intermediate
+constexpr int64_t CHUNK = 512;  // rows that are computed together after attention
 constexpr Norm NO_NORM{nullptr, 0, 0};
 
 // 1 / (1 + e^-x), with a relative error of 1e-5: a hundredth of the rounding error of bf16

@@ -12,7 +12,7 @@ struct Norm {
     int32_t gemma;  // 1: multiply by 1 + weight, then round; 0: round, then multiply by the weight
 };
 
-// The activation of an MLP's gate: x / (1 + e^-x), or GELU in its approximation by tanh.
+// The activation of an MLP's gate: x / (1 + e^-x), or the tanh approximation of GELU.
 constexpr int64_t SILU = 0, GELU_TANH = 1;
 
 // A layer's weights; a Norm may be absent (weight nullptr). `before` and `after` are norms of the

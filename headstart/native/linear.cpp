@@ -1,4 +1,4 @@
-// Packed weights: packing, multiplying, and reading rows back.
+// Packed weights: packing and multiplying.
 #include "avx512.h"
 
 #include "linear.h"

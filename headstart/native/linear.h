@@ -57,8 +57,8 @@ struct Panel {
     }
 };
 
-// Functions and limits of products on one kind of CPU. Kinds differ in the order of sums,
-// so a process uses only one. A range is some consecutive pairs of a panel.
+// Functions and limits of products on one kind of CPU. Kinds differ in the order of sums, so a
+// process uses only one. A range is some consecutive pairs of a panel.
 struct Products {
     int tallest;         // most rows of a tile
     int64_t most_rows;   // most rows of a block, at most MOST_ROWS

@@ -59,7 +59,7 @@ class Spread {
 };
 
 // True if the CPU has AMX and the system allows this process to use it. On Linux, a process must
-// request AMX. A later request may have another result.
+// request AMX. Called only once, since a later request may have another result.
 bool request_amx() {
 #if defined(HEADSTART_EMULATED)
     return true;

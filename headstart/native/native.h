@@ -1,9 +1,9 @@
 // Shared by every kernel file: standard headers, threads, and the version of this interface.
 //
 // Kernels are `extern "C"` functions, called by ctypes, so building needs a compiler but no headers
-// of Python or torch. Most files need AVX-512 with bf16 (avx512.h); most of narrow/, and
-// attention/float32.cpp, need AVX2. headstart_native_level() returns which of them this CPU can
-// run.
+// of Python or torch. Most files need AVX-512 with bf16 (avx512.h). Most files of narrow/,
+// recurrent.cpp and attention/float32.cpp need AVX2. headstart_native_level() returns which files
+// this CPU can run.
 #pragma once
 
 #include <immintrin.h>
@@ -20,9 +20,9 @@
 #include <type_traits>
 #include <vector>
 
-// Increase it when an exported signature changes. headstart/native/__init__.py has the same number,
-// so that a library built from other sources is not used. bindings.py declares signatures and
-// structs.
+// Increase this when an exported signature changes. headstart/native/__init__.py has the same
+// number, so that a library built from other sources is not used. bindings.py declares signatures
+// and structs.
 constexpr int HEADSTART_NATIVE_INTERFACE = 25;
 
 namespace headstart {
@@ -40,8 +40,8 @@ extern int vnni;
 void release_tiles();
 
 // Runs body(thread, threads) on `threads` threads at once and waits for all of them. The threads
-// are those of torch's OpenMP library, so that two pools never compete for the cores; without it,
-// or with one thread, the caller does all the work. The body must not throw.
+// are those of torch's OpenMP library, so that two pools never compete for the cores. Without this
+// library, or with one thread, the caller does all the work. The body must not throw.
 using Body = void (*)(void* data, int thread, int threads);
 void run_parallel(Body body, void* data, int threads);
 

@@ -1,4 +1,4 @@
-// The 8-bit copy of a weight: quantization, products, and bounds of the exact products.
+// Quantization of weights and rows, and bounds of the exact products.
 #include "avx512.h"
 
 #include "screen.h"

@@ -1,5 +1,5 @@
 // Attention in bf16 for CPUs with AVX-512.
-#include "rows.h"  // float32.cpp includes it too
+#include "rows.h"  // before avx512.h: float32.cpp includes it too
 
 #include "../avx512.h"
 

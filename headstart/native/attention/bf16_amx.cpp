@@ -2,7 +2,7 @@
 //
 // Queries and weights are right factors (amx.h), in the layout of `Lanes`. Keys and values are left
 // factors. Keys are read from memory if they are evenly spaced. Values are transposed.
-#include "rows.h"  // float32.cpp includes it too
+#include "rows.h"  // before avx512.h: float32.cpp includes it too
 
 #include "../avx512.h"
 

@@ -13,7 +13,7 @@
 //
 // Tiles begin at multiples of TILE, counted from the segment's first key, and a hidden score has
 // exactly weight 0. So the bits of a row's result do not depend on the other rows of its chunk.
-#include "rows.h"  // float32.cpp includes it too
+#include "rows.h"  // before avx512.h: float32.cpp includes it too
 
 #include "../avx512.h"
 

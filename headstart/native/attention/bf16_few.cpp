@@ -10,7 +10,7 @@
 // Keys are transposed in registers, 16 at a time, and rows of V are interleaved in registers. There
 // is one pass with an online softmax, as in bf16_chunk.cpp. The order of a row's sums depends only
 // on the positions of its keys.
-#include "rows.h"  // float32.cpp includes it too
+#include "rows.h"  // before avx512.h: float32.cpp includes it too
 
 #include "../avx512.h"
 

@@ -1,6 +1,6 @@
 // The product of integers.cpp with AVX-512 VNNI, which adds four products in one instruction. Also
 // converts weights of 4 or 5 bits to bf16, for the products of ../linear.h.
-#include "integers.h"  // before the pragma: integers.cpp has its inline functions too
+#include "integers.h"  // before the pragma: integers.cpp includes it too
 
 #ifndef HEADSTART_EMULATED  // without bf16, since many CPUs have VNNI but no bf16
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")

@@ -298,7 +298,7 @@ def count_hits(
 
 
 def _find_owner(namespace: Namespace, tenants: Tenancy) -> Namespace:
-    """Return a namespace with only its tenant's salt, without a request's salt after the slash."""
+    """Return a namespace without the request's salt, which follows the tenant's after a slash."""
     salt = (namespace.salt or "").partition("/")[0]
     return namespace._replace(salt=salt) if salt in (tenants or ()) else namespace
 

@@ -1,14 +1,14 @@
-"""A naive model of prefix caching: no tree, no digest, just what is written in every slot.
+"""A naive model of prefix caching, without trees and digests: the content of every slot.
 
 Content is numbered: a number stands for everything that a row of K/V depends on, that is the
-namespace and every token and item from position 0 up to the row's own. Two rows with one number
-are interchangeable, two with different numbers never are. Rows of blocks that lie wholly in a
-public prefix have numbers of their own, which do not depend on the salt; all others do.
+namespace and every token and item from position 0 up to the row's own. Two rows with one number are
+interchangeable, two with different numbers never are. Rows of blocks that lie wholly in a public
+prefix have separate numbers, which do not depend on the salt; all others do.
 
-The model keeps for every block what its rows will hold once the step is over (`promised`), how
-many of them others may use (`valid`), and what they really hold (`memory`), by running each step
-as an engine does: all reads of all copies, then all writes, then each computed row into its slot
-if the sequence is its block's writer, else nowhere.
+The model stores for every block what its rows will hold once the step is over (`promised`), how
+many of them others may use (`valid`), and what they really hold (`memory`), by running each step as
+an engine does: all reads of all copies, then all writes, then each computed row into its slot if
+the sequence is its block's writer, else nowhere.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Contents:
         return self._numbers.setdefault(what, len(self._numbers))
 
     def rows(self, sequence: TokenSequence) -> list[int]:
-        """The number of each of the sequence's rows."""
+        """Return the number of each of the sequence's rows."""
         _, known = self._known.get(id(sequence), (None, []))
         if len(known) == len(sequence.token_ids):
             return known
@@ -74,7 +74,7 @@ class Contents:
 
 
 class NaiveEngine:
-    """Drives a manager, and knows the content of every slot without asking it."""
+    """Drive a manager, and track the content of every slot without querying it."""
 
     def __init__(self, manager: KVCacheManager, public: Sequence[Sequence[int]] = ()) -> None:
         self.manager = manager
@@ -95,13 +95,13 @@ class NaiveEngine:
 
     @property
     def taken(self) -> list[int]:
-        """The blocks that the last allocation took."""
+        """Return the blocks that the last allocation took."""
         return self._policy.taken
 
     # What a lookup should find
 
     def full_blocks(self) -> dict[int, int]:
-        """The number of each full prefix that is cached, and a block that holds it."""
+        """Return the number of each full prefix that is cached, and a block that holds it."""
         return {
             self.promised[at][-1]: at for at, rows in enumerate(self.valid) if rows == self.size
         }  # type: ignore[misc]
@@ -126,27 +126,27 @@ class NaiveEngine:
                 best = max(best, head)
         return max(0, min(best, len(rows) - 1 - depth * self.size))
 
-    def check_lookup(self, sequence: TokenSequence, found: ComputedBlocks) -> None:
-        """The lookup found all there is, and nothing else."""
+    def check_lookup(self, sequence: TokenSequence, match: ComputedBlocks) -> None:
+        """Check that the lookup returned all cached rows, and nothing else."""
         if not self.config.enable_prefix_caching:
-            assert (found.blocks, found.num_tokens, found.partial) == ([], 0, None)
+            assert (match.blocks, match.num_tokens, match.partial) == ([], 0, None)
             return
         rows = self.contents.rows(sequence)
         depth = self.expect_run(rows)
-        assert len(found.blocks) == depth
-        for at, block in enumerate(found.blocks):
+        assert len(match.blocks) == depth
+        for at, block in enumerate(match.blocks):
             want = rows[at * self.size : (at + 1) * self.size]
             assert self.promised[block.block_id] == want, "a false hit"
         head = self.expect_head(rows, depth) if self.config.partial_hits else 0
-        assert found.num_tokens == min(depth * self.size, len(rows) - 1) + head
-        assert (found.partial is not None) == (head > 0)
-        if found.partial is not None:
-            assert found.partial.num_rows == head
-            copied = self.promised[found.partial.block.block_id][:head]
+        assert match.num_tokens == min(depth * self.size, len(rows) - 1) + head
+        assert (match.partial is not None) == (head > 0)
+        if match.partial is not None:
+            assert match.partial.num_rows == head
+            copied = self.promised[match.partial.block.block_id][:head]
             assert copied == rows[depth * self.size :][:head], "a false partial hit"
         end = (depth + 1) * self.size
         writer = self.announced.get(rows[end - 1]) if end <= len(rows) else None
-        assert found.writer == (writer.request_id if writer is not None else None)
+        assert match.writer == (writer.request_id if writer is not None else None)
 
     # Operations, each with what it should do
 
@@ -154,12 +154,12 @@ class NaiveEngine:
         return [block.block_id for block in self.manager.pool.free]
 
     def admit(
-        self, sequence: TokenSequence, num_new: int, found: ComputedBlocks | None
+        self, sequence: TokenSequence, num_new: int, match: ComputedBlocks | None
     ) -> Allocation | None:
-        """Allocate, and check that it is all or nothing, from the head of the free queue."""
-        hits = [block.block_id for block in found.blocks] if found is not None else []
-        partial = found.partial if found is not None else None
-        start = found.num_tokens if found is not None else 0
+        """Allocate; check that it is all or nothing, from the head of the free queue."""
+        hits = [block.block_id for block in match.blocks] if match is not None else []
+        partial = match.partial if match is not None else None
+        start = match.num_tokens if match is not None else 0
         count = -(-(start + num_new) // self.size) - len(hits)
         free = [at for at in self.free_ids() if at not in hits]
         source: list[Row] = []
@@ -168,7 +168,7 @@ class NaiveEngine:
             source = self.promised[source_id][: partial.num_rows]
             if source_id in free:  # it is used, so it is taken last
                 free = [at for at in free if at != source_id] + [source_id]
-        allocation = self.manager.allocate_slots(sequence, num_new, found)
+        allocation = self.manager.allocate_slots(sequence, num_new, match)
         assert (allocation is None) == (count > len(free)), "short of blocks, or not"
         if allocation is None:
             return None
@@ -194,7 +194,7 @@ class NaiveEngine:
         return allocation
 
     def grow(self, sequence: TokenSequence, num_new: int) -> bool:
-        """Append slots, and check that it is all or nothing."""
+        """Append slots; check that it is all or nothing."""
         start = sequence.num_computed_tokens
         own = list(sequence.block_ids)
         count = -(-(start + num_new) // self.size) - len(own)
@@ -257,7 +257,7 @@ class NaiveEngine:
         self.announced = {n: s for n, s in self.announced.items() if s is not sequence}
 
     def commit(self) -> None:
-        """Run the step as an engine does, then say that it is written."""
+        """Run the step as an engine does, then commit it."""
         self._run()
         self.check_memory()
         self.manager.commit_step()
@@ -279,7 +279,7 @@ class NaiveEngine:
         self.copies, self.chunks = [], []
 
     def discard(self, sequences: list[TokenSequence]) -> None:
-        """The step has run, and what these sequences computed is not to be kept."""
+        """End the step, but discard the results of these sequences."""
         self._run()
         computed = set()
         for sequence in sequences:
@@ -296,7 +296,7 @@ class NaiveEngine:
         self.observe()
 
     def check_memory(self) -> None:
-        """Every running sequence finds its own rows, and every reusable row is what it says."""
+        """Check that each running sequence reads its own rows, and that reusable rows are right."""
         for sequence in self.manager.sequences:
             rows = self.contents.rows(sequence)
             for position in range(sequence.num_computed_tokens):
@@ -309,7 +309,7 @@ class NaiveEngine:
             assert self.memory[at][:valid] == promised, f"block {at}"
 
     def fail(self) -> list[TokenSequence]:
-        """The step fails after it has written rubbish to everything that it may write."""
+        """Fail the step after it has written garbage to all of its slots."""
         for copy in self.copies:
             self.memory[copy.target_block] = [GARBAGE] * self.size
         self.chunks += self.written

@@ -1,4 +1,4 @@
-"""Portable block names, written a second time from the documented layout, plainly."""
+"""A second, plain implementation of portable block names, from the documented layout."""
 
 import hashlib
 import struct
@@ -8,7 +8,7 @@ from headstart.cache import TokenSequence
 
 
 def digest_of_one_bit(data: bytes) -> bytes:
-    """A digest under which half of all prefixes have the name of the other half."""
+    """Return a digest under which half of all prefixes collide with each other."""
     return bytes([hashlib.sha256(data).digest()[0] & 1])
 
 
@@ -36,7 +36,7 @@ def count_public(sequence: TokenSequence, public: Sequence[Sequence[int]], block
 
 
 def block_key(sequence: TokenSequence, start: int, stop: int) -> bytes:
-    """Tokens of four bytes; before the first placeholder of an item in the block, its frame."""
+    """Encode tokens in four bytes, with an item's frame before its first placeholder."""
     parts = []
     for position in range(start, stop):
         for item in sequence.items:
@@ -55,7 +55,7 @@ def block_names(
     digest: Callable[[bytes], bytes] = sha256,
     public: Sequence[Sequence[int]] = (),
 ) -> list[bytes]:
-    """The names of all full blocks of the sequence, first to last."""
+    """Return the names of all full blocks of the sequence, in order."""
     adapter, salt = sequence.namespace
     num_public = count_public(sequence, public, block_size)
     head = b"headstart/1" + struct.pack("<I", block_size)

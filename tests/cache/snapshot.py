@@ -1,4 +1,4 @@
-"""All that a manager knows, as one value, to see that a call has changed nothing."""
+"""The whole state of a manager as one value, to check that a call changed nothing."""
 
 from headstart.cache import KVCacheManager, TokenSequence
 from headstart.cache.block import Branches, PrefixNode
@@ -28,7 +28,7 @@ def _of_sequence(sequence: TokenSequence) -> tuple[object, ...]:
 
 
 def snapshot(manager: KVCacheManager, *others: TokenSequence) -> tuple[object, ...]:
-    """Everything but the keys that sequences cut ahead of need; `others` hold no blocks."""
+    """Return everything but keys that were cut ahead of need; `others` hold no blocks."""
     pool = manager.pool
     return (
         tuple((b.block_id, b.ref_cnt, b.node) for b in pool.blocks),

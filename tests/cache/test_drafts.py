@@ -46,7 +46,7 @@ class DraftingEngine(TinyEngine):
                 self.memory[block * self.size + position % self.size] = row
 
     def note_blocks(self) -> None:
-        """No block is stored with a token that was not accepted."""
+        """Check that no block is stored with a token that was not accepted."""
         for sequence in self.manager.sequences:
             self.computed.update(self.manager.block_hashes(sequence))
         events = self.manager.take_events()
@@ -83,7 +83,10 @@ def test_random_drafts(size: int, window: int) -> None:
 
 
 def step(engine: DraftingEngine, chance: random.Random) -> None:
-    """Run a step of all sequences, some with drafts; it may fail, and sequences may end."""
+    """Run a step of all sequences, some with drafts.
+
+    It may fail, and sequences may end.
+    """
     manager = engine.manager
     for sequence in list(manager.sequences):
         if len(sequence.token_ids) == sequence.num_computed_tokens:

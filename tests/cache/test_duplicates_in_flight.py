@@ -17,25 +17,25 @@ from tests.cache.steps import (
 PROMPT = list(range(100, 110))  # two blocks of four, and two tokens
 
 
-def test_a_twin_waits_for_what_the_first_computes_then_shares_it() -> None:
+def test_a_twin_waits_for_the_first_request_and_shares_its_blocks() -> None:
     manager = make_manager()
     first, second = (TokenSequence(name, PROMPT) for name in ("first", "second"))
     admit(manager, first, 2)
     assert manager.get_computed_blocks(second).writer == "first"
     manager.commit_step()
     assert manager.append_slots(first, 3)
-    found = manager.get_computed_blocks(second)
-    assert (found.num_tokens, found.writer) == (4, "first")
+    match = manager.get_computed_blocks(second)
+    assert (match.num_tokens, match.writer) == (4, "first")
     manager.commit_step()
     assert manager.append_slots(first, 5)
-    found = manager.get_computed_blocks(second)
-    assert (found.num_tokens, found.writer) == (8, None)
-    assert manager.allocate_slots(second, 2, found) is not None
+    match = manager.get_computed_blocks(second)
+    assert (match.num_tokens, match.writer) == (8, None)
+    assert manager.allocate_slots(second, 2, match) is not None
     assert second.block_ids[:2] == first.block_ids[:2]
     manager.check()
 
 
-def test_a_twin_in_the_same_step_shares_what_the_first_fills() -> None:
+def test_a_twin_in_the_same_step_shares_the_blocks_that_the_first_fills() -> None:
     manager = make_manager()
     first, second = (TokenSequence(name, PROMPT) for name in ("first", "second"))
     admit(manager, first)
@@ -44,14 +44,14 @@ def test_a_twin_in_the_same_step_shares_what_the_first_fills() -> None:
     assert (first.block_ids, second.block_ids) == ([0, 1, 2], [0, 1, 3])
 
 
-def test_the_twin_of_an_aborted_request_goes_on_from_what_was_computed() -> None:
+def test_the_twin_of_an_aborted_request_continues_from_its_computed_blocks() -> None:
     manager = make_manager()
     first, second = (TokenSequence(name, PROMPT) for name in ("first", "second"))
     admit(manager, first, 6)
     manager.commit_step()
     manager.free(first)
-    found = manager.get_computed_blocks(second)
-    assert (found.num_tokens, found.writer) == (6, None)
+    match = manager.get_computed_blocks(second)
+    assert (match.num_tokens, match.writer) == (6, None)
 
 
 def test_a_twin_waits_in_a_cache_that_has_seen_others() -> None:
@@ -71,7 +71,7 @@ def test_tokens_that_came_later_are_waited_for() -> None:
     assert manager.get_computed_blocks(TokenSequence("second", PROMPT)).writer == "first"
 
 
-def test_what_is_computed_is_announced_no_more() -> None:
+def test_computed_blocks_are_no_longer_announced() -> None:
     manager = make_manager()
     first = TokenSequence("first", PROMPT)
     admit(manager, first, 2)
@@ -83,14 +83,14 @@ def test_what_is_computed_is_announced_no_more() -> None:
     assert first.in_progress is None
 
 
-def test_one_that_does_not_read_is_waited_for_as_well() -> None:
+def test_a_request_that_does_not_read_the_cache_is_waited_for_too() -> None:
     manager = make_manager()
     first = TokenSequence("first", PROMPT)
     assert manager.allocate_slots(first, 2) is not None
     assert manager.get_computed_blocks(TokenSequence("second", PROMPT)).writer == "first"
 
 
-def test_nobody_is_waited_for_who_computes_something_else() -> None:
+def test_requests_with_other_prompts_are_not_waited_for() -> None:
     manager = make_manager()
     admit(manager, TokenSequence("first", PROMPT), 2)
     for other in (

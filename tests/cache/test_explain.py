@@ -27,21 +27,21 @@ LONG = list(range(100, 112))  # three blocks of four
 def explain(
     manager: KVCacheManager, tokens: list[int], *, across_salts: bool = False, **options: object
 ) -> tuple[MissReason, int]:
-    """Explain a new request's misses, and check that its admission counts the same."""
+    """Explain a new request's misses; check that its admission counts the same."""
     sequence = TokenSequence("probe", tokens, **options)  # type: ignore[arg-type]
     before = snapshot(manager)
     explanation = manager.explain(sequence, across_salts=across_salts)
     assert snapshot(manager) == before
     if not across_salts and manager.num_free_blocks >= 4:
-        found = manager.get_computed_blocks(sequence)
-        allocation = manager.allocate_slots(sequence, 1, found)
+        match = manager.get_computed_blocks(sequence)
+        allocation = manager.allocate_slots(sequence, 1, match)
         assert allocation is not None
         assert allocation.missed == explanation
         manager.fail_step()
     return explanation.reason, explanation.position
 
 
-def test_none_when_all_but_the_last_token_hits() -> None:
+def test_no_reason_when_all_but_the_last_token_hit() -> None:
     manager = make_manager()
     finish(manager, "first", LONG)
     assert explain(manager, LONG) == (MissReason.NONE, 11)
@@ -81,7 +81,7 @@ def test_unseen_beyond_all_that_is_cached() -> None:
 
 
 def test_unseen_beyond_a_partial_block() -> None:
-    """The next turn of a chat agrees with all that was there; nothing differs anywhere."""
+    """The next turn of a chat continues all that is cached; no cached token differs."""
     manager = make_manager()
     finish(manager, "turn 1", [*LONG, 1, 2])
     assert explain(manager, [*LONG, 1, 2, 3, 4, 5]) == (MissReason.UNSEEN, 14)
@@ -125,8 +125,8 @@ def test_evicted_where_the_head_is_still_in_another_block() -> None:
     assert explain(manager, [*LONG[:8], 0]) == (MissReason.EVICTED, 6)
 
 
-def test_evicted_is_remembered_for_as_many_blocks_as_was_said() -> None:
-    """A prompt is evicted last block first; what goes last is remembered longest."""
+def test_evictions_are_remembered_for_the_configured_number_of_blocks() -> None:
+    """The last block of a prompt is evicted first; what is evicted last is remembered longest."""
     manager = make_manager(num_blocks=6, partial_hits=False, ghost_entries=2)
     finish(manager, "first", list(range(100, 124)))
     finish(manager, "other", list(range(24)))
@@ -143,7 +143,7 @@ def test_evicted_is_remembered_for_as_many_blocks_as_was_said() -> None:
     manager.check()
 
 
-def test_nothing_is_remembered_when_so_told() -> None:
+def test_no_evictions_are_remembered_if_disabled() -> None:
     manager = make_manager(num_blocks=3, partial_hits=False, ghost_entries=0)
     finish(manager, "first", LONG)
     finish(manager, "other", list(range(12)))
@@ -163,7 +163,7 @@ def test_adapter() -> None:
 
 
 @pytest.mark.parametrize("num_shared", [4, 400])
-def test_an_admission_costs_the_same_however_many_adapters_there_are(num_shared: int) -> None:
+def test_the_cost_of_an_admission_does_not_grow_with_adapters(num_shared: int) -> None:
     shared = list(range(num_shared))
 
     def admission_lines(num_adapters: int) -> int:
@@ -176,16 +176,16 @@ def test_an_admission_costs_the_same_however_many_adapters_there_are(num_shared:
         index._roots = unwalked(index._roots)
         manager._sequences = unwalked(manager._sequences)
         with Interruption() as counted:
-            found = manager.get_computed_blocks(sequence)
-            assert manager.allocate_slots(sequence, 5, found) is not None
+            match = manager.get_computed_blocks(sequence)
+            assert manager.allocate_slots(sequence, 5, match) is not None
         return len(counted.lines)
 
     assert admission_lines(60) == admission_lines(30)
     assert admission_lines(30) < admission_lines(0) + 200
 
 
-def test_the_latest_adapters_are_found_without_a_look_at_those_that_are_gone() -> None:
-    """Backwards a dict walks over all that were deleted after its last."""
+def test_the_latest_adapters_are_searched_without_visiting_deleted_ones() -> None:
+    """Iterated backwards, a dict walks over all items that were deleted after its last one."""
     manager = make_manager()
     for adapter in (None, "a", "b"):
         finish(manager, "one", [1] * 4, adapter=adapter)
@@ -205,7 +205,7 @@ def test_adapter_counts_where_it_has_more_than_this_one() -> None:
     assert explain(manager, [*LONG, 0]) == (MissReason.UNSEEN, 8)
 
 
-def test_salt_is_told_only_across_salts() -> None:
+def test_salt_is_a_reason_only_across_salts() -> None:
     manager = make_manager()
     finish(manager, "first", LONG, salt="tenant a")
     assert explain(manager, LONG, salt="tenant b") == (MissReason.UNSEEN, 0)
@@ -217,7 +217,7 @@ def test_salt_is_told_only_across_salts() -> None:
     assert explain(manager, [1, *LONG], salt="tenant b", **wide) == (MissReason.UNSEEN, 0)
 
 
-def test_another_tenants_adapter_is_nobodys_business() -> None:
+def test_the_adapter_of_another_tenant_is_not_reported() -> None:
     manager = make_manager()
     finish(manager, "first", LONG, salt="tenant a", adapter="lora")
     assert explain(manager, LONG, salt="tenant b") == (MissReason.UNSEEN, 0)
@@ -272,7 +272,7 @@ def test_an_explanation_reads_as_a_sentence() -> None:
     assert str(MissExplanation(MissReason.NONE, 3)) == "every reusable token was hit"
 
 
-def test_a_decoded_token_is_as_good_as_a_prompts() -> None:
+def test_generated_tokens_count_like_prompt_tokens() -> None:
     manager = make_manager()
     sequence = start(manager, "first", LONG[:3])
     decode(manager, sequence, *LONG[3:6])
@@ -286,9 +286,9 @@ def test_a_caller_that_cannot_use_all_of_a_hit_is_the_reason() -> None:
     finish(manager, "a", list(range(12)))
     again = TokenSequence("b", list(range(13)))
     for blocks in (2, 0):
-        found = manager.get_computed_blocks(again).cut(blocks, 4)
-        assert (len(found.blocks), found.num_tokens, found.partial) == (blocks, blocks * 4, None)
-        allocation = manager.allocate_slots(again, 13 - found.num_tokens, found)
+        match = manager.get_computed_blocks(again).cut(blocks, 4)
+        assert (len(match.blocks), match.num_tokens, match.partial) == (blocks, blocks * 4, None)
+        allocation = manager.allocate_slots(again, 13 - match.num_tokens, match)
         assert allocation is not None
         assert allocation.missed == MissExplanation(MissReason.OUTPUTS, blocks * 4)
         manager.check()
@@ -300,18 +300,18 @@ def test_an_adapter_of_another_tenant_behind_a_public_prefix_is_not_named() -> N
     names = BlockHasher(4, "model")
     names.publish(LONG[:8])
     manager = KVCacheManager(CacheConfig(num_blocks=32, block_size=4), names)
-    told = []
+    reasons = []
     for salt, adapter in (("a", "secret"), ("b", None)):
         sequence = TokenSequence(
             salt, [*LONG[:8], 1, 2, 3], salt=salt, adapter=adapter, public=names.public
         )
-        found = manager.get_computed_blocks(sequence)
-        allocation = manager.allocate_slots(sequence, 11 - found.num_tokens, found)
+        match = manager.get_computed_blocks(sequence)
+        allocation = manager.allocate_slots(sequence, 11 - match.num_tokens, match)
         assert allocation is not None
-        told.append(str(allocation.missed))
+        reasons.append(str(allocation.missed))
         manager.commit_step()
         manager.free(sequence)
-    assert "secret" not in told[1] and told[1] == told[0]
+    assert "secret" not in reasons[1] and reasons[1] == reasons[0]
 
 
 @pytest.mark.parametrize("eviction", ["lru", "adaptive-lru", "fair-lru"])
@@ -335,17 +335,17 @@ def test_evicted_where_another_follows_the_same_prefix() -> None:
     assert explain(manager, [*LONG, *[4] * 16]) == (MissReason.TOKEN, 12)
 
 
-def test_evicted_counts_before_what_another_adapter_or_salt_has() -> None:
+def test_evicted_takes_precedence_over_adapter_and_salt() -> None:
     manager = make_manager(num_blocks=6, partial_hits=False, ghost_entries=6)
     finish(manager, "mine", LONG, salt="a")
     finish(manager, "adapter's", LONG, salt="a", adapter="lora")
     finish(manager, "theirs", LONG, salt="b")
     for across_salts in (False, True):
-        found = explain(manager, LONG, salt="a", across_salts=across_salts)
-        assert found == (MissReason.EVICTED, 0)
+        miss = explain(manager, LONG, salt="a", across_salts=across_salts)
+        assert miss == (MissReason.EVICTED, 0)
 
 
-def test_evicted_is_what_an_oracle_says_that_remembers_all() -> None:
+def test_evicted_agrees_with_an_oracle_that_remembers_all() -> None:
     """Random prompts of a small tree; the oracle has the prefixes of every prompt so far."""
     rng = random.Random(5)
     manager = make_manager(num_blocks=40, partial_hits=False, ghost_entries=1000)
@@ -366,7 +366,7 @@ def test_evicted_is_what_an_oracle_says_that_remembers_all() -> None:
     assert {MissReason.EVICTED, MissReason.UNSEEN} <= reasons
 
 
-def test_the_documented_reasons_are_those_that_there_are() -> None:
+def test_all_reasons_are_documented() -> None:
     page = Path(__file__).parents[2] / "docs" / "prefix-caching.md"
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page.read_text(), re.MULTILINE)
     documented = {name: text for name, text in rows if name.upper() in MissReason.__members__}

@@ -1,4 +1,4 @@
-"""Failed steps, misuse, and too few blocks: nothing is lost, nothing half done."""
+"""Failed steps, misuse, and too few blocks: nothing is lost, and no call is half done."""
 
 import pytest
 
@@ -25,7 +25,7 @@ from tests.cache.steps import (
 PROMPT = list(range(100, 110))  # two blocks of four, and two tokens
 
 
-def test_a_failed_step_leaves_nothing_of_it_to_be_hit() -> None:
+def test_a_failed_step_leaves_nothing_to_hit() -> None:
     manager = make_manager(events=True)
     bystander = start(manager, "bystander", [1] * 6)
     first = start(manager, "first", PROMPT[:5])
@@ -45,7 +45,7 @@ def test_a_failed_step_leaves_nothing_of_it_to_be_hit() -> None:
 
 
 def test_a_failed_step_s_admissions_do_not_count() -> None:
-    """They counted, and the admissions after them counted as those of resumed requests."""
+    """Regression: they counted, and later admissions counted as those of resumed requests."""
     failing, other = make_manager(), make_manager()
     for manager in (failing, other):
         finish(manager, "before", PROMPT[:8])
@@ -85,7 +85,7 @@ def test_a_failed_step_is_over() -> None:
     manager.free(second)
 
 
-def test_what_a_discarded_request_computed_is_not_kept() -> None:
+def test_the_blocks_of_a_discarded_request_are_not_cached() -> None:
     manager = make_manager()
     finish(manager, "before", PROMPT[:4])
     poisoned = start(manager, "poisoned", PROMPT[:9])
@@ -116,7 +116,7 @@ def test_a_block_that_another_holds_outlives_a_discarded_request() -> None:
     assert hits(manager, PROMPT) == 9
 
 
-def test_requests_that_are_discarded_together_keep_nothing_for_one_another() -> None:
+def test_requests_that_are_discarded_together_leave_no_blocks() -> None:
     manager = make_manager(events=True)
     first, second = TokenSequence("first", PROMPT), TokenSequence("second", PROMPT)
     admit(manager, first)
@@ -131,7 +131,10 @@ def test_requests_that_are_discarded_together_keep_nothing_for_one_another() -> 
 
 @pytest.mark.parametrize("reader_first", [True, False])
 def test_a_hit_outlives_a_copy_that_is_discarded_with_its_reader(reader_first: bool) -> None:
-    """The reader's blocks left their identity to the other's copies, which then went too."""
+    """Regression: the reader's blocks passed their identity to the other's copies.
+
+    These were then removed too.
+    """
     manager = make_manager(deduplicate=False)
     finish(manager, "before", PROMPT[:8])
     reader = start(manager, "reader", PROMPT)
@@ -172,7 +175,7 @@ def test_misuse_is_a_cache_error_and_changes_nothing() -> None:
     admit(manager, stepping, 3)
     stranger = TokenSequence("stranger", [8] * 6)
     impostor = TokenSequence("running", PROMPT)
-    found = manager.get_computed_blocks(stranger)
+    match = manager.get_computed_blocks(stranger)
     before = snapshot(manager, stranger, impostor)
     for misuse, complaint in (
         (lambda: manager.append_slots(running, 1), "which has 0 tokens left"),
@@ -189,9 +192,9 @@ def test_misuse_is_a_cache_error_and_changes_nothing() -> None:
         (lambda: manager.free(stepping), "'stepping' is in a step"),
         (lambda: manager.allocate_slots(running, 1), "'running' holds blocks already"),
         (lambda: manager.allocate_slots(impostor, 1), "'running' holds blocks already"),
-        (lambda: manager.allocate_slots(impostor, 1, found), "'running' holds blocks already"),
-        (lambda: manager.allocate_slots(stranger, 0, found), "0 slots requested for 'stranger'"),
-        (lambda: manager.allocate_slots(stranger, 7, found), "7 slots requested for 'stranger'"),
+        (lambda: manager.allocate_slots(impostor, 1, match), "'running' holds blocks already"),
+        (lambda: manager.allocate_slots(stranger, 0, match), "0 slots requested for 'stranger'"),
+        (lambda: manager.allocate_slots(stranger, 7, match), "7 slots requested for 'stranger'"),
         (lambda: manager.allocate_slots(stranger, -1), "-1 slots requested for 'stranger'"),
     ):
         with pytest.raises(CacheError, match=complaint):
@@ -200,14 +203,14 @@ def test_misuse_is_a_cache_error_and_changes_nothing() -> None:
     manager.check()
 
 
-def test_what_was_hit_is_not_left_to_compute() -> None:
+def test_hit_tokens_are_not_left_to_compute() -> None:
     manager = make_manager()
     finish(manager, "first", PROMPT[:8])
     sequence = TokenSequence("second", PROMPT)
-    found = manager.get_computed_blocks(sequence)
+    match = manager.get_computed_blocks(sequence)
     with pytest.raises(CacheError, match="3 slots requested for 'second', which has 2 tokens left"):
-        manager.allocate_slots(sequence, 3, found)
-    assert manager.allocate_slots(sequence, 2, found) is not None
+        manager.allocate_slots(sequence, 3, match)
+    assert manager.allocate_slots(sequence, 2, match) is not None
 
 
 def test_a_new_sequence_has_nothing() -> None:
@@ -218,9 +221,9 @@ def test_a_new_sequence_has_nothing() -> None:
 
 def test_a_lookup_of_another_sequence_is_refused() -> None:
     manager = make_manager()
-    found = manager.get_computed_blocks(TokenSequence("one", PROMPT))
+    match = manager.get_computed_blocks(TokenSequence("one", PROMPT))
     with pytest.raises(CacheError, match="the lookup passed for 'other' is of another sequence"):
-        manager.allocate_slots(TokenSequence("other", PROMPT), 10, found)
+        manager.allocate_slots(TokenSequence("other", PROMPT), 10, match)
 
 
 def test_a_sequence_of_another_manager_is_refused() -> None:
@@ -237,20 +240,20 @@ def test_a_lookup_older_than_a_loss_is_refused(what: str) -> None:
     manager = make_manager(num_blocks=3)
     finish(manager, "first", PROMPT[:8])
     sequence = TokenSequence("late", PROMPT[:9])
-    found = manager.get_computed_blocks(sequence)
+    match = manager.get_computed_blocks(sequence)
     if what == "evicted":
         finish(manager, "other", [1] * 12)
     else:
         assert manager.reset_prefix_cache()
     before = snapshot(manager, sequence)
     with pytest.raises(CacheError, match="lookup of 'late' is older than an eviction; repeat it"):
-        manager.allocate_slots(sequence, 1, found)
+        manager.allocate_slots(sequence, 1, match)
     assert snapshot(manager, sequence) == before
     assert manager.allocate_slots(sequence, 9, manager.get_computed_blocks(sequence)) is not None
 
 
-def test_a_token_that_is_none_moves_nothing() -> None:
-    """Put into `token_ids` behind the sequence's back, it is refused where a block is cut."""
+def test_an_invalid_token_moves_no_block() -> None:
+    """Appended to `token_ids` directly, it is refused where a block is cut."""
     manager = make_manager()
     sequence = start(manager, "one", PROMPT[:7])
     sequence.token_ids.append(-1)
@@ -283,11 +286,11 @@ def test_too_few_blocks_move_nothing() -> None:
     manager = make_manager(num_blocks=4, partial_hits=False)
     finish(manager, "first", PROMPT[:8])
     sequence = TokenSequence("big", [*PROMPT[:8], *range(9)])
-    found = manager.get_computed_blocks(sequence)
+    match = manager.get_computed_blocks(sequence)
     before = snapshot(manager, sequence)
-    assert manager.allocate_slots(sequence, 9, found) is None  # 3 new, and 2 of 4 are hit
+    assert manager.allocate_slots(sequence, 9, match) is None  # 3 new, and 2 of 4 are hit
     assert snapshot(manager, sequence) == before
-    assert manager.allocate_slots(sequence, 8, found) is not None
+    assert manager.allocate_slots(sequence, 8, match) is not None
     assert manager.num_free_blocks == 0
     before = snapshot(manager, sequence)
     manager.commit_step()
@@ -296,7 +299,7 @@ def test_too_few_blocks_move_nothing() -> None:
     manager.check()
 
 
-def test_the_last_free_block_can_be_had() -> None:
+def test_the_last_free_block_can_be_allocated() -> None:
     manager = make_manager(num_blocks=2)
     sequence = start(manager, "one", PROMPT[:4])
     decode(manager, sequence, *PROMPT[4:8])
@@ -316,7 +319,7 @@ def test_blocks_that_another_holds_are_not_counted_twice() -> None:
 
 
 def test_a_copy_s_source_is_counted_once() -> None:
-    """One free block left, and it is the source as well as the target."""
+    """One block is free, and it is both the source and the target."""
     manager = make_manager(num_blocks=3)
     first = start(manager, "first", PROMPT[:8])
     finish(manager, "second", [*PROMPT[:8], 1, 2])
@@ -341,8 +344,8 @@ def test_a_lookup_of_another_manager_moves_nothing_in_either(partial_hits: bool)
     finish(cached, "first", PROMPT)
     sequence = TokenSequence("second", PROMPT)
     for theirs, ours in ((cached, empty), (empty, cached)):
-        found = theirs.get_computed_blocks(sequence)
-        for lookup in (found, found.cut(0, theirs.block_size)):
+        match = theirs.get_computed_blocks(sequence)
+        for lookup in (match, match.cut(0, theirs.block_size)):
             before = snapshot(theirs, sequence), snapshot(ours)
             with pytest.raises(CacheError, match="lookup of 'second' is of another manager"):
                 ours.allocate_slots(sequence, 1, lookup)
@@ -370,7 +373,7 @@ def test_every_call_refuses_a_sequence_that_another_manager_admitted() -> None:
 
 
 def test_a_sequence_cut_for_one_block_size_is_refused_by_another() -> None:
-    """Its keys would be taken for those of other blocks: a hit on rows of other tokens."""
+    """Its keys would be those of other blocks: a hit on rows of other tokens."""
     sequence = start(make_manager(), "one", list(range(16)))
     manager = make_manager(block_size=8)
     for call in (manager.get_computed_blocks, manager.explain, manager.block_hashes):
@@ -378,7 +381,7 @@ def test_a_sequence_cut_for_one_block_size_is_refused_by_another() -> None:
             call(sequence)
 
 
-def test_a_prompt_that_never_fits_is_not_one_that_must_wait() -> None:
+def test_a_prompt_that_never_fits_is_an_error() -> None:
     manager = make_manager(num_blocks=3)
     for tokens, ever in ((12, True), (13, False)):
         running = start(manager, "running", [7])

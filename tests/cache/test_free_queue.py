@@ -1,4 +1,4 @@
-"""The queue of free blocks, held against a plain list."""
+"""The queue of free blocks, compared with a plain list."""
 
 import pytest
 from hypothesis import given
@@ -29,7 +29,7 @@ def ids(queue: FreeBlockQueue) -> list[int]:
         )
     )
 )
-def test_it_does_what_a_list_does(operations: list[tuple[str, list[int]]]) -> None:
+def test_it_behaves_like_a_list(operations: list[tuple[str, list[int]]]) -> None:
     blocks = [KVCacheBlock(at) for at in range(SIZE)]
     queue, model = FreeBlockQueue(blocks[:3]), [0, 1, 2]
     for verb, chosen in operations:
@@ -67,7 +67,7 @@ def test_it_does_what_a_list_does(operations: list[tuple[str, list[int]]]) -> No
 
 @pytest.mark.parametrize("verb", ["append", "appendleft"])
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_double_free_is_loud(verb: str, at: int) -> None:
+def test_a_double_free_is_an_error(verb: str, at: int) -> None:
     blocks = [KVCacheBlock(at) for at in range(3)]
     queue = FreeBlockQueue(blocks)
     with pytest.raises(CacheError, match=f"block {at} is already on the free queue"):
@@ -75,7 +75,7 @@ def test_a_double_free_is_loud(verb: str, at: int) -> None:
     assert ids(queue) == [0, 1, 2]
 
 
-def test_a_double_free_among_others_leaves_a_whole_queue() -> None:
+def test_a_double_free_among_others_leaves_the_queue_intact() -> None:
     blocks = [KVCacheBlock(at) for at in range(4)]
     queue = FreeBlockQueue(blocks[:2])
     with pytest.raises(CacheError, match="block 1 is already on the free queue"):
@@ -83,7 +83,7 @@ def test_a_double_free_among_others_leaves_a_whole_queue() -> None:
     assert ids(queue) == [0, 1, 2]
 
 
-def test_removing_what_is_not_there_is_loud() -> None:
+def test_removing_a_missing_block_is_an_error() -> None:
     blocks = [KVCacheBlock(at) for at in range(3)]
     queue = FreeBlockQueue(blocks[:2])
     with pytest.raises(CacheError, match="block 2 is not on the free queue"):
@@ -100,7 +100,7 @@ def test_a_block_id_never_changes() -> None:
     assert (block.block_id, repr(block)) == (7, "KVCacheBlock(7, ref_cnt=0)")
 
 
-def test_a_block_that_comes_twice_is_told_and_the_queue_is_whole() -> None:
+def test_a_duplicate_block_is_an_error_and_the_queue_stays_intact() -> None:
     a, b, c = (KVCacheBlock(at) for at in range(3))
     queue = FreeBlockQueue([c])
     with pytest.raises(CacheError, match="block 0 is already on the free queue"):

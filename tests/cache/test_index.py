@@ -1,4 +1,4 @@
-"""Which ghost entries and ancestors the index keeps of evicted prefixes, and for how long."""
+"""The ghost entries and ancestors that the index retains of evicted prefixes."""
 
 import pytest
 
@@ -9,13 +9,13 @@ from tests.cache.steps import admit, finish, hits, make_manager, start
 
 
 def all_nodes(manager: KVCacheManager) -> list[PrefixNode]:
-    """Every node but the roots."""
-    found: list[PrefixNode] = []
+    """Return every node but the roots."""
+    nodes: list[PrefixNode] = []
     todo = [child for root in manager.pool.index.roots() for child in root.children()]
     while todo:
-        found.append(todo.pop())
-        todo += found[-1].children()
-    return found
+        nodes.append(todo.pop())
+        todo += nodes[-1].children()
+    return nodes
 
 
 def evicted_nodes(manager: KVCacheManager) -> int:
@@ -23,13 +23,13 @@ def evicted_nodes(manager: KVCacheManager) -> int:
 
 
 def numbered(at: int, blocks: int = 4) -> list[int]:
-    """A prompt that shares nothing with one of another number."""
+    """Return a prompt that shares nothing with those of other numbers."""
     return [1000 * at + token for token in range(4 * blocks)]
 
 
 @pytest.mark.parametrize("ghosts", [0, 1, 3, 7])
 @pytest.mark.parametrize("eviction", ["lru", "empty-first-lru", "adaptive-lru"])
-def test_there_are_no_more_ghosts_than_was_said(ghosts: int, eviction: str) -> None:
+def test_the_number_of_ghosts_is_limited(ghosts: int, eviction: str) -> None:
     manager = make_manager(
         num_blocks=4, partial_hits=False, ghost_entries=ghosts, eviction=eviction
     )
@@ -49,7 +49,7 @@ def test_there_is_a_ghost_for_every_ten_blocks_by_default() -> None:
     assert evicted_nodes(manager) == 2 + 6
 
 
-def test_what_is_cached_again_is_not_forgotten_with_its_old_time() -> None:
+def test_a_prefix_cached_again_does_not_expire_at_its_old_time() -> None:
     manager = make_manager(num_blocks=4, partial_hits=False, ghost_entries=4)
     for at in (0, 1, 0):  # the first is evicted, a ghost, and then cached again
         finish(manager, f"request {at}", numbered(at))
@@ -60,7 +60,7 @@ def test_what_is_cached_again_is_not_forgotten_with_its_old_time() -> None:
     assert manager.explain(TokenSequence("probe", numbered(0))).reason is MissReason.EVICTED
 
 
-def test_siblings_are_cut_off_one_by_one() -> None:
+def test_siblings_are_removed_one_by_one() -> None:
     manager = make_manager(num_blocks=6, partial_hits=False, ghost_entries=1)
     head = [7] * 4
     for at in range(5):
@@ -73,7 +73,7 @@ def test_siblings_are_cut_off_one_by_one() -> None:
     assert manager.explain(TokenSequence("probe", [*head, 9])).reason is MissReason.UNSEEN
 
 
-def test_a_branch_grows_again_after_it_was_cut_off() -> None:
+def test_a_branch_grows_again_after_its_removal() -> None:
     manager = make_manager(num_blocks=4, partial_hits=False, ghost_entries=0)
     for _ in range(2):
         for at in range(3):
@@ -83,8 +83,8 @@ def test_a_branch_grows_again_after_it_was_cut_off() -> None:
         assert len(all_nodes(manager)) == 4
 
 
-def test_a_node_outlives_its_time_for_a_descendant_and_goes_with_it() -> None:
-    """A failed step forgets its blocks first to last, so a parent's time is over first."""
+def test_a_node_outlives_its_time_for_a_descendant_and_is_removed_with_it() -> None:
+    """A failed step forgets its blocks first to last, so the time of a parent ends first."""
     manager = make_manager(num_blocks=4, ghost_entries=1)
     admit(manager, TokenSequence("fails", numbered(1, blocks=3)))
     manager.fail_step()
@@ -108,8 +108,8 @@ def test_an_ancestor_may_be_cached_again() -> None:
     assert hits(manager, [*prompt[:8], 0]) == 8
 
 
-def test_a_node_that_is_a_ghost_twice_is_cut_off_once() -> None:
-    """Its second time is over when its namespace's root is another, which must stay."""
+def test_a_node_that_is_a_ghost_twice_is_removed_once() -> None:
+    """Its second time ends when its namespace has another root, which must stay."""
     manager = make_manager(num_blocks=1, ghost_entries=2)
     twice, salted = [1] * 4, {"salt": "s"}
     finish(manager, "first time", twice, **salted)
@@ -127,7 +127,7 @@ def test_a_node_that_is_a_ghost_twice_is_cut_off_once() -> None:
     assert manager.pool.index.root(Namespace(None, "s")) is None
 
 
-def test_one_that_outlives_its_time_does_not_keep_others() -> None:
+def test_a_node_that_outlives_its_time_does_not_retain_others() -> None:
     manager = make_manager(num_blocks=8, partial_hits=False, ghost_entries=1)
     finish(manager, "gap", numbered(1, blocks=2))
     gap, child = manager.pool.blocks[:2]
@@ -149,7 +149,7 @@ def test_one_that_outlives_its_time_does_not_keep_others() -> None:
     assert hits(manager, [*numbered(1, blocks=2), 0]) == 8
 
 
-def test_partial_blocks_are_no_ghosts() -> None:
+def test_partial_blocks_are_not_ghosts() -> None:
     manager = make_manager(num_blocks=1, ghost_entries=1)
     finish(manager, "whole", [1, 2, 3, 4])
     for at in range(3):

@@ -1,4 +1,4 @@
-"""`check()` is only worth calling if it sees what is broken."""
+"""`check()` detects every kind of broken invariant."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def running(manager: KVCacheManager) -> TokenSequence:
     return manager.sequences[0]
 
 
-def half(manager: KVCacheManager) -> TokenSequence:
+def partial_block(manager: KVCacheManager) -> TokenSequence:
     return manager.sequences[1]
 
 
@@ -66,14 +66,14 @@ def renumber_a_block(manager: KVCacheManager) -> None:
 
 
 def fill_without_a_name(manager: KVCacheManager) -> None:
-    manager.pool.index.unwritten.add(half(manager).blocks[-1])
+    manager.pool.index.unwritten.add(partial_block(manager).blocks[-1])
 
 
-def fill_what_nobody_holds(manager: KVCacheManager) -> None:
+def fill_an_unheld_block(manager: KVCacheManager) -> None:
     manager.pool.index.unwritten.add(list(manager.pool.free)[-1])
 
 
-def name_a_block_beside_the_index(manager: KVCacheManager) -> None:
+def name_a_block_outside_the_index(manager: KVCacheManager) -> None:
     next(iter(manager.pool.free)).node = make_node(first_node(manager), BlockKey(bytes(16)))
 
 
@@ -81,16 +81,16 @@ def name_a_block_twice(manager: KVCacheManager) -> None:
     next(iter(manager.pool.free)).node = first_node(manager)
 
 
-def know_a_copy(manager: KVCacheManager) -> None:
+def index_a_copy_that_does_not_exist(manager: KVCacheManager) -> None:
     manager.pool.copies[first_node(manager)] = {}
 
 
-def know_no_copy(manager: KVCacheManager) -> None:
+def omit_a_copy_from_the_index(manager: KVCacheManager) -> None:
     object.__setattr__(manager.config, "deduplicate", False)
     manager.pool.copies[first_node(manager)] = {}
 
 
-def know_a_wrong_copy(manager: KVCacheManager) -> None:
+def index_a_wrong_copy(manager: KVCacheManager) -> None:
     object.__setattr__(manager.config, "deduplicate", False)
     manager.pool.copies[first_node(manager)] = {next(iter(manager.pool.free)): None}
 
@@ -130,7 +130,7 @@ def lose_one_in_the_order(manager: KVCacheManager) -> None:
     branches.order.pop()
 
 
-def keep_a_node_for_nothing(manager: KVCacheManager) -> None:
+def retain_a_useless_node(manager: KVCacheManager) -> None:
     node = running(manager).node
     assert node is not None
     manager.pool.index.child(node, BlockKey(bytes(16)))
@@ -160,7 +160,7 @@ def miscount_slots(manager: KVCacheManager) -> None:
     running(manager).capacity += 1
 
 
-def compute_what_is_unknown(manager: KVCacheManager) -> None:
+def compute_unknown_tokens(manager: KVCacheManager) -> None:
     running(manager).num_computed_tokens += 1
 
 
@@ -172,7 +172,7 @@ def forget_the_path(manager: KVCacheManager) -> None:
     running(manager).node = None
 
 
-def go_astray(manager: KVCacheManager) -> None:
+def break_the_path(manager: KVCacheManager) -> None:
     running(manager).keys[0] = BlockKey(bytes(16))
 
 
@@ -187,7 +187,7 @@ def list_another_block(manager: KVCacheManager) -> None:
 
 def share_a_block_that_is_not_full(manager: KVCacheManager) -> None:
     manager.pool.touch(running(manager).blocks[-1:])
-    half(manager).blocks[-1] = running(manager).blocks[-1]
+    partial_block(manager).blocks[-1] = running(manager).blocks[-1]
 
 
 def reuse_too_much(manager: KVCacheManager) -> None:
@@ -199,10 +199,10 @@ def switch_too_far(manager: KVCacheManager) -> None:
 
 
 def announce_something_else(manager: KVCacheManager) -> None:
-    half(manager).in_progress = (half(manager).namespace, BlockKey(b""))
+    partial_block(manager).in_progress = (partial_block(manager).namespace, BlockKey(b""))
 
 
-def announce_and_be_gone(manager: KVCacheManager) -> None:
+def announce_a_removed_sequence(manager: KVCacheManager) -> None:
     sequence = TokenSequence("gone", [1, 2, 3, 4])
     sequence.cut(4)
     manager._in_progress[(sequence.root, sequence.keys[0])] = sequence
@@ -217,12 +217,12 @@ BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (miscount_references, "is in 1 block tables"),
     (renumber_a_block, "has another id"),
     (fill_without_a_name, "is unwritten and has no identity"),
-    (fill_what_nobody_holds, "is unwritten and no sequence holds it"),
-    (name_a_block_beside_the_index, "has an identity that no lookup finds"),
+    (fill_an_unheld_block, "is unwritten and no sequence holds it"),
+    (name_a_block_outside_the_index, "has an identity that no lookup finds"),
     (name_a_block_twice, "is not listed exactly once for its node"),
-    (know_a_copy, "a block was cached twice"),
-    (know_no_copy, "an entry without a block"),
-    (know_a_wrong_copy, "is not a copy, or not held"),
+    (index_a_copy_that_does_not_exist, "a block was cached twice"),
+    (omit_a_copy_from_the_index, "an entry without a block"),
+    (index_a_wrong_copy, "is not a copy, or not held"),
     (hold_another_s_block, "is not listed exactly once for its node"),
     (cut_a_key_short, "a block of 3 tokens has an identity"),
     (name_a_partial_block, "a partial block of 4 tokens"),
@@ -230,29 +230,31 @@ BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (mix_up_children, "an identity is misplaced|differs from written children"),
     (lose_the_order, "`order` is not sorted"),
     (lose_one_in_the_order, "`order` differs from written children"),
-    (keep_a_node_for_nothing, "an unused node is left"),
+    (retain_a_useless_node, "an unused node is left"),
     (keep_too_many_ghosts, "there are too many ghosts"),
     (make_a_partial_block_a_ghost, "a partial block is a ghost"),
     (be_an_ancestor_while_cached, "neither a ghost nor an ancestor"),
     (outlive_beyond_the_index, "a removed node is still an ancestor"),
     (use_no_block, "is in 1 block tables|uses 3"),
     (miscount_slots, "running has a wrong capacity"),
-    (compute_what_is_unknown, "running computed too many tokens"),
+    (compute_unknown_tokens, "running computed too many tokens"),
     (name_too_few, "running has 2 full blocks, and 1 are indexed"),
     (forget_the_path, "running: wrong identity"),
-    (go_astray, "running: wrong identity"),
+    (break_the_path, "running: wrong identity"),
     (hold_another_identity, "another identity"),
     (list_another_block, "running: the block table differs from the blocks"),
     (share_a_block_that_is_not_full, "neither free nor held|another sequence holds"),
     (reuse_too_much, "running reuses blocks that are not indexed"),
     (switch_too_far, "running switched a block that is not indexed"),
     (announce_something_else, "half announces another block"),
-    (announce_and_be_gone, "gone announces a block after its end"),
+    (announce_a_removed_sequence, "gone announces a block after its end"),
 ]
 
 
 @pytest.mark.parametrize(("damage", "complaint"), BROKEN)
-def test_what_is_broken_is_seen(damage: Callable[[KVCacheManager], None], complaint: str) -> None:
+def test_a_broken_invariant_is_detected(
+    damage: Callable[[KVCacheManager], None], complaint: str
+) -> None:
     manager = busy_manager()
     damage(manager)
     with pytest.raises(AssertionError, match=complaint):

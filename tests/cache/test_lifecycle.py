@@ -1,5 +1,4 @@
-"""Preemption, reset, statistics, events, duplicates; a cache that is off, and requests that leave
-nothing in it."""
+"""Preemption, reset, statistics, events, duplicates, and requests that are not stored."""
 
 from headstart.cache import (
     AllBlocksCleared,
@@ -91,7 +90,7 @@ def test_statistics_count_each_admission_once() -> None:
     manager.free(first)
 
 
-def test_reset_forgets_everything_once_nobody_holds_a_block() -> None:
+def test_reset_forgets_everything_once_no_block_is_held() -> None:
     manager = make_manager(events=True, deduplicate=False)
     sequence = start(manager, "one", PROMPT)
     assert not manager.reset_prefix_cache()
@@ -106,7 +105,7 @@ def test_reset_forgets_everything_once_nobody_holds_a_block() -> None:
     assert start(manager, "two", PROMPT).block_ids != []
 
 
-def test_events_tell_of_each_prefix_once() -> None:
+def test_each_prefix_has_one_event() -> None:
     manager = make_manager(num_blocks=6, events=True, deduplicate=False, partial_hits=False)
     first = start(manager, "first", PROMPT[:8])
     second = TokenSequence("second", PROMPT[:8])
@@ -143,8 +142,8 @@ def test_others_are_evicted_while_a_copy_is_held() -> None:
     assert hits(manager, [*PROMPT[:8], 0]) == 8
 
 
-def test_a_freed_copy_lends_its_recency_to_the_block_that_stays() -> None:
-    """The request that held the copy was the last to use the prefix, so it goes last."""
+def test_a_freed_copy_passes_its_recency_to_the_remaining_block() -> None:
+    """The request that held the copy was the last to use the prefix, so it is evicted last."""
     manager = make_manager(num_blocks=8, deduplicate=False, partial_hits=False)
     finish(manager, "old", PROMPT[:8])
     finish(manager, "other", [1] * 12)
@@ -157,7 +156,7 @@ def test_a_freed_copy_lends_its_recency_to_the_block_that_stays() -> None:
     assert (hits(manager, [*PROMPT[:8], 2]), hits(manager, [1] * 13)) == (8, 8)
 
 
-def test_copies_are_found_and_lost_in_constant_time() -> None:
+def test_copies_are_added_and_removed_in_constant_time() -> None:
     manager = make_manager(num_blocks=300, deduplicate=False)
     sequences = [TokenSequence(str(at), PROMPT[:4]) for at in range(280)]
     for sequence in sequences:
@@ -172,14 +171,14 @@ def test_copies_are_found_and_lost_in_constant_time() -> None:
     assert manager.pool.copies == {}
 
 
-def test_events_are_not_collected_unless_asked_for() -> None:
+def test_events_are_not_collected_by_default() -> None:
     manager = make_manager()
     finish(manager, "one", PROMPT)
     assert manager.reset_prefix_cache()
     assert manager.take_events() == []
 
 
-def test_duplicates_are_given_back() -> None:
+def test_duplicates_are_released() -> None:
     """Both decode the same tokens; the second switches to the first's block as it fills."""
     manager = make_manager(partial_hits=False)
     first, second = start(manager, "first", PROMPT[:6]), start(manager, "second", PROMPT[:6])
@@ -195,7 +194,7 @@ def test_duplicates_are_given_back() -> None:
 
 
 def test_a_later_block_that_is_cached_is_shared_again_after_a_gap() -> None:
-    """The middle block was evicted; behind it the request meets what is cached still."""
+    """The middle block was evicted; after it the request reaches blocks that are still cached."""
     manager = make_manager(num_blocks=12, partial_hits=False)
     tokens = list(range(12))
     first = start(manager, "first", tokens)
@@ -218,7 +217,7 @@ def not_stored(name: str, tokens: list[int]) -> TokenSequence:
     return sequence
 
 
-def test_nothing_that_it_computes_is_found_while_it_runs_or_later() -> None:
+def test_its_blocks_are_never_hit() -> None:
     manager = make_manager()
     sequence = not_stored("secret", LONGER)
     assert admit(manager, sequence) == 0
@@ -232,7 +231,7 @@ def test_nothing_that_it_computes_is_found_while_it_runs_or_later() -> None:
     assert cached_ids(manager) == []
 
 
-def test_it_hits_what_others_left_and_that_stays() -> None:
+def test_it_hits_cached_blocks_and_these_stay_cached() -> None:
     manager = make_manager()
     finish(manager, "open", LONGER)
     sequence = not_stored("secret", [*LONGER, 20, 21, 22, 23, 24])
@@ -254,8 +253,8 @@ def test_its_blocks_are_the_next_to_be_reused() -> None:
     assert sorted(free_ids(manager)[:4]) == sorted(table)
 
 
-def test_nobody_waits_for_what_it_computes() -> None:
-    """A lookup names who writes the next block; that one would never come."""
+def test_no_request_waits_for_its_blocks() -> None:
+    """A lookup names the writer of the next block; this writer's block would never arrive."""
     manager = make_manager()
     sequence = not_stored("secret", LONGER)
     admit(manager, sequence, 4)

@@ -34,9 +34,9 @@ def test_the_head_of_a_block_is_copied() -> None:
     manager = make_manager()
     finish(manager, "first", PROMPT[:8])
     second = TokenSequence("second", [*PROMPT[:6], 0, 0, 0])
-    found = manager.get_computed_blocks(second)
-    assert (found.num_tokens, len(found.blocks)) == (6, 1)
-    allocation = manager.allocate_slots(second, 3, found)
+    match = manager.get_computed_blocks(second)
+    assert (match.num_tokens, len(match.blocks)) == (6, 1)
+    allocation = manager.allocate_slots(second, 3, match)
     assert allocation is not None
     assert allocation.copies == (RowCopy(source_block=1, target_block=2, num_rows=2),)
     assert second.block_ids == [0, 2, 3]
@@ -47,11 +47,11 @@ def test_nothing_is_copied_for_the_token_that_is_computed_anyway() -> None:
     manager = make_manager()
     finish(manager, "first", PROMPT[:8])
     for length, num_tokens in ((5, 4), (8, 7)):
-        found = manager.get_computed_blocks(TokenSequence("second", PROMPT[:length]))
-        assert (found.num_tokens, found.partial) == (num_tokens, None)
-    found = manager.get_computed_blocks(TokenSequence("second", PROMPT[:7]))
-    assert found.partial is not None
-    assert (found.num_tokens, found.partial.num_rows) == (6, 2)
+        match = manager.get_computed_blocks(TokenSequence("second", PROMPT[:length]))
+        assert (match.num_tokens, match.partial) == (num_tokens, None)
+    match = manager.get_computed_blocks(TokenSequence("second", PROMPT[:7]))
+    assert match.partial is not None
+    assert (match.num_tokens, match.partial.num_rows) == (6, 2)
 
 
 def test_no_head_is_copied_when_partial_hits_are_off() -> None:
@@ -88,14 +88,14 @@ def test_a_reply_s_last_tokens_hit_in_the_next_turn() -> None:
     assert hits(manager, [*PROMPT, 1, 2, 3, 4, 5, 6, 7]) == 13
 
 
-def test_a_partial_block_that_another_block_covers_is_not_kept() -> None:
+def test_a_partial_block_that_another_block_covers_is_dropped() -> None:
     manager = make_manager()
     finish(manager, "long", PROMPT[:8])
     finish(manager, "short", PROMPT[:6])
     assert cached_ids(manager) == [0, 1]
 
 
-def test_a_longer_partial_block_takes_the_place_of_a_shorter_one() -> None:
+def test_a_longer_partial_block_replaces_a_shorter_one() -> None:
     manager = make_manager()
     for length in (1, 2, 3):
         finish(manager, f"of {length}", PROMPT[:length])
@@ -112,8 +112,8 @@ def test_partial_blocks_that_differ_are_both_kept() -> None:
     assert (hits(manager, [1, 2, 0]), hits(manager, [1, 3, 0])) == (2, 2)
 
 
-def test_a_partial_block_is_no_full_block() -> None:
-    """It has no name and no event, and nothing hangs under it."""
+def test_a_partial_block_is_not_a_full_block() -> None:
+    """It has no name, no event and no children."""
     manager = make_manager(events=True)
     finish(manager, "first", PROMPT)
     assert [type(event) for event in manager.take_events()] == [BlockStored, BlockStored]
@@ -129,29 +129,29 @@ def test_the_source_of_a_copy_may_be_the_block_that_is_taken() -> None:
     manager = make_manager(num_blocks=1)
     finish(manager, "first", [1, 2, 3])
     second = TokenSequence("second", [1, 2, 4])
-    found = manager.get_computed_blocks(second)
-    allocation = manager.allocate_slots(second, 1, found)
+    match = manager.get_computed_blocks(second)
+    allocation = manager.allocate_slots(second, 1, match)
     assert allocation is not None
     assert allocation.copies == (RowCopy(0, 0, 2),)
     manager.check()
 
 
-def test_rows_are_not_copied_into_a_block_that_was_given_back() -> None:
-    """Between lookup and admission another request has cached the very block."""
+def test_rows_are_not_copied_into_a_released_block() -> None:
+    """Between lookup and admission another request caches the same block."""
     manager = make_manager()
     finish(manager, "sister", [1, 2, 3, 9])
     late = TokenSequence("late", [1, 2, 3, 4, 5])
-    found = manager.get_computed_blocks(late)
-    assert found.partial is not None
+    match = manager.get_computed_blocks(late)
+    assert match.partial is not None
     admit(manager, TokenSequence("first", [1, 2, 3, 4, 6]))
-    allocation = manager.allocate_slots(late, 2, found)
+    allocation = manager.allocate_slots(late, 2, match)
     assert allocation is not None
     assert late.block_ids[0] == 1
     assert allocation.copies == ()
     manager.check()
 
 
-def test_a_block_of_the_step_under_way_is_hit_but_not_copied_from() -> None:
+def test_an_unwritten_block_is_hit_but_not_copied_from() -> None:
     manager = make_manager()
     first = TokenSequence("first", PROMPT)
     admit(manager, first)
@@ -161,8 +161,8 @@ def test_a_block_of_the_step_under_way_is_hit_but_not_copied_from() -> None:
     assert hits(manager, [*PROMPT[:6], 0, 0, 0]) == 6
 
 
-def test_blocks_of_the_step_under_way_are_passed_over_for_the_next_best() -> None:
-    """On both sides of the place where the new block would stand."""
+def test_unwritten_blocks_are_skipped_for_the_next_best() -> None:
+    """They stand on both sides of the position of the new block."""
     manager = make_manager(num_blocks=20)
     for at, tokens in enumerate([[5, 5, 1, 1], [5, 5, 5, 9], [5, 9, 9, 9], [6, 6, 6, 6]]):
         finish(manager, f"request {at}", tokens)
@@ -176,7 +176,7 @@ def test_blocks_of_the_step_under_way_are_passed_over_for_the_next_best() -> Non
     manager.check()
 
 
-def test_only_a_block_of_the_step_under_way_is_no_head() -> None:
+def test_an_unwritten_block_alone_is_not_a_head() -> None:
     manager = make_manager()
     admit(manager, TokenSequence("running", [1, 2, 3, 4]))
     admit(manager, TokenSequence("sister", [1, 2, 3, 5]))

@@ -14,7 +14,7 @@ PROMPT = list(range(100, 112))
 
 
 class Broken(WatchedPolicy):
-    """Raises in the middle of each verb that moves blocks."""
+    """A policy that raises in the middle of each method that moves blocks."""
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
         super().take(count, salt)
@@ -30,7 +30,7 @@ class Broken(WatchedPolicy):
 
 @pytest.mark.parametrize("eviction", POLICIES)
 @pytest.mark.parametrize("method", ["allocate_slots", "append_slots", "free", "hit"])
-def test_a_manager_that_an_exception_left_half_changed_is_empty_afterwards(
+def test_a_manager_that_an_exception_left_half_changed_is_empty_after_reset(
     eviction: str, method: str
 ) -> None:
     manager = make_manager(eviction=eviction, events=True)
@@ -38,7 +38,7 @@ def test_a_manager_that_an_exception_left_half_changed_is_empty_afterwards(
     running = start(manager, "running", [1, 2, 3, 4])
     running.append(5)
     new = TokenSequence("new", PROMPT if method == "hit" else [7] * 9)
-    found = manager.get_computed_blocks(new)
+    match = manager.get_computed_blocks(new)
     watch_policy(manager, Broken)
     with pytest.raises(MemoryError):
         if method == "append_slots":
@@ -46,7 +46,7 @@ def test_a_manager_that_an_exception_left_half_changed_is_empty_afterwards(
         elif method == "free":
             manager.free(running)
         else:
-            manager.allocate_slots(new, 1, found)
+            manager.allocate_slots(new, 1, match)
     manager.reset()
     manager.check()
     assert manager.sequences == () and manager.num_free_blocks == 10
@@ -58,7 +58,7 @@ def test_a_manager_that_an_exception_left_half_changed_is_empty_afterwards(
     assert admit(manager, new) == (11 if method == "hit" else 0)
 
 
-def test_a_reset_keeps_no_node_of_the_step_that_broke() -> None:
+def test_a_reset_removes_all_nodes_of_the_failed_step() -> None:
     manager = make_manager()
     for number in range(3):
         admit(manager, TokenSequence(f"{number}", [1, 2, 3, 4, number, 6, 7, 8, 9]))
@@ -69,7 +69,7 @@ def test_a_reset_keeps_no_node_of_the_step_that_broke() -> None:
     assert snapshot(manager)[in_tree] == empty
 
 
-def test_admissions_of_the_step_that_broke_do_not_count() -> None:
+def test_admissions_of_the_failed_step_do_not_count() -> None:
     manager = make_manager()
     admit(manager, TokenSequence("one", PROMPT))
     manager.reset()
@@ -81,7 +81,7 @@ def test_a_lookup_from_before_a_reset_is_refused() -> None:
     manager = make_manager()
     finish(manager, "before", PROMPT)
     sequence = TokenSequence("late", PROMPT)
-    found = manager.get_computed_blocks(sequence)
+    match = manager.get_computed_blocks(sequence)
     manager.reset()
     with pytest.raises(Exception, match="older than an eviction"):
-        manager.allocate_slots(sequence, 1, found)
+        manager.allocate_slots(sequence, 1, match)

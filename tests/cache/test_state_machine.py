@@ -1,9 +1,9 @@
-"""Random operations on a manager, held after every one against the naive model.
+"""Random operations on a manager, compared with the naive model after each one.
 
-What is looked at each time: no row that a sequence reads is another's (no false hit), a lookup
-finds the longest run there is and the exact head of the next block, it changes nothing,
-allocation is all or nothing and takes from the head of the free queue, `check()` holds, and the
-events replayed give the names that are cached. All of it again with names of one bit.
+Each time: no row that a sequence reads is another's (no false hit), a lookup returns the longest
+cached run and the exact head of the next block and changes nothing, allocation is all or nothing
+and takes from the head of the free queue, `check()` passes, and the replayed events give the names
+that are cached. A second machine repeats all of it with names of one bit.
 """
 
 from collections import Counter
@@ -121,11 +121,11 @@ class CacheMachine(RuleBasedStateMachine):
         sequence = self._make(name, tokens, namespace, items)
         self.seen.append(sequence)
         self.waiting.append(sequence)
-        found = self._look_up(sequence)
+        match = self._look_up(sequence)
         if amount is None:
-            self.old_lookups.append(found)
+            self.old_lookups.append(match)
         else:
-            self._admit(sequence, min(amount, len(tokens) - found.num_tokens), found)
+            self._admit(sequence, min(amount, len(tokens) - match.num_tokens), match)
 
     def _make(
         self,
@@ -139,7 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(pick=PICK, marks=MARKS, is_stored=st.booleans())
     def mark(self, pick: int, marks: list[Mark], is_stored: bool) -> None:
-        """Mark blocks of a request as worth retaining, or its results as not to be stored."""
+        """Mark blocks of a request for retention, or its results as not to be stored."""
         sequence = self.waiting[pick % len(self.waiting)]
         sequence.marks, sequence.is_stored = marks, is_stored
 
@@ -153,9 +153,9 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pick=PICK, amount=AMOUNT, commit=st.booleans())
     def admit(self, pick: int, amount: int, commit: bool) -> None:
         sequence = self.waiting[pick % len(self.waiting)]
-        found = self._look_up(sequence)
-        left = len(sequence.token_ids) - found.num_tokens
-        self._admit(sequence, min(amount, left), found)
+        match = self._look_up(sequence)
+        left = len(sequence.token_ids) - match.num_tokens
+        self._admit(sequence, min(amount, left), match)
         if commit:
             self.engine.commit()
 
@@ -168,21 +168,21 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.old_lookups)
     @rule(pick=PICK, amount=AMOUNT)
     def admit_with_an_old_lookup(self, pick: int, amount: int) -> None:
-        """It is refused, or it is as good as new."""
-        found = self.old_lookups.pop(pick % len(self.old_lookups))
-        sequence = found.sequence
-        amount = min(amount, len(sequence.token_ids) - found.num_tokens)
-        is_old = found.version != self.manager.pool.version
+        """Admit with an old lookup: it is refused, or as good as a new one."""
+        match = self.old_lookups.pop(pick % len(self.old_lookups))
+        sequence = match.sequence
+        amount = min(amount, len(sequence.token_ids) - match.num_tokens)
+        is_old = match.version != self.manager.pool.version
         if sequence in self.waiting and not is_old:
-            self._admit(sequence, amount, found)
+            self._admit(sequence, amount, match)
         elif is_old or sequence in self.running:
             before = snapshot(self.manager, *self.waiting)
-            self._refused(lambda: self.manager.allocate_slots(sequence, amount, found))
+            self._refused(lambda: self.manager.allocate_slots(sequence, amount, match))
             assert snapshot(self.manager, *self.waiting) == before
 
-    def _admit(self, sequence: TokenSequence, amount: int, found: ComputedBlocks | None) -> None:
+    def _admit(self, sequence: TokenSequence, amount: int, match: ComputedBlocks | None) -> None:
         before = snapshot(self.manager, *self.waiting)
-        if self.engine.admit(sequence, amount, found) is None:
+        if self.engine.admit(sequence, amount, match) is None:
             assert snapshot(self.manager, *self.waiting) == before
             return
         self.waiting.remove(sequence)
@@ -205,7 +205,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(tokens=st.lists(st.sampled_from([0, 1]), min_size=1, max_size=6))
     def decode(self, tokens: list[int]) -> None:
-        """Steps of one token for every request that runs."""
+        """Run steps of one token for every running request."""
         for at, token in enumerate(tokens):
             for sequence in self.running:
                 self._grow(sequence, 1, token if at else 0)
@@ -226,7 +226,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(pick=PICK, again=st.booleans())
     def free(self, pick: int, again: bool) -> None:
-        """A request ends or is preempted; not while its step is under way."""
+        """End or preempt a request that is not in the current step."""
         sequence = self.running[pick % len(self.running)]
         if self.engine.is_in_step(sequence):
             before = snapshot(self.manager)
@@ -277,13 +277,13 @@ class CacheMachine(RuleBasedStateMachine):
         other = self.seen[-1 - pick % len(self.seen)]
         probe = [*other.token_ids, 0]
         copy = self._make("probe", probe, other.namespace, other.items)
-        found = self._look_up(copy)
+        match = self._look_up(copy)
         if other in self.waiting:
             self.old_lookups.append(self._look_up(other))
         before = snapshot(self.manager)
         self.manager.explain(copy, across_salts=True)
         assert snapshot(self.manager) == before
-        assert self.manager.explain(copy).position >= found.num_tokens - 1
+        assert self.manager.explain(copy).position >= match.num_tokens - 1
 
     @precondition(lambda self: self.running)
     @rule(pick=PICK)
@@ -303,10 +303,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _look_up(self, sequence: TokenSequence) -> ComputedBlocks:
         before = snapshot(self.manager, sequence)
-        found = self.manager.get_computed_blocks(sequence)
+        match = self.manager.get_computed_blocks(sequence)
         assert snapshot(self.manager, sequence) == before
-        self.engine.check_lookup(sequence, found)
-        return found
+        self.engine.check_lookup(sequence, match)
+        return match
 
     def _refused(self, call: Callable[[], object]) -> None:
         with pytest.raises(CacheError):
@@ -327,18 +327,18 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def stretches_have_every_cached_block_once(self) -> None:
         stretches = self.manager.path_segments()
-        found = sorted(block_id for one in stretches for block_id in one.ids)
+        ids = sorted(block_id for one in stretches for block_id in one.ids)
         pool = self.manager.pool
         extra = {copy for copies in pool.copies.values() for copy in copies}
         known = [b.block_id for b in pool.blocks if b.node is not None and b not in extra]
-        assert found == known
+        assert ids == known
         for at, one in enumerate(stretches):
             assert one.parent < at
             if one.parent >= 0:
                 assert stretches[one.parent].start < one.start
 
     @invariant()
-    def events_tell_what_is_cached(self) -> None:
+    def events_describe_the_cache(self) -> None:
         for event in self.manager.take_events():
             if isinstance(event, AllBlocksCleared):
                 self.replayed.clear()
@@ -357,7 +357,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class OneBitCacheMachine(CacheMachine):
-    """Half of all names are the same; every answer must still be right."""
+    """The same machine with colliding names; every answer must still be right."""
 
     digest = staticmethod(digest_of_one_bit)
 

@@ -67,7 +67,7 @@ class RecurrentEngine(TinyEngine):
         super().commit()
 
     def fail(self) -> None:
-        """The step's writes are half done."""
+        """Fail the step when half of its writes are done."""
         for sequence, _, _ in self._chunks:
             if sequence.blocks:
                 state = self.states.of(sequence)
@@ -82,13 +82,13 @@ class RecurrentEngine(TinyEngine):
         for checkpoint in self.states.checkpoints:
             assert self.slots[checkpoint.slot] is not GARBAGE, "a checkpoint that was not written"
         for probe in probes:
-            found = self.manager.get_computed_blocks(probe)
-            assert found.num_tokens <= found.known_tokens < len(probe.token_ids)
-            if found.state is not None:
-                expected = self.prefix(probe, found.num_tokens)
-                assert self.slots[found.state.slot] == expected, "a false hit of a state"
+            match = self.manager.get_computed_blocks(probe)
+            assert match.num_tokens <= match.known_tokens < len(probe.token_ids)
+            if match.state is not None:
+                expected = self.prefix(probe, match.num_tokens)
+                assert self.slots[match.state.slot] == expected, "a false hit of a state"
             else:
-                assert not found.num_tokens
+                assert not match.num_tokens
 
 
 def make_engine(num_blocks: int = 64, num_states: int = 8, **options: object) -> RecurrentEngine:
@@ -141,7 +141,7 @@ def check_conversation(engine: TinyEngine, prompt: range, reply: range) -> None:
     engine.verify([turn])
 
 
-def test_the_same_prompt_again_computes_its_last_token_alone() -> None:
+def test_a_repeated_prompt_computes_its_last_token_alone() -> None:
     engine = make_engine()
     prompt = list(range(30))
     assert run(engine, "a", prompt) == 0
@@ -247,8 +247,8 @@ def test_a_sequence_without_a_slot_is_not_admitted() -> None:
     engine = make_engine(num_states=1)
     first, second = TokenSequence("a", range(10)), TokenSequence("b", range(50, 60))
     engine.admit(first)
-    found = engine.manager.get_computed_blocks(second)
-    assert engine.manager.allocate_slots(second, 10, found) is None
+    match = engine.manager.get_computed_blocks(second)
+    assert engine.manager.allocate_slots(second, 10, match) is None
     engine.commit()
     engine.manager.free(first)
     engine.admit(second)
@@ -316,18 +316,18 @@ class StateMachine(RuleBasedStateMachine):
         sequence.forks = forks
         sequence.is_stored = pick != 7
         self.seen.append(sequence)
-        found = self.manager.get_computed_blocks(sequence)
-        if found.writer is not None or self.manager.save_fork(found):
+        match = self.manager.get_computed_blocks(sequence)
+        if match.writer is not None or self.manager.save_fork(match):
             return
-        left = len(tokens) - found.num_tokens
+        left = len(tokens) - match.num_tokens
         count = min(left, 1 + pick)
         free = self.manager.num_free_blocks
-        allocation = self.manager.allocate_slots(sequence, count, found)
+        allocation = self.manager.allocate_slots(sequence, count, match)
         if allocation is None:
             assert self.manager.num_free_blocks == free and not sequence.blocks
             return
         self.engine._copies += allocation.copies
-        self.engine._add_chunk(sequence, found.num_tokens, found.num_tokens + count)
+        self.engine._add_chunk(sequence, match.num_tokens, match.num_tokens + count)
         self.running.append(sequence)
         self.stepping.add(sequence)
 

@@ -1,4 +1,4 @@
-"""Classes that users may derive from, also where the cache is compiled."""
+"""Subclasses that users may write, also of compiled classes."""
 
 import copy
 import pickle
@@ -23,47 +23,47 @@ from tests.cache.watched_policy import watch_policy
 
 
 class NoisyManager(KVCacheManager):
-    """Keeps what it hands out."""
+    """A manager that stores the events that it returns."""
 
     def __init__(self, config: CacheConfig, names: BlockHasher) -> None:
         super().__init__(config, names)
-        self.told: list[CacheEvent] = []
+        self.events: list[CacheEvent] = []
 
     def take_events(self) -> list[CacheEvent]:
         events = super().take_events()
-        self.told += events
+        self.events += events
         return events
 
 
 class Prompt(TokenSequence):
-    """Says for itself what is cut."""
+    """A sequence that decides itself what is cut."""
 
     def cut(self, block_size: int) -> list[BlockKey]:
         return super().cut(block_size)[:1]
 
 
 class Names(BlockHasher):
-    """Counts what it is asked."""
+    """A hasher that counts its calls."""
 
-    asked = 0
+    calls = 0
 
     def of_node(self, node: PrefixNode) -> BlockHash:
-        type(self).asked += 1
+        type(self).calls += 1
         return super().of_node(node)
 
 
-def test_a_manager_with_names_and_sequences_of_others() -> None:
+def test_a_manager_with_custom_names_and_sequences() -> None:
     manager = NoisyManager(CacheConfig(num_blocks=8, block_size=4, events=True), Names(4))
     finish(manager, "one", list(range(10)))
-    assert manager.take_events() == manager.told != []
-    assert [event.block_hash for event in manager.told if hasattr(event, "block_hash")]
-    assert Names.asked
+    assert manager.take_events() == manager.events != []
+    assert [event.block_hash for event in manager.events if hasattr(event, "block_hash")]
+    assert Names.calls
     assert len(manager.get_computed_blocks(TokenSequence("plain", list(range(12)))).blocks) == 2
     assert len(manager.get_computed_blocks(Prompt("short", list(range(12)))).blocks) == 1
 
 
 class Newest(AdaptiveLru):
-    """Takes the block that was freed last."""
+    """A policy that takes the block that was freed last."""
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
         newest = list(self)[-count:]
@@ -71,7 +71,7 @@ class Newest(AdaptiveLru):
         return newest
 
 
-def test_a_policy_that_derives_from_ours_and_one_that_derives_from_nothing() -> None:
+def test_a_derived_policy_and_an_unrelated_policy() -> None:
     manager = KVCacheManager(CacheConfig(num_blocks=8, block_size=4))
     manager.pool.free = Newest(manager.pool.free.take(8), manager.pool.marks)
     assert finish(manager, "one", list(range(8))) == [6, 7]
@@ -81,14 +81,14 @@ def test_a_policy_that_derives_from_ours_and_one_that_derives_from_nothing() -> 
 
 
 class Weighed(PrefixNode):
-    """A node that knows more."""
+    """A node with one more field."""
 
     def set_fields(self, parent: PrefixNode | None, key: BlockKey) -> None:
         super().set_fields(parent, key)
         self.weight = len(key)
 
 
-def test_a_tree_makes_the_nodes_that_it_is_told_to() -> None:
+def test_a_tree_creates_nodes_of_the_requested_class() -> None:
     tree = PrefixTree()
     node = tree.child(tree.make_root(Namespace(None, None)), BlockKey(b"abcd"), Weighed)
     assert isinstance(node, Weighed)

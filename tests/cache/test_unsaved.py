@@ -19,7 +19,7 @@ BLOCK = 4
 
 
 class Engine:
-    """Runs requests through a pool, writes the names of blocks for rows, and saves them."""
+    """Run requests through a pool, write the names of blocks for rows, and save them."""
 
     def __init__(self, seed: int, **options: Any) -> None:
         names = BlockHasher(BLOCK, "model")
@@ -53,10 +53,10 @@ class Engine:
         tokens = [drawn.randrange(2) for _ in range(drawn.randrange(1, 30))]
         salt = drawn.choice([None, None, "one", "other"])
         new = TokenSequence(f"{number}", tokens, salt=salt, public=self.public)
-        found = manager.get_computed_blocks(new)
-        if manager.can_admit(found) and found.writer is None:
-            found = found.cut(len(found.blocks), BLOCK)
-            if manager.allocate_slots(new, len(tokens) - found.num_tokens, found):
+        match = manager.get_computed_blocks(new)
+        if manager.can_admit(match) and match.writer is None:
+            match = match.cut(len(match.blocks), BLOCK)
+            if manager.allocate_slots(new, len(tokens) - match.num_tokens, match):
                 self.running.append(new)
         leaving = self.unsaved.note(manager.take_events(), number)
         self.save(leaving, has_room=True)
@@ -99,7 +99,9 @@ class Engine:
 
 @pytest.mark.parametrize("deduplicate", [True, False])
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_handed_on_lies_there_and_nothing_is_left_out(seed: int, deduplicate: bool) -> None:
+def test_blocks_passed_to_the_tier_are_in_memory_and_none_is_omitted(
+    seed: int, deduplicate: bool
+) -> None:
     engine = Engine(seed, deduplicate=deduplicate)
     for number in range(300):
         engine.step(number)
@@ -113,7 +115,7 @@ def test_what_is_handed_on_lies_there_and_nothing_is_left_out(seed: int, dedupli
     assert len(cached - engine.saved) == 0, "a block that lies in the pool was never handed on"
 
 
-def test_nothing_is_left_after_a_reset() -> None:
+def test_no_block_remains_unsaved_after_a_reset() -> None:
     engine = Engine(0)
     sequence = TokenSequence("one", list(range(30)))
     assert engine.manager.allocate_slots(sequence, 30)
@@ -126,8 +128,8 @@ def test_nothing_is_left_after_a_reset() -> None:
     assert engine.unsaved.pending(100) == []
 
 
-def test_a_few_blocks_are_handed_on_without_a_look_at_all_others() -> None:
-    """Every step looked at all that no tier had room for: at the whole pool."""
+def test_the_cost_of_passing_blocks_does_not_grow_with_the_pool() -> None:
+    """Regression: every step visited all blocks that no tier had space for."""
     config = CacheConfig(num_blocks=500, block_size=BLOCK, events=True)
     manager = KVCacheManager(config, names := BlockHasher(BLOCK, "model"))
     unsaved = UnsavedBlocks(names)

@@ -59,7 +59,7 @@ class WindowEngine(TinyEngine):
             assert self.rows.get(slot) == self.content(sequence, position), "a wrong row"
 
     def fail(self) -> None:
-        """The step's writes are half done."""
+        """Fail the step when half of its writes are done."""
         for sequence, start, stop in self._chunks:
             if sequence.blocks:
                 slots = sequence.window_slots(start, stop, self.size, -1)
@@ -95,7 +95,7 @@ def make_engine(
 run = partial(run_in_chunks, chunk=16)
 
 
-def test_the_same_prompt_again_computes_its_last_token_alone() -> None:
+def test_a_repeated_prompt_computes_its_last_token_alone() -> None:
     engine = make_engine()
     prompt = list(range(90))
     assert run(engine, "a", prompt) == 0

@@ -9,13 +9,13 @@ REQUEST_0 = [*SHARED, 111, 112, 113]
 
 
 def make_manager(**options: object) -> KVCacheManager:
-    """Ten blocks of four tokens, in the order of the reference."""
+    """Return a manager of ten blocks of four tokens, in the order of the reference."""
     options = {"num_blocks": 10, "block_size": 4, "eviction": "lru", "deduplicate": False} | options
     return KVCacheManager(CacheConfig(**options))  # type: ignore[arg-type]
 
 
 def admit(manager: KVCacheManager, name: str, tokens: list[int]) -> tuple[TokenSequence, int]:
-    """Admit a request whose whole prompt runs in one step; also says how many tokens hit."""
+    """Admit a request whose prompt runs in one step; also return how many tokens hit."""
     sequence = TokenSequence(name, tokens)
     computed = manager.get_computed_blocks(sequence)
     allocation = manager.allocate_slots(sequence, len(tokens) - computed.num_tokens, computed)
@@ -26,7 +26,7 @@ def admit(manager: KVCacheManager, name: str, tokens: list[int]) -> tuple[TokenS
 
 
 def decode(manager: KVCacheManager, sequence: TokenSequence, *tokens: int) -> None:
-    """One step a token."""
+    """Generate these tokens, one per step."""
     for token in tokens:
         sequence.append(token)
         assert manager.append_slots(sequence)
@@ -35,17 +35,17 @@ def decode(manager: KVCacheManager, sequence: TokenSequence, *tokens: int) -> No
 
 
 def cached(manager: KVCacheManager) -> list[int]:
-    """Ids of the blocks that have a name."""
+    """Return the ids of the blocks that have a name."""
     return [b.block_id for b in manager.pool.blocks if b.node is not None]
 
 
 def free(manager: KVCacheManager) -> list[int]:
-    """Ids on the free queue, next to be reused first."""
+    """Return the ids on the free queue, next to be reused first."""
     return [b.block_id for b in manager.pool.free]
 
 
 def at_time_6(partial_hits: bool) -> KVCacheManager:
-    """The example up to time 6, with everything it says on the way."""
+    """Run the example up to time 6, and check each of its statements."""
     manager = make_manager(partial_hits=partial_hits)
     zero, hit = admit(manager, "request 0", REQUEST_0)  # time 1
     assert (zero.block_ids, hit, cached(manager)) == ([0, 1, 2, 3], 0, [0, 1, 2])

@@ -1,4 +1,4 @@
-"""An engine without a model that knows what is really in memory."""
+"""An engine without a model that records the real content of memory."""
 
 from headstart.cache import (
     AllBlocksCleared,
@@ -14,7 +14,7 @@ GARBAGE = object()
 
 
 class TinyEngine:
-    """Runs sequences, and writes into `memory` what each slot really holds: a whole prefix."""
+    """Run sequences, and write to `memory` what each slot really holds: a whole prefix."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.manager = manager
@@ -37,10 +37,10 @@ class TinyEngine:
     def admit(
         self, sequence: TokenSequence, count: int | None = None, *, reads: bool = True
     ) -> None:
-        found = self.manager.get_computed_blocks(sequence) if reads else None
-        start = found.num_tokens if found is not None else 0
+        match = self.manager.get_computed_blocks(sequence) if reads else None
+        start = match.num_tokens if match is not None else 0
         count = len(sequence.token_ids) - start if count is None else count
-        allocation = self.manager.allocate_slots(sequence, count, found)
+        allocation = self.manager.allocate_slots(sequence, count, match)
         assert allocation is not None
         self._copies += allocation.copies
         self._add_chunk(sequence, start, start + count)
@@ -58,7 +58,7 @@ class TinyEngine:
         self._slots += [s for s in sequence.slots(start, stop, self.size, -1) if s >= 0]
 
     def commit(self) -> None:
-        """The model writes, then the manager commits."""
+        """Let the model write, then commit."""
         size = self.size
         read = [
             [self.memory.get(copy.source_block * size + row) for row in range(copy.num_rows)]
@@ -86,11 +86,11 @@ class TinyEngine:
         self._num_evicted = self.manager.pool.num_evicted
 
     def scribble(self) -> None:
-        """The model was interrupted as it wrote."""
+        """Write garbage: the model was interrupted while it wrote."""
         self.memory |= dict.fromkeys(self._slots, GARBAGE)
 
     def cached(self) -> set[object]:
-        """The contents of all full blocks that are cached."""
+        """Return the contents of all full blocks that are cached."""
         ends = [
             self.memory.get(block.block_id * self.size + self.size - 1)
             for block in self.manager.pool.blocks
@@ -99,7 +99,7 @@ class TinyEngine:
         return set(ends)
 
     def replay(self) -> None:
-        """Take the events, and let the mirror follow; an event is done with once it is applied."""
+        """Take the events and apply them to the mirror, each exactly once."""
         self._events += self.manager.take_events()
         while self._events:
             event = self._events[0]
@@ -112,7 +112,7 @@ class TinyEngine:
             self._events.pop(0)
 
     def verify(self, probes: list[TokenSequence]) -> None:
-        """No row is found that is not there; what was cached is cached, but what was evicted."""
+        """Check that each hit row is in memory, and that only evictions remove cached rows."""
         self.manager.check()
         size = self.size
         for sequence in self.manager.sequences:
@@ -120,12 +120,12 @@ class TinyEngine:
                 slot = sequence.block_ids[at // size] * size + at % size
                 assert self.memory[slot] == self.content(sequence, at), "a lost row"
         for probe in probes:
-            found = self.manager.get_computed_blocks(probe)
-            slots = [b.block_id * size + row for b in found.blocks for row in range(size)]
-            if found.partial is not None:
-                first = found.partial.block.block_id * size
-                slots += range(first, first + found.partial.num_rows)
-            for at, slot in enumerate(slots[: found.num_tokens]):
+            match = self.manager.get_computed_blocks(probe)
+            slots = [b.block_id * size + row for b in match.blocks for row in range(size)]
+            if match.partial is not None:
+                first = match.partial.block.block_id * size
+                slots += range(first, first + match.partial.num_rows)
+            for at, slot in enumerate(slots[: match.num_tokens]):
                 assert self.memory[slot] == self.content(probe, at), "a false hit"
         if not self.may_forget:
             evicted = self.manager.pool.num_evicted - self._num_evicted

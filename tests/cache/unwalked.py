@@ -1,4 +1,4 @@
-"""Collections that may not be walked, or that count it: what C walks, no count of lines shows."""
+"""Collections that refuse or count iteration, which line counts of C code do not show."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ Collection = TypeVar("Collection", bound="dict[Any, Any] | list[Any]")
 
 
 def unwalked(collection: Collection) -> Collection:
-    """A copy whose items no loop, `sorted`, `list` or `set` may take: that is an AssertionError.
+    """Copy a collection; raise AssertionError if a loop, `sorted`, `list` or `set` walks it.
 
-    There is none for a set: other sets take its items without asking it.
+    Sets are not supported, since other sets read their items directly.
     """
     base: Any = type(collection)
 
@@ -20,12 +20,12 @@ def unwalked(collection: Collection) -> Collection:
         raise AssertionError(f"a {base.__name__} of {len(collection)} is walked")
 
     verbs = ("__iter__", "__reversed__", "copy", *(("keys", "values", "items") * (base is dict)))
-    made: Collection = type("Unwalked", (base,), dict.fromkeys(verbs, refuse))(collection)
-    return made
+    wrapped: Collection = type("Unwalked", (base,), dict.fromkeys(verbs, refuse))(collection)
+    return wrapped
 
 
 class Walked(OrderedDict[Any, Any]):
-    """Counts the items that loops, `list` and the like take."""
+    """A collection that counts the items that loops, `list` and the like read."""
 
     count = 0
 

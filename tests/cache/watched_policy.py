@@ -7,7 +7,7 @@ from headstart.cache import EvictionPolicy, KVCacheBlock, KVCacheManager
 
 
 class WatchedPolicy:
-    """A policy that remembers which blocks it was last asked for."""
+    """A policy that records the blocks taken from it last."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy

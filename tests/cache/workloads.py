@@ -6,25 +6,25 @@ from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
 
 
 class Workload:
-    """Requests one after another on a pool of blocks of four tokens."""
+    """Requests run one after another on a pool of blocks of four tokens."""
 
     def __init__(self, num_blocks: int, **options: object) -> None:
         config = CacheConfig(num_blocks=num_blocks, block_size=4, **options)  # type: ignore[arg-type]
         self.manager = KVCacheManager(config)
         self.random = random.Random(5)
-        self.hit = self.asked = 0
+        self.hit = self.total = 0
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(10**6) for _ in range(count)]
 
     def run(self, tokens: list[int], num_output: int = 0, *, counts: bool = True) -> list[int]:
-        """One request; its tokens, output included."""
+        """Run one request; return its tokens, output included."""
         manager, sequence = self.manager, TokenSequence("one", tokens)
-        found = manager.get_computed_blocks(sequence)
+        match = manager.get_computed_blocks(sequence)
         if counts:
-            self.hit += found.num_tokens
-            self.asked += len(tokens)
-        assert manager.allocate_slots(sequence, len(tokens) - found.num_tokens, found) is not None
+            self.hit += match.num_tokens
+            self.total += len(tokens)
+        assert manager.allocate_slots(sequence, len(tokens) - match.num_tokens, match) is not None
         manager.commit_step()
         for token in self.tokens(num_output):
             sequence.append(token)
@@ -35,11 +35,11 @@ class Workload:
 
     @property
     def hit_rate(self) -> float:
-        return self.hit / self.asked
+        return self.hit / self.total
 
 
 def documents(num_short: int, **options: object) -> float:
-    """Zipf-distributed documents of 32 blocks, `num_short` one-shot requests after each."""
+    """Run Zipf-distributed documents of 32 blocks; `num_short` one-shot requests follow each."""
     work = Workload(200, **options)
     texts = [work.tokens(128) for _ in range(12)]
     weights = [1 / (at + 1) for at in range(12)]
@@ -52,7 +52,7 @@ def documents(num_short: int, **options: object) -> float:
 
 
 def chats(num_blocks: int, **options: object) -> float:
-    """Sixteen interleaved chats, which start again when they are long."""
+    """Run sixteen interleaved chats, which start again when they are long."""
     work = Workload(num_blocks, **options)
     texts = [work.tokens(15) for _ in range(16)]
     for _ in range(600):

@@ -20,7 +20,7 @@ BLOCK = 4
 
 
 class Owners:
-    """A pool of blocks of four tokens and owners who ask it."""
+    """A pool of blocks of four tokens, and owners who send requests to it."""
 
     def __init__(self, blocks: int, eviction: str = "fair-lru", **weights: float) -> None:
         config = CacheConfig(num_blocks=blocks, block_size=BLOCK, eviction=eviction)
@@ -28,24 +28,24 @@ class Owners:
         for owner, weight in weights.items():
             self.manager.shares.set(owner, weight)
         self.hit: Counter[str] = Counter()
-        self.asked: Counter[str] = Counter()
+        self.prompt_tokens: Counter[str] = Counter()
         self._random = random.Random(3)
 
-    def ask(self, salt: str, tokens: list[int]) -> int:
-        """Run a request; the tokens that it hit."""
+    def run(self, salt: str, tokens: list[int]) -> int:
+        """Run a request; return the number of its tokens that were hits."""
         sequence = TokenSequence("one", tokens, salt=salt)
-        found = self.manager.get_computed_blocks(sequence)
-        assert self.manager.allocate_slots(sequence, len(tokens) - found.num_tokens, found)
+        match = self.manager.get_computed_blocks(sequence)
+        assert self.manager.allocate_slots(sequence, len(tokens) - match.num_tokens, match)
         self.manager.commit_step()
         self.manager.free(sequence)
         self.manager.check()
-        self.hit[salt] += found.num_tokens
-        self.asked[salt] += len(tokens)
-        return found.num_tokens
+        self.hit[salt] += match.num_tokens
+        self.prompt_tokens[salt] += len(tokens)
+        return match.num_tokens
 
     def flood(self, salt: str, blocks: int) -> None:
         """Send a prompt that no later request repeats."""
-        self.ask(salt, [self._random.randrange(10**6) for _ in range(blocks * BLOCK)])
+        self.run(salt, [self._random.randrange(10**6) for _ in range(blocks * BLOCK)])
 
     def kept(self, salt: str, texts: list[list[int]]) -> int:
         """Count the cached blocks of these texts."""
@@ -59,11 +59,14 @@ def texts(count: int, blocks: int) -> list[list[int]]:
 
 
 def test_free_blocks_within_a_share_are_counted_as_protected() -> None:
-    """Less what the owner holds, and what is yet to come to it; and none for other policies."""
+    """Blocks that the owner holds or may still take for itself are subtracted.
+
+    Policies without owners count none.
+    """
     owners = Owners(80, a=1.0, b=3.0)
     [held, free] = texts(2, 10)
-    owners.ask("b", free)
-    owners.ask("a", free)
+    owners.run("b", free)
+    owners.run("a", free)
     count = owners.manager.count_protected
     assert count("b", {"a": 0, "b": 0}) == count("a", {"a": 0, "b": 0}) == 10
     assert count("b", {"a": 15, "b": 0}) == 5
@@ -74,7 +77,7 @@ def test_free_blocks_within_a_share_are_counted_as_protected() -> None:
     assert count("b", {"a": 6, "b": 0}) == 4
     assert count("b", {"a": 0, "b": 0}) == 10
     others = Owners(80, "lru", a=1.0, b=1.0)
-    others.ask("a", free)
+    others.run("a", free)
     assert others.manager.count_protected("b", {"a": 0, "b": 0}) == 0
 
 
@@ -83,30 +86,30 @@ def hit_rate(eviction: str, flooded: int) -> float:
     owners = Owners(80, eviction, a=1.0, b=1.0)
     documents = texts(9, 4)
     for at in range(90):
-        owners.ask("a", documents[at % 9])
+        owners.run("a", documents[at % 9])
         if flooded:
             owners.flood("b", flooded)
-    return owners.hit["a"] / owners.asked["a"]
+    return owners.hit["a"] / owners.prompt_tokens["a"]
 
 
 @pytest.mark.parametrize("flooded", [8, 20, 40])
-def test_a_flood_takes_nothing_from_who_is_within_his_share(flooded: int) -> None:
+def test_a_flood_takes_nothing_from_an_owner_within_its_share(flooded: int) -> None:
     alone = hit_rate("fair-lru", 0)
     assert hit_rate("fair-lru", flooded) == alone > 0.8
     assert hit_rate("adaptive-lru", flooded) < alone - 0.05, "the flood is none"
 
 
-def test_shares_are_by_weight_and_what_nobody_wants_is_free() -> None:
+def test_shares_follow_weights_and_unused_space_is_free() -> None:
     owners = Owners(80, a=1.0, b=3.0)
     mine = {"a": texts(40, 2), "b": texts(40, 2)[::-1]}
     for text in mine["a"]:
-        owners.ask("a", text)
+        owners.run("a", text)
     assert owners.kept("a", mine["a"]) == 80, "alone it may have everything"
     for text in mine["b"]:
-        owners.ask("b", text)
+        owners.run("b", text)
     assert owners.kept("a", mine["a"]) == pytest.approx(20, abs=1)
     for text in [*mine["a"], *mine["a"]]:
-        owners.ask("a", text)
+        owners.run("a", text)
     assert owners.kept("a", mine["a"]) == pytest.approx(20, abs=1)
     assert owners.kept("b", mine["b"]) == pytest.approx(60, abs=1)
 
@@ -115,19 +118,19 @@ def test_an_owner_does_not_grow_by_narrowing_its_salt() -> None:
     owners = Owners(80, a=1.0, b=1.0)
     documents = texts(9, 4)
     for at in range(90):
-        owners.ask("a", documents[at % 9])
+        owners.run("a", documents[at % 9])
         owners.flood(f"b/{at}", 20)
-    assert owners.hit["a"] / owners.asked["a"] == hit_rate("fair-lru", 0)
+    assert owners.hit["a"] / owners.prompt_tokens["a"] == hit_rate("fair-lru", 0)
 
 
-def test_salts_of_no_owner_are_one() -> None:
-    """Without declared owners salts do not matter: many salts give no larger part of the pool."""
+def test_undeclared_salts_share_one_owner() -> None:
+    """Without declared owners, many salts give no larger part of the pool."""
     owners = Owners(80)
     for at in range(9):
         owners.flood(f"salt {at}", 8)
     assert owners.manager.shares.owner("salt 1") is None
     own = texts(1, 20)[0]
-    owners.ask("mine", own)
+    owners.run("mine", own)
     owners.flood("other", 20)
     owners.flood("another", 20)
     assert owners.kept("mine", [own]) == 20
@@ -148,13 +151,13 @@ def test_with_one_owner_it_is_adaptive_lru(seed: int) -> None:
 
 
 def standing(manager: KVCacheManager) -> dict[str | None, list[int]]:
-    """The blocks in line of each owner, next to be taken first."""
+    """Return each owner's blocks in eviction order."""
     lines = manager.pool.free._cached.items()
     return {owner: [block.block_id for block in line] for owner, line in lines if len(line)}
 
 
-def test_who_is_made_an_owner_late_has_what_is_cached_for_him() -> None:
-    """Blocks lost their owner: `check` failed, and an owner without blocks was spared."""
+def test_a_new_owner_gets_the_blocks_of_its_salt() -> None:
+    """Regression: blocks lost their owner, so `check` failed."""
     lines, used = [], []
     for early in (True, False):
         manager = Owners(80, **({"a": 1.0, "b": 2.5} if early else {})).manager
@@ -175,8 +178,8 @@ def test_who_is_made_an_owner_late_has_what_is_cached_for_him() -> None:
             for owner, weight in (("a", 1.0), ("b", 2.5)):
                 manager.shares.set(owner, weight)
             manager.check()
-        found = manager.get_computed_blocks(other := TokenSequence("other", [1] * 9, salt="a"))
-        assert manager.allocate_slots(other, 9, found)
+        match = manager.get_computed_blocks(other := TokenSequence("other", [1] * 9, salt="a"))
+        assert manager.allocate_slots(other, 9, match)
         manager.check()
         lines.append(standing(manager))
         used.append(+manager.pool.free._used)
@@ -185,7 +188,7 @@ def test_who_is_made_an_owner_late_has_what_is_cached_for_him() -> None:
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("inf"), float("nan"), "2", None])
-def test_a_weight_that_shares_nothing_is_refused(weight: object) -> None:
+def test_a_weight_outside_its_range_is_refused(weight: object) -> None:
     shares = Shares()
     with pytest.raises(CacheError, match=r"weight of owner 'a' is .*; allowed: a number above 0"):
         shares.set("a", weight)

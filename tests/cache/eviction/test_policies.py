@@ -1,4 +1,4 @@
-"""Which free block is reused next, under each policy."""
+"""The order in which each policy reuses free blocks."""
 
 import time
 from collections import OrderedDict
@@ -52,7 +52,7 @@ def test_a_policy_starts_with_all_blocks_in_order_and_takes_the_first(name: str)
     ],
 )
 def test_where_released_blocks_go(name: str, order: list[int]) -> None:
-    """Blocks 1 and 3 are empty; block 0 was released before, and holds something."""
+    """Blocks 1 and 3 are empty; block 0 was released before and has content."""
     blocks = [KVCacheBlock(at) for at in range(5)]
     policy = make_policy(name, blocks)
     policy.take(5)
@@ -99,8 +99,8 @@ def test_the_reference_order_evicts_a_cached_block_that_is_older_than_an_empty_o
     assert free_ids(manager) == [1, 0, 2]
 
 
-def test_what_a_copy_read_counts_as_used() -> None:
-    """The blocks of both requests are free; the last block of the older is copied, so it stays."""
+def test_the_source_of_a_copy_counts_as_used() -> None:
+    """Both requests are over; the last block of the older one is copied, so it stays."""
     manager = make_manager(num_blocks=5)
     finish(manager, "old", [1, 1, 1, 1, 2, 2, 2, 2])
     finish(manager, "new", [3] * 8)
@@ -124,21 +124,24 @@ def test_a_request_never_evicts_its_own_prefix() -> None:
     finish(manager, "first", [1] * 16)
     assert free_ids(manager) == [3, 2, 1, 0]
     sequence = TokenSequence("second", [1] * 12 + [2] * 4)
-    found = manager.get_computed_blocks(sequence)
-    assert manager.allocate_slots(sequence, 4, found) is not None
+    match = manager.get_computed_blocks(sequence)
+    assert manager.allocate_slots(sequence, 4, match) is not None
     assert sequence.block_ids == [0, 1, 2, 3]
     manager.check()
 
 
 @pytest.mark.parametrize("num_short", [0, 10, 30])
 def test_one_shot_requests_do_not_crowd_out_documents(num_short: int) -> None:
-    """Each leaves a partial block of one row, which stood in line like a full one: .27 for .66."""
+    """Regression: each left a partial block of one row that was queued like a full one.
+
+    The hit rate was 0.27 instead of 0.66.
+    """
     without = workloads.documents(num_short, partial_hits=False)
     assert workloads.documents(num_short) >= without
 
 
 @pytest.mark.parametrize("num_blocks", [150, 300, 750])
-def test_chats_keep_the_partial_blocks_that_their_next_turns_ask_for(num_blocks: int) -> None:
+def test_partial_blocks_that_the_next_turn_of_a_chat_hits_stay(num_blocks: int) -> None:
     by_recency = workloads.chats(num_blocks, eviction="empty-first-lru")
     assert workloads.chats(num_blocks) >= by_recency
     if num_blocks == 750:
@@ -150,7 +153,7 @@ def partial(block: KVCacheBlock) -> KVCacheBlock:
     return block
 
 
-def test_partial_blocks_have_the_room_that_their_hits_have_earned() -> None:
+def test_hits_of_partial_blocks_raise_their_limit() -> None:
     blocks = [KVCacheBlock(at) for at in range(10)]
     policy = make_policy("adaptive-lru", blocks)
     policy.take(10)
@@ -168,8 +171,8 @@ def test_partial_blocks_have_the_room_that_their_hits_have_earned() -> None:
     assert [block.block_id for block in policy] == [4, 5, 6, 0, 7, 1]
 
 
-def test_partial_blocks_that_leave_the_queue_without_a_hit_change_no_room() -> None:
-    """Only `claim` is a hit: a withdrawn one earns nothing, and was not lost either."""
+def test_partial_blocks_that_leave_the_queue_without_a_hit_keep_the_limit() -> None:
+    """Only `claim` counts as a hit. A withdrawn block counts neither as a hit nor as a miss."""
     blocks = [KVCacheBlock(at) for at in range(10)]
     policy = make_policy("adaptive-lru", blocks)
     policy.take(10)
@@ -194,8 +197,8 @@ def room(manager: KVCacheManager) -> int:
     return [block.block_id for block in manager.pool.free][::-1].index(whole)
 
 
-def test_clearing_the_cache_clears_what_partial_blocks_have_earned() -> None:
-    """Each of 20 partial blocks without a hit earned space for four when it was cleared."""
+def test_clearing_the_cache_resets_the_limit_of_partial_blocks() -> None:
+    """Regression: each of 20 cleared partial blocks without a hit earned space for four."""
     manager = make_manager(num_blocks=100)
     for at in range(20):
         finish(manager, "one-shot", [at * 10 + 1, at * 10 + 2])
@@ -208,8 +211,8 @@ def test_clearing_the_cache_clears_what_partial_blocks_have_earned() -> None:
     assert room(manager) == 0
 
 
-def test_a_partial_block_that_is_covered_without_a_hit_earns_nothing() -> None:
-    """The longer of two requests in one step leaves the rows of the shorter, and more."""
+def test_a_partial_block_that_is_replaced_without_a_hit_earns_nothing() -> None:
+    """Of two requests in one step, the longer one leaves all rows of the shorter one, and more."""
     manager = make_manager(num_blocks=100)
     short, long = TokenSequence("short", [1, 2]), TokenSequence("long", [1, 2, 3])
     assert admit(manager, short) == admit(manager, long) == 0
@@ -220,8 +223,8 @@ def test_a_partial_block_that_is_covered_without_a_hit_earns_nothing() -> None:
     assert room(manager) == 0
 
 
-def test_a_partial_block_that_is_hit_and_then_covered_counts_as_one_hit() -> None:
-    """The source of a partial hit is hit; emptying it later is no second hit."""
+def test_a_partial_block_that_is_hit_and_then_replaced_counts_as_one_hit() -> None:
+    """The source of a partial hit is hit; emptying it later is not a second hit."""
     manager = make_manager(num_blocks=100)
     finish(manager, "turn", [1, 2, 3, 4, 5, 6])
     assert hits(manager, [1, 2, 3, 4, 5, 6, 7]) == 6
@@ -229,8 +232,8 @@ def test_a_partial_block_that_is_hit_and_then_covered_counts_as_one_hit() -> Non
     assert room(manager) == AdaptiveLru.LIMIT_PER_HIT
 
 
-def test_many_partial_blocks_over_the_room_cost_each_take_the_same() -> None:
-    """The work of a take does not grow with the number of partial blocks."""
+def test_the_cost_of_a_take_does_not_grow_with_partial_blocks() -> None:
+    """Each `take` runs the same number of lines with few and with many partial blocks."""
     blocks = [KVCacheBlock(at) for at in range(5000)]
     policy = make_policy("adaptive-lru", blocks)
     policy.take(5000)
@@ -241,6 +244,6 @@ def test_many_partial_blocks_over_the_room_cost_each_take_the_same() -> None:
     assert len(counted.lines) < 50
 
 
-def test_what_is_taken_from_its_front_is_no_dict() -> None:
-    """A dict walks over all deleted items to its first item: 90 us for 100,000."""
+def test_a_queue_taken_from_its_front_is_not_a_dict() -> None:
+    """A dict walks over all deleted items to reach its first item: 90 us for 100,000."""
     assert isinstance(AdaptiveLru([], Marks(lambda: 0.0))._partial, OrderedDict)

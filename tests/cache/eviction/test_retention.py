@@ -1,4 +1,4 @@
-"""Marked blocks are reused last, for a time, and never more of them than a share of the pool."""
+"""Marked blocks are reused last for a limited time, up to a share of the pool."""
 
 import random
 
@@ -25,7 +25,7 @@ MINUTES = 60.0
 
 
 class Pool:
-    """A manager whose clock is turned by hand, and requests that are over at once."""
+    """A manager with a manual clock; each request ends at once."""
 
     def __init__(self, num_blocks: int, eviction: str = "adaptive-lru") -> None:
         self.now = 0.0
@@ -37,18 +37,18 @@ class Pool:
         """Tokens that no request has had."""
         return [self._drawn.randrange(10**6) for _ in range(blocks * BLOCK)]
 
-    def ask(self, tokens: list[int], *marks: Mark, salt: str | None = None) -> None:
+    def run(self, tokens: list[int], *marks: Mark, salt: str | None = None) -> None:
         sequence = TokenSequence("one", tokens, salt=salt)
         sequence.marks = marks
-        found = self.manager.get_computed_blocks(sequence)
-        assert self.manager.allocate_slots(sequence, len(tokens) - found.num_tokens, found)
+        match = self.manager.get_computed_blocks(sequence)
+        assert self.manager.allocate_slots(sequence, len(tokens) - match.num_tokens, match)
         self.manager.commit_step()
         self.manager.free(sequence)
         self.manager.check()
 
     def flood(self, blocks: int, salt: str | None = None) -> None:
         for _ in range(blocks // 2):
-            self.ask(self.text(2), salt=salt)
+            self.run(self.text(2), salt=salt)
 
     def kept(self, text: list[int], salt: str | None = None) -> int:
         """Count the cached blocks of a prompt."""
@@ -60,8 +60,8 @@ class Pool:
 def test_marked_blocks_outlive_a_flood_until_their_time_is_over(eviction: str) -> None:
     pool = Pool(40, eviction)
     marked, plain = pool.text(8), pool.text(8)
-    pool.ask(marked, Mark(5 * BLOCK + 3, 5 * MINUTES))
-    pool.ask(plain)
+    pool.run(marked, Mark(5 * BLOCK + 3, 5 * MINUTES))
+    pool.run(plain)
     pool.flood(100)
     assert (pool.kept(marked), pool.kept(plain)) == (5, 0)
     pool.now = 4 * MINUTES
@@ -73,21 +73,21 @@ def test_marked_blocks_outlive_a_flood_until_their_time_is_over(eviction: str) -
 
 
 @pytest.mark.parametrize("eviction", ["lru", "empty-first-lru"])
-def test_other_orders_know_no_marks(eviction: str) -> None:
+def test_other_policies_ignore_marks(eviction: str) -> None:
     pool = Pool(40, eviction)
     marked = pool.text(8)
-    pool.ask(marked, Mark(8 * BLOCK, 5 * MINUTES))
+    pool.run(marked, Mark(8 * BLOCK, 5 * MINUTES))
     pool.flood(100)
     assert pool.kept(marked) == 0
 
 
-def test_a_hit_with_a_mark_begins_the_time_anew_and_one_without_does_not() -> None:
+def test_a_hit_restarts_the_time_only_if_it_is_marked() -> None:
     for again, kept in ((), 0), ((Mark(99, 5 * MINUTES),), 4):
         pool = Pool(40)
         text = pool.text(4)
-        pool.ask(text, Mark(99, 5 * MINUTES))
+        pool.run(text, Mark(99, 5 * MINUTES))
         pool.now = 4 * MINUTES
-        pool.ask([*text, 0], *again)
+        pool.run([*text, 0], *again)
         pool.now = 6 * MINUTES
         pool.flood(100)
         assert pool.kept(text) == kept
@@ -96,52 +96,52 @@ def test_a_hit_with_a_mark_begins_the_time_anew_and_one_without_does_not() -> No
 def test_a_shorter_mark_does_not_end_a_longer_one() -> None:
     pool = Pool(40)
     text = pool.text(4)
-    pool.ask(text, Mark(99, 60 * MINUTES))
-    pool.ask([*text, 0], Mark(99, 5 * MINUTES))
+    pool.run(text, Mark(99, 60 * MINUTES))
+    pool.run([*text, 0], Mark(99, 5 * MINUTES))
     pool.now = 30 * MINUTES
     pool.flood(100)
     assert pool.kept(text) == 4
 
 
-def test_who_marks_everything_keeps_half_of_the_pool_and_the_soonest_over_go_first() -> None:
+def test_marks_retain_half_of_the_pool_and_the_first_to_expire_go_first() -> None:
     pool = Pool(40)
     long, texts = pool.text(8), [pool.text(4) for _ in range(20)]
-    pool.ask(long, Mark(99, 60 * MINUTES))
+    pool.run(long, Mark(99, 60 * MINUTES))
     for text in texts:
-        pool.ask(text, Mark(99, 5 * MINUTES))
+        pool.run(text, Mark(99, 5 * MINUTES))
     pool.flood(100)
     assert pool.kept(long) == 8
     assert [pool.kept(text) for text in texts] == [0] * 17 + [4] * 3
     plain = pool.text(8)
-    pool.ask(plain)
+    pool.run(plain)
     assert pool.kept(plain) == 8, "there is room for others"
 
 
 def test_a_request_that_needs_the_whole_pool_gets_it() -> None:
     pool = Pool(40)
     text = pool.text(8)
-    pool.ask(text, Mark(99, 60 * MINUTES))
-    pool.ask(pool.text(40))
+    pool.run(text, Mark(99, 60 * MINUTES))
+    pool.run(pool.text(40))
     assert pool.kept(text) == 0
 
 
 def test_an_owner_s_marks_take_nothing_from_others() -> None:
-    """Each of two owners has half of the pool; one marks all that it asks for."""
+    """Each of two owners has half of the pool; one marks all of its requests."""
     pool = Pool(40, "fair-lru")
     for owner in "ab":
         pool.manager.shares.set(owner, 1.0)
     document = pool.text(16)
-    pool.ask(document, salt="a")
+    pool.run(document, salt="a")
     texts = [pool.text(4) for _ in range(20)]
     for text in texts:
-        pool.ask(text, Mark(99, 60 * MINUTES), salt="b")
+        pool.run(text, Mark(99, 60 * MINUTES), salt="b")
     assert pool.kept(document, "a") == 16
     pool.flood(60, "b")
     assert pool.kept(document, "a") == 16
     assert sum(pool.kept(text, "b") for text in texts) == 10, "half of its half"
 
 
-def test_what_is_discarded_or_reset_is_not_kept() -> None:
+def test_discarded_and_reset_blocks_are_not_retained() -> None:
     pool = Pool(10)
     sequence = TokenSequence("one", pool.text(4))
     sequence.marks = [Mark(99, 5 * MINUTES)]
@@ -150,32 +150,32 @@ def test_what_is_discarded_or_reset_is_not_kept() -> None:
     pool.manager.commit_step()
     pool.manager.check()
     assert not pool.manager.pool.marks
-    pool.ask(pool.text(4), Mark(99, 5 * MINUTES))
+    pool.run(pool.text(4), Mark(99, 5 * MINUTES))
     assert pool.manager.reset_prefix_cache()
     pool.manager.check()
     assert [block.block_id for block in pool.manager.pool.free] == list(range(10))
 
 
-def test_ages_are_told_of_blocks_that_are_evicted() -> None:
-    """Blocks that were let go of at 0 s and used again at 10 s, and are evicted at 37 s."""
+def test_ages_of_evicted_blocks_are_counted() -> None:
+    """Blocks are released at 0 s, used again at 10 s and evicted at 37 s."""
     pool = Pool(256)
     text, other = pool.text(128), pool.text(128)
-    pool.ask(text)
-    pool.ask(other)
+    pool.run(text)
+    pool.run(other)
     pool.now = 10.0
-    pool.ask([*text, 0])
+    pool.run([*text, 0])
     ages = pool.manager.stats.eviction_ages
     before = list(ages.counts)
     pool.now = 37.0
     pool.flood(256)
-    told = [now - then for now, then in zip(ages.counts, before, strict=True)]
-    by_age = {bound: n for bound, n in zip([*AGE_BOUNDS, None], told, strict=True) if n}
+    counts = [now - then for now, then in zip(ages.counts, before, strict=True)]
+    by_age = {bound: n for bound, n in zip([*AGE_BOUNDS, None], counts, strict=True) if n}
     assert by_age == {30: 2, 60: 2}, "of every 64th block"
     assert ages.seconds == sum((27, 27, 37, 37))
 
 
 class Model:
-    """A policy for full blocks, as lists: one in eviction order, one of retained blocks."""
+    """A policy for full blocks as two lists: one in eviction order, one of retained blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.line: list[int] = []

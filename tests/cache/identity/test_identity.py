@@ -66,7 +66,7 @@ def test_a_key_is_the_tokens_four_bytes_each() -> None:
     assert key.hex(" ", 4) == "01000000 02010000 ffffff7f 00000000"
 
 
-def test_an_item_is_framed_where_its_placeholders_begin() -> None:
+def test_the_frame_of_an_item_is_where_its_placeholders_begin() -> None:
     item = MultiModalItem(b"\xab\xcd", offset=2, length=41)
     key = cut_keys(encode_tokens([1, 3, 9, 9]), range(4), 4, [item])[0]
     assert key.hex(" ", -4) == (
@@ -104,7 +104,7 @@ def test_the_same_image_elsewhere_makes_other_blocks() -> None:
 
 
 @given(prompts(), prompts(), st.integers(1, 5))
-def test_keys_are_equal_just_when_contents_are(
+def test_keys_are_equal_if_and_only_if_contents_are(
     left: TokenSequence, right: TokenSequence, size: int
 ) -> None:
     for at, (a, b) in enumerate(zip(left.cut(size), right.cut(size), strict=False)):
@@ -139,7 +139,7 @@ def test_count_tokens_counts_whole_tokens_of_any_beginning(
 
 
 @given(prompts(), st.integers(1, 5), st.lists(st.integers(0, 12), max_size=4))
-def test_cutting_as_tokens_come_gives_the_same_keys(
+def test_incremental_cutting_gives_the_same_keys(
     whole: TokenSequence, size: int, more: list[int]
 ) -> None:
     known = max([1, *(item.offset + item.length for item in whole.items)])
@@ -161,7 +161,7 @@ def test_numpy_tokens_are_tokens() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, MAX_TOKEN_ID + 1, 2**32, 2**70, 1.5, "a", None])
-def test_what_is_no_token_is_refused(bad: int) -> None:
+def test_invalid_tokens_are_refused(bad: int) -> None:
     with pytest.raises(
         CacheError, match=f"token id {bad!r} is not an integer from 0 to {2**31 - 1}"
     ):
@@ -196,21 +196,21 @@ def test_items_may_touch_but_not_overlap_and_come_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(("digest", "offset", "length"), [(b"", 0, 1), (b"x", -1, 1), (b"x", 0, 0)])
-def test_an_item_that_is_none_is_refused(digest: bytes, offset: int, length: int) -> None:
+def test_an_invalid_item_is_refused(digest: bytes, offset: int, length: int) -> None:
     with pytest.raises(CacheError, match="a multimodal item"):
         MultiModalItem(digest, offset, length)
 
 
-def test_an_item_may_come_while_a_sequence_grows_but_not_for_what_is_named() -> None:
-    plain, given = TokenSequence("a", [1, 2, 3]), TokenSequence("b", [1, 2, 3])
-    given.add_item(MultiModalItem(b"x", 0, 4), 4)
-    for sequence in (plain, given):
+def test_an_item_may_be_added_to_a_growing_sequence_behind_its_cut_blocks() -> None:
+    plain, with_item = TokenSequence("a", [1, 2, 3]), TokenSequence("b", [1, 2, 3])
+    with_item.add_item(MultiModalItem(b"x", 0, 4), 4)
+    for sequence in (plain, with_item):
         sequence.append(4)
-    assert plain.cut(4) != given.cut(4)
+    assert plain.cut(4) != with_item.cut(4)
     with pytest.raises(CacheError, match="overlaps another item, or a block"):
         plain.add_item(MultiModalItem(b"x", 3, 2), 4)
     with pytest.raises(CacheError, match="overlaps another item, or a block"):
-        given.add_item(MultiModalItem(b"x", 3, 4), 4)
+        with_item.add_item(MultiModalItem(b"x", 3, 4), 4)
 
 
 @given(st.binary(min_size=1, max_size=40), st.binary(min_size=1, max_size=40))
@@ -227,7 +227,7 @@ def lines_of(action: Callable[[], object]) -> int:
     return len(counted.lines)
 
 
-def test_a_common_head_is_found_without_a_loop_over_bytes() -> None:
+def test_the_common_head_needs_no_loop_over_bytes() -> None:
     short, long = (BlockKey(bytes(4 * count)) for count in (16, 2048))
     other_short, other_long = BlockKey(short[:-1] + b"x"), BlockKey(long[:-1] + b"x")
     assert lines_of(lambda: common_tokens(long, other_long)) == lines_of(
@@ -258,6 +258,6 @@ def test_adding_an_item_does_not_copy_those_before() -> None:
 
 
 @pytest.mark.parametrize("digest", [b"", "cat", None, 7, bytearray(b"cat")])
-def test_a_digest_that_is_no_bytes_is_refused_at_once(digest: object) -> None:
+def test_a_digest_that_is_not_bytes_is_refused_at_once(digest: object) -> None:
     with pytest.raises(CacheError, match=r"digest of a multimodal item is .*at least one byte"):
         MultiModalItem(digest, 2, 5)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Portable names: the same in every process, on every machine, for as long as we keep them."""
+"""Portable names: equal in every process, on every machine and in every later version."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ from tests.house.source import ROOT
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 IMAGE = MultiModalItem(b"\x01\x02", offset=3, length=2)
 
-# Golden values, of both full blocks of four: when one changes, no stored block is found again.
+# Golden values, of both full blocks of four: when one changes, no stored block is hit again.
 PLAIN = [
     "bda2b652ba96a25a8866e7cc4a8248045bb2706d43650e5a85a3298bd69dcaff",
     "0031bd094f600d1e72818d96608b8d36411ed02ecae733ea92004c38e04b38a5",
@@ -49,8 +49,8 @@ def test_golden_values() -> None:
     assert [name.hex() for name in block_names(everything, 4, "model")] == EVERYTHING
 
 
-def test_prompts_that_begin_alike_are_named_as_if_each_was_the_first() -> None:
-    """Stretches of the prompts of late are remembered; the oldest are forgotten."""
+def test_prompts_that_begin_alike_have_the_names_of_a_fresh_hasher() -> None:
+    """The hasher remembers spans of recent prompts and drops the oldest."""
     names = BlockHasher(1)
     long = list(range(1, 400))
     for tokens in (long, long[:200], [*long[:150], *long], [9, *long], long):
@@ -116,7 +116,7 @@ FIELD = st.none() | st.sampled_from(["", "a", "ab", "b", "\0", "é"])
 def test_roots_differ_when_anything_differs(
     left: tuple[str | None, str | None, str, int], right: tuple[str | None, str | None, str, int]
 ) -> None:
-    """Hashes differ also where the end of a field could be the beginning of the next."""
+    """Hashes also differ when the end of a field could be the beginning of the next one."""
     names = [root_hash(Namespace(a, s), size, model) for a, s, model, size in (left, right)]
     assert (names[0] == names[1]) == (left == right)
 
@@ -144,14 +144,14 @@ def test_each_node_is_named_once() -> None:
 
     manager = KVCacheManager(make_manager().config, BlockHasher(4, digest=digest))
     sequence = start(manager, "one", TOKENS)
-    assert named == []  # nobody asked
+    assert named == []  # no call needed a hash
     name_of_last(manager, sequence)
     name_of_last(manager, sequence)
     assert len(named) == len(set(named)) == 3  # the root and two blocks
 
 
 def test_hits_do_not_depend_on_names() -> None:
-    """Two prefixes of one name stay two prefixes."""
+    """Two prefixes with equal names stay two prefixes."""
     manager = KVCacheManager(
         make_manager(num_blocks=40, events=True).config, BlockHasher(4, digest=digest_of_one_bit)
     )
@@ -160,9 +160,9 @@ def test_hits_do_not_depend_on_names() -> None:
         finish(manager, f"request {at}", prompt)
     tables = set()
     for prompt in prompts:
-        found = manager.get_computed_blocks(TokenSequence("probe", prompt))
-        assert found.num_tokens == 8
-        tables.add(tuple(block.block_id for block in found.blocks))
+        match = manager.get_computed_blocks(TokenSequence("probe", prompt))
+        assert match.num_tokens == 8
+        tables.add(tuple(block.block_id for block in match.blocks))
     assert len(tables) == 6
     names = {event.block_hash for event in manager.take_events()}  # type: ignore[union-attr]
     assert names <= {b"\0", b"\1"}
@@ -175,22 +175,22 @@ def test_names_of_another_block_size_are_refused() -> None:
 
 
 def test_events_without_names_are_refused() -> None:
-    """A mirror of several engines would take them for another model's."""
+    """A mirror of several engines would attribute them to another model."""
     with pytest.raises(ConfigError, match="pass a BlockHasher"):
         KVCacheManager(CacheConfig(num_blocks=2, events=True))
     assert KVCacheManager(CacheConfig(num_blocks=2, events=True), BlockHasher(16)).hasher
 
 
 def test_hashes_without_names_are_refused() -> None:
-    """They would be equal for every model."""
+    """They would be equal for all models."""
     manager = KVCacheManager(CacheConfig(num_blocks=2, block_size=4))
     with pytest.raises(CacheError, match="block_hashes needs a BlockHasher; pass one"):
         manager.block_hashes(TokenSequence("one", range(4)))
 
 
 @pytest.mark.parametrize("what", ["adapter", "salt"])
-def test_what_no_utf8_can_say_is_refused_with_the_sequence(what: str) -> None:
-    """It was admitted, and failed where events were read, which were lost then."""
+def test_text_that_utf8_cannot_encode_is_refused_with_the_sequence(what: str) -> None:
+    """Regression: the request was admitted; reading the events then failed and lost them."""
     for name, said in (("\udc80", "has the lone surrogate"), ("", "is ''"), (3, "is 3, a int")):
         with pytest.raises(CacheError, match=rf"^{what} {said}.*; allowed: "):
             TokenSequence("one", [1], **{what: name})  # type: ignore[arg-type]

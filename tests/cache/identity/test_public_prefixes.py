@@ -1,4 +1,4 @@
-"""Public prefixes: tenants share the blocks that lie wholly in one, and nothing else."""
+"""Public prefixes: tenants share the blocks that lie wholly in one, and no others."""
 
 from collections.abc import Sequence
 
@@ -32,14 +32,14 @@ def make_public(*prefixes: Sequence[int]) -> PublicBlocks:
 
 
 def run(manager: KVCacheManager, sequence: TokenSequence) -> int:
-    """Compute a sequence and let go of it; how many of its tokens were cached."""
-    found = manager.get_computed_blocks(sequence)
-    left = len(sequence.token_ids) - found.num_tokens
-    assert manager.allocate_slots(sequence, left, found) is not None
+    """Compute a sequence and free it; return how many of its tokens were cached."""
+    match = manager.get_computed_blocks(sequence)
+    left = len(sequence.token_ids) - match.num_tokens
+    assert manager.allocate_slots(sequence, left, match) is not None
     manager.commit_step()
     manager.free(sequence)
     manager.check()
-    return found.num_tokens
+    return match.num_tokens
 
 
 def make_manager(**options: object) -> KVCacheManager:
@@ -77,10 +77,10 @@ def test_two_tenants_share_a_block_if_and_only_if_it_lies_wholly_in_a_public_pre
         default=0,
     )
     expected = min(expected, usable)
-    found = manager.get_computed_blocks(mine)
-    assert len(found.blocks) == expected
-    if found.partial is not None:  # rows of a public block, for a block that is public, too
-        assert found.partial.block.node.salt() == ""
+    match = manager.get_computed_blocks(mine)
+    assert len(match.blocks) == expected
+    if match.partial is not None:  # rows of a public block, for a block that is public, too
+        assert match.partial.block.node.salt() == ""
         assert any(_common(prompt, prefix) // SIZE > expected for prefix in prefixes)
     theirs = [TokenSequence("t", tokens, salt=who, public=public) for tokens, who in before]
     assert max((shared_blocks(mine, one) for one in theirs), default=0) == expected
@@ -89,7 +89,7 @@ def test_two_tenants_share_a_block_if_and_only_if_it_lies_wholly_in_a_public_pre
 
 
 def _common(*lists: Sequence[int]) -> int:
-    """Length of the head that all lists have in common."""
+    """Return the length of the head that all lists share."""
     count = 0
     for tokens in zip(*lists, strict=False):
         if len(set(tokens)) > 1:
@@ -114,7 +114,7 @@ def test_what_another_tenant_hits(prompt: list[int], shared: int) -> None:
     assert run(manager, TokenSequence("two", prompt, salt="b", public=public)) == shared
 
 
-def test_a_tenant_finds_its_own_rows_behind_the_prefix_token_for_token() -> None:
+def test_a_tenant_hits_its_own_rows_behind_the_prefix_token_for_token() -> None:
     public, manager = make_public(SYSTEM), make_manager()
     prompt = [*SYSTEM, 1, 2, 3, 4, 5]
     run(manager, TokenSequence("one", prompt, salt="a", public=public))
@@ -122,14 +122,14 @@ def test_a_tenant_finds_its_own_rows_behind_the_prefix_token_for_token() -> None
     assert run(manager, TokenSequence("three", [*prompt, 6], salt="a", public=public)) == 15
 
 
-def test_requests_without_a_salt_keep_to_themselves() -> None:
+def test_requests_without_a_salt_share_nothing() -> None:
     public, manager = make_public(SYSTEM), make_manager()
     run(manager, TokenSequence("one", SYSTEM, public=public))
     assert run(manager, TokenSequence("two", SYSTEM, salt="a", public=public)) == 0
     assert run(manager, TokenSequence("three", SYSTEM, public=public)) == 9
 
 
-def test_generated_tokens_that_go_on_in_a_public_prefix_are_shared() -> None:
+def test_generated_tokens_within_a_public_prefix_are_shared() -> None:
     public, manager = make_public(SYSTEM), make_manager()
     one = TokenSequence("one", SYSTEM[:3], salt="a", public=public)
     manager.allocate_slots(one, 3, manager.get_computed_blocks(one))
@@ -150,7 +150,7 @@ def test_adapters_do_not_share_a_public_prefix() -> None:
     assert run(manager, two) == 0
 
 
-def test_a_miss_is_not_explained_by_what_others_have_behind_the_prefix() -> None:
+def test_a_miss_is_not_explained_by_other_tenants_rows_behind_the_prefix() -> None:
     public, manager = make_public(SYSTEM), make_manager()
     prompt = [*SYSTEM, 1, 2, 3, 4, 5, 6, 7]
     run(manager, TokenSequence("one", prompt, salt="a", public=public))
@@ -163,7 +163,7 @@ def test_a_miss_is_not_explained_by_what_others_have_behind_the_prefix() -> None
     assert manager.explain(unseen, across_salts=True).reason is MissReason.UNSEEN
 
 
-def test_public_blocks_count_for_nobody_and_the_rest_for_its_tenant() -> None:
+def test_public_blocks_have_no_owner_and_others_belong_to_their_tenant() -> None:
     public, manager = make_public(SYSTEM), make_manager(eviction="fair-lru")
     manager.shares.set("a", 1.0)
     run(manager, TokenSequence("one", [*SYSTEM, 1, 2, 3, 4, 5, 6, 7], salt="a/x", public=public))
@@ -173,8 +173,8 @@ def test_public_blocks_count_for_nobody_and_the_rest_for_its_tenant() -> None:
     manager.check()
 
 
-def test_one_shots_of_tenants_do_not_push_the_public_prefix_out() -> None:
-    """It serves all tenants; counted as one more owner, it was evicted first."""
+def test_one_shot_requests_do_not_evict_the_public_prefix() -> None:
+    """It serves all tenants. Regression: counted as one more owner, it was evicted first."""
     head = list(range(1, 25))
     public, manager = make_public(head), make_manager(eviction="fair-lru", num_blocks=20)
     for at in range(10):
@@ -188,7 +188,7 @@ def test_one_shots_of_tenants_do_not_push_the_public_prefix_out() -> None:
     assert run(manager, again) == 24
 
 
-def test_an_image_in_the_prefix_makes_it_the_tenants_own() -> None:
+def test_a_prefix_with_an_image_is_private() -> None:
     public, manager = make_public(SYSTEM), make_manager()
     for salt, cached in (("a", 0), ("b", 4)):
         items = [MultiModalItem(salt.encode(), 5, 2)]
@@ -207,8 +207,8 @@ def test_a_public_prefix_is_of_token_ids() -> None:
         PublicBlocks().publish([1, 2, -3, 4], SIZE)
 
 
-def test_rows_of_a_part_of_the_first_public_block_are_found_by_their_owner() -> None:
-    """They stood under the root of all, where a shorter prompt of their owner does not look."""
+def test_partial_rows_of_the_first_public_block_are_hit_by_their_owner() -> None:
+    """Regression: they were indexed under the common root, where a shorter prompt does not look."""
     manager = KVCacheManager(CacheConfig(num_blocks=4, block_size=3))
     public = PublicBlocks()
     public.publish([0, 0, 0, 0], 3)
@@ -217,8 +217,8 @@ def test_rows_of_a_part_of_the_first_public_block_are_found_by_their_owner() -> 
         sequence = TokenSequence(name, tokens, salt=salt, public=public)
         return sequence, manager.get_computed_blocks(sequence)
 
-    first, found = look("first", [0, 0, 0], "s")
-    assert manager.allocate_slots(first, 1, found) is not None  # a chunk of one token
+    first, match = look("first", [0, 0, 0], "s")
+    assert manager.allocate_slots(first, 1, match) is not None  # a chunk of one token
     manager.commit_step()
     manager.free(first)
     manager.check()

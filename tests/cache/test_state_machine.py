@@ -357,7 +357,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class OneBitCacheMachine(CacheMachine):
-    """The same machine with colliding names; every answer must still be right."""
+    """A machine with colliding names; every answer must still be right."""
 
     digest = staticmethod(digest_of_one_bit)
 

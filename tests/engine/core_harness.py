@@ -17,7 +17,7 @@ from tests.engine.internals import kv_memory
 
 
 class CoreHarness:
-    """Requests to an engine core, whose answers are compared with those of `expected`."""
+    """Send requests to an engine core; compare their answers with those of `expected`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Parts of an engine that tests look into: the one place that knows where they are."""
+"""Internal parts of an engine that tests read; only this file knows where they are."""
 
 from headstart import LLM
 from headstart.attention import PagedKVMemory

@@ -212,7 +212,7 @@ def test_clearing_the_cache_resets_the_limit_of_partial_blocks() -> None:
 
 
 def test_a_partial_block_that_is_replaced_without_a_hit_earns_nothing() -> None:
-    """Of two requests in one step, the longer one leaves all rows of the shorter one, and more."""
+    """The longer of two requests in one step leaves all rows of the shorter one, and more."""
     manager = make_manager(num_blocks=100)
     short, long = TokenSequence("short", [1, 2]), TokenSequence("long", [1, 2, 3])
     assert admit(manager, short) == admit(manager, long) == 0

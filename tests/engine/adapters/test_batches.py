@@ -1,4 +1,4 @@
-"""Requests with different adapters, and with none, in one batch: each gets what PEFT gives it."""
+"""Requests with different adapters, and with none, in one batch answer as with PEFT."""
 
 import threading
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ NAMES = ["attention", None, "everything", "with the head", "one layer", "attenti
 
 
 class World:
-    """A tiny model, its adapters on disk, prompts that begin alike, and what PEFT answers."""
+    """A tiny model, its adapters on disk, prompts that begin alike, and PEFT's answers."""
 
     def __init__(self, architecture: str, folder: Path) -> None:
         self.model = save_tiny(architecture, folder / "model")
@@ -81,9 +81,9 @@ def world(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def llm(llama: World) -> Iterator[LLM]:
-    made = llama.open()
-    yield made
-    made.close()
+    llm = llama.open()
+    yield llm
+    llm.close()
 
 
 def answers(llm: LLM, prompts: list[list[int]], names: Any) -> list[list[int]]:
@@ -92,7 +92,7 @@ def answers(llm: LLM, prompts: list[list[int]], names: Any) -> list[list[int]]:
 
 
 def test_the_adapters_matter(world: World) -> None:
-    """Else the comparisons below would say nothing."""
+    """Otherwise the comparisons below would prove nothing."""
     for name, prompt, expected in zip(NAMES, world.prompts, world.expected, strict=True):
         assert (world.plain.greedy(prompt, TOKENS) == expected) == (name is None)
 
@@ -119,7 +119,7 @@ def test_drafts_do_not_change_answers(llama: World) -> None:
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_one_batch_gives_what_peft_gives(world: World, options: dict[str, Any]) -> None:
+def test_one_batch_answers_as_peft_does(world: World, options: dict[str, Any]) -> None:
     """Cached or not, in chunks, preempted, with fewer places than adapters; cold, then warm."""
     llm = world.open(**options)
     for _ in range(2):
@@ -201,7 +201,7 @@ def test_unloading_lets_running_and_waiting_requests_finish(llama: World, tmp_pa
     llm.close()
 
 
-def test_least_recently_used_goes_and_comes_back_from_disk(llama: World) -> None:
+def test_the_least_recently_used_adapter_is_evicted_and_read_again(llama: World) -> None:
     llm = llama.open(max_loras=2)
     store = llm.engine.adapters
     order = ["attention", "everything", "one layer", "everything", "attention"]
@@ -213,11 +213,14 @@ def test_least_recently_used_goes_and_comes_back_from_disk(llama: World) -> None
 
 
 @pytest.mark.parametrize("end", ["answered", "aborted", "aborted and gone"])
-def test_others_go_on_while_an_adapter_is_read_again(
+def test_other_requests_continue_while_an_adapter_is_read_again(
     llama: World, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine's thread read it, and all requests stopped. Here reading waits for their tokens.
-    What comes of a request that was aborted meanwhile is in nobody's way."""
+    """Regression: the engine's thread read it, so all requests stopped.
+
+    Here reading waits for their tokens. A request that was aborted in the meantime affects no other
+    request.
+    """
     llm = llama.open(max_loras=1)
     engine, read = llm.engine, llm.engine.adapters._read
     go = threading.Event()
@@ -248,7 +251,7 @@ def test_others_go_on_while_an_adapter_is_read_again(
     llm.close()
 
 
-def test_an_adapter_that_lost_its_name_while_it_was_away_is_given_back(llama: World) -> None:
+def test_an_adapter_that_lost_its_name_while_unloaded_is_released(llama: World) -> None:
     llm = llama.open(max_loras=1)
     engine = llm.engine
     group = llm.frontend.prepare(llama.prompts[2], GREEDY, adapter="everything")
@@ -262,9 +265,7 @@ def test_an_adapter_that_lost_its_name_while_it_was_away_is_given_back(llama: Wo
 
 
 @pytest.mark.parametrize("damage", ["changed", "gone"])
-def test_files_that_changed_meanwhile_are_never_mixed_in(
-    llama: World, tmp_path: Path, damage: str
-) -> None:
+def test_files_that_changed_are_never_mixed_in(llama: World, tmp_path: Path, damage: str) -> None:
     llm = llama.open(max_loras=1)
     path = make_adapter(llama.model, tmp_path / "mine", 11)
     llm.load_adapter("mine", path)
@@ -289,16 +290,16 @@ def test_files_that_changed_meanwhile_are_never_mixed_in(
     llm.close()
 
 
-def test_vllms_spelling(llama: World) -> None:
+def test_the_options_have_vllms_names(llama: World) -> None:
     llm = LLM(llama.model, num_blocks=64, enable_lora=True, max_loras=4, max_lora_rank=16)
-    asked = [n and LoRARequest(n, at, str(llama.adapters[n])) for at, n in enumerate(NAMES, 1)]
-    outputs = llm.generate(llama.prompts, GREEDY, lora_request=asked, use_tqdm=False)
+    requests = [n and LoRARequest(n, at, str(llama.adapters[n])) for at, n in enumerate(NAMES, 1)]
+    outputs = llm.generate(llama.prompts, GREEDY, lora_request=requests, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == llama.expected
     moved = LoRARequest("attention", 1, llama.adapters["one layer"])
     [output] = llm.generate(llama.prompts[4], GREEDY, lora_request=moved)
     assert output.outputs[0].token_ids == llama.expected[4]
     with pytest.raises(RequestError, match="are both set"):
-        llm.generate(llama.prompts[0], GREEDY, adapter="attention", lora_request=asked[0])
+        llm.generate(llama.prompts[0], GREEDY, adapter="attention", lora_request=requests[0])
     with pytest.raises(RequestError, match="2 adapters for 1 prompts"):
         llm.generate([llama.prompts[0]], GREEDY, adapter=["attention", None])
     llm.close()
@@ -315,7 +316,7 @@ def test_a_failed_load_leaves_the_name_as_it_was(llm: LLM, llama: World, tmp_pat
             llm.load_adapter(name, llama.adapters["attention"])  # type: ignore[arg-type]
 
 
-def test_switched_off(llama: World) -> None:
+def test_adapters_can_be_disabled(llama: World) -> None:
     llm = LLM(llama.model, num_blocks=8, enable_lora=False)
     with pytest.raises(ConfigError, match="enable_lora is False"):
         llm.load_adapter("attention", llama.adapters["attention"])
@@ -323,7 +324,7 @@ def test_switched_off(llama: World) -> None:
 
 
 def test_closing_ends_the_thread_that_reads_adapters(llama: World) -> None:
-    """It stayed until the interpreter's end, one for each engine."""
+    """Regression: it stayed until the interpreter's end, one for each engine."""
     before = set(threading.enumerate())
     llm = llama.open(max_loras=1)
     assert answers(llm, [llama.prompts[2]], "everything") == [llama.expected[2]]

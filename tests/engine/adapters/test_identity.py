@@ -23,10 +23,10 @@ NAMES = ("a", "b")
 
 
 class Watched:
-    """An engine whose model is left out, and a book of who wrote which row for which adapter.
+    """An engine without a model, and a record of which adapter each row was written for.
 
-    The book is kept from batches and block tables alone, and by the folders that the adapters
-    came from: it knows neither names nor digests.
+    The record is derived from batches, block tables and the folders of the adapters alone: it uses
+    neither names nor digests.
     """
 
     def __init__(self, model: Path, folders: list[Path]) -> None:
@@ -63,7 +63,7 @@ class Watched:
             logits[row, 3 + end % 5] = 1.0
         return StepLogits(logits, counts)
 
-    def ask(self, name: str | None, prompt: list[int]) -> None:
+    def submit(self, name: str | None, prompt: list[int]) -> None:
         params = SamplingParams(temperature=0, max_tokens=6, n=1 + prompt[0] % 2, ignore_eos=True)
         try:
             group = self.llm.frontend.prepare(prompt, params, adapter=name)
@@ -95,24 +95,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three adapters; the last two are one and the same in two places."""
+    """Return three adapters; the last two are identical, in two places."""
     base = tmp_path_factory.mktemp("adapters")
-    made = [
+    adapters = [
         make_adapter(model, base / str(seed), seed, target_modules=["q_proj"]) for seed in (0, 1)
     ]
-    return [*made, Path(shutil.copytree(made[1], base / "copy"))]
+    return [*adapters, Path(shutil.copytree(adapters[1], base / "copy"))]
 
 
 @pytest.fixture(scope="module")
 def watched(model: Path, folders: list[Path]) -> Iterator[Watched]:
-    made = Watched(model, folders)
-    yield made
-    made.llm.close()
+    watched = Watched(model, folders)
+    yield watched
+    watched.llm.close()
 
 
 OPERATIONS = st.one_of(
     st.tuples(
-        st.just("ask"),
+        st.just("submit"),
         st.sampled_from([None, *NAMES]),
         st.lists(st.integers(3, 4), min_size=1, max_size=13),
     ),
@@ -138,18 +138,18 @@ def test_no_mix_of_adapters_and_prompts_hits_anothers_block(
         watched.step()
 
 
-def test_the_book_would_notice(watched: Watched) -> None:
-    """A digest that names two adapters is found out: else the property would say nothing."""
+def test_the_record_detects_a_wrong_hit(watched: Watched) -> None:
+    """A digest that names two adapters is detected; otherwise the property would prove nothing."""
     watched.load("a", 0)
     watched.load("b", 1)
     prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13]
     store = watched.llm.engine.adapters
-    watched.ask("a", prompt)
+    watched.submit("a", prompt)
     while watched.llm.engine.has_unfinished:
         watched.step()
     right = store._named["b"]
     store._named["b"] = store._named["a"]
-    watched.ask("b", prompt)
+    watched.submit("b", prompt)
     with pytest.raises(AssertionError):
         while watched.llm.engine.has_unfinished:
             watched.step()

@@ -1,4 +1,4 @@
-"""Adapters on models that see: the text part is adapted, the images are encoded once for all."""
+"""Adapters on models with vision: the text part is adapted, images are encoded once for all."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def test_one_image_with_two_adapters_and_none(family: str, tmp_path: Path) -> No
 
 
 def test_an_adapter_of_the_vision_tower_is_refused(tmp_path: Path) -> None:
-    """PEFT adapts it, too, where a name is in both parts; its rows are no tokens."""
+    """PEFT adapts it too if a name occurs in both parts, but its rows are not tokens."""
     base = save_tiny_vision("llava", tmp_path / "base")
     path = make_adapter(base, tmp_path / "one", kind=AutoModelForImageTextToText)
     llm = LLM(base, num_blocks=64)

@@ -37,7 +37,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 def record(llm: LLM) -> dict[tuple[str | None, tuple[int, ...]], Tensor]:
-    """From now on, the logits behind every sampled token, by adapter and the tokens before it."""
+    """Record the logits of every sampled token from now on, by adapter and prefix."""
     seen: dict[tuple[str | None, tuple[int, ...]], Tensor] = {}
     run = runner_of(llm.engine).run
 
@@ -61,7 +61,7 @@ def record(llm: LLM) -> dict[tuple[str | None, tuple[int, ...]], Tensor]:
 def test_deterministic_logits_are_bitwise_equal(
     tmp_path: Path, architecture: str, dtype: str
 ) -> None:
-    """With the cache and without, alone and in a mixed batch, preempted, and out of places."""
+    """Cached or not, alone or in a mixed batch, preempted, and with too few places."""
     files = Files(save_tiny(architecture, tmp_path / "model"), tmp_path)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     generator = torch.Generator().manual_seed(1)
@@ -69,8 +69,13 @@ def test_deterministic_logits_are_bitwise_equal(
     prompts = [[*common, *range(7, 7 + 4 * n)] for n in range(4)]
     recordings = []
     for options in ({}, {"enable_prefix_caching": False}, {"num_blocks": 8}, {"max_loras": 1}):
-        made = {"num_blocks": 64, "block_size": 8, "deterministic": True, "dtype": dtype} | options
-        llm = LLM(files.model, debug=True, speculation="off", **made)
+        settings = {
+            "num_blocks": 64,
+            "block_size": 8,
+            "deterministic": True,
+            "dtype": dtype,
+        } | options
+        llm = LLM(files.model, debug=True, speculation="off", **settings)
         for name, path in files.adapters.items():
             llm.load_adapter(name, path)
         recordings.append(record(llm))
@@ -84,7 +89,7 @@ def test_deterministic_logits_are_bitwise_equal(
         assert all(torch.equal(recordings[0][key], logits) for key, logits in other.items())
 
 
-def test_a_chat_goes_on_with_its_own_adapter(tmp_path: Path) -> None:
+def test_a_chat_continues_with_its_adapter(tmp_path: Path) -> None:
     """The second turn hits the first turn's tokens; with another adapter it hits none."""
     save_model(tmp_path / "model", TINY_TOKENIZERS["byte_level"]())
     files = Files(tmp_path / "model", tmp_path)
@@ -104,7 +109,7 @@ def test_a_chat_goes_on_with_its_own_adapter(tmp_path: Path) -> None:
     llm.close()
 
 
-def test_many_callers_with_adapters_of_their_own(llama: Files) -> None:
+def test_many_callers_with_different_adapters(llama: Files) -> None:
     prompts = [[5, 9, 14, 20 + at, *range(30, 60)] for at in range(4)]
 
     async def last(llm: AsyncLLM, prompt: list[int], name: str | None) -> list[int]:
@@ -114,8 +119,8 @@ def test_many_callers_with_adapters_of_their_own(llama: Files) -> None:
 
     async def all_at_once() -> list[list[int]]:
         llm = AsyncLLM(llama.model, num_blocks=64, max_loras=1, debug=True)
-        asked = [last(llm, prompt, name) for prompt, name in zip(prompts, NAMES, strict=True)]
-        answers = await asyncio.gather(*asked)
+        calls = [last(llm, prompt, name) for prompt, name in zip(prompts, NAMES, strict=True)]
+        answers = await asyncio.gather(*calls)
         llm.close()
         return answers
 

@@ -1,4 +1,4 @@
-"""Fewer places than adapters: who comes back from disk when, and what ends if one cannot."""
+"""Fewer places than adapters: which adapter is read again when, and what ends if reading fails."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -64,7 +64,7 @@ class Reader:
 
 
 def test_an_adapter_is_read_while_prefixes_come_from_disk(world: World, tmp_path: Path) -> None:
-    """After the wait for a load nothing waited for the adapter: "the scheduler is stuck"."""
+    """Regression: after a load, no call waited for the adapter: "the scheduler is stuck"."""
     llm = LLM(world.model, num_blocks=64, max_loras=1, debug=True, cache_dir=str(tmp_path))
     for name in NAMES[:2]:
         llm.load_adapter(name, world.adapters[name])
@@ -83,7 +83,7 @@ def submit(llm: LLM, *names: str) -> list[RequestGroup]:
 
 
 def drain(llm: LLM) -> dict[RequestGroup, EngineError]:
-    """The requests that ended with an error, once all have ended."""
+    """Run all requests to their end; return those that ended with an error."""
     failed = {}
     while llm.engine.has_unfinished:
         failed |= {one.group: one.error for one in llm.engine.step() if one.error is not None}
@@ -91,12 +91,15 @@ def drain(llm: LLM) -> dict[RequestGroup, EngineError]:
 
 
 @pytest.mark.parametrize("places", [1, 2])
-@pytest.mark.parametrize("asked", [[1, 2, 0], [2, 1, 0, 2], [1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]])
-def test_adapters_whose_reading_ends_between_two_questions_all_run(
-    world: World, places: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("order", [[1, 2, 0], [2, 1, 0, 2], [1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]])
+def test_adapters_whose_reading_ends_between_two_lookups_all_run(
+    world: World, places: int, order: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each was in memory when nobody asked for it, and made room for the next before it ran:
-    three requests for one place waited for ever."""
+    """Regression: three requests for one place waited for ever.
+
+    Each adapter was in memory while no call looked it up, and was replaced by the next before it
+    ran.
+    """
     llm = world.open(places)
     store, reader = llm.engine.adapters, Reader()
     monkeypatch.setattr(store, "_reader", reader)
@@ -110,7 +113,7 @@ def test_adapters_whose_reading_ends_between_two_questions_all_run(
 
     for name in ("reach", "wait_for_reading"):
         monkeypatch.setattr(store, name, finishing(getattr(store, name)))
-    names = [NAMES[at] for at in asked]
+    names = [NAMES[at] for at in order]
     groups = submit(llm, *names)
     assert drain(llm) == {}
     for group, name in zip(groups, names, strict=True):
@@ -121,10 +124,10 @@ def test_adapters_whose_reading_ends_between_two_questions_all_run(
 @pytest.mark.parametrize(
     "error", [MemoryError("no room"), PermissionError("not yours"), RuntimeError("odd")], ids=repr
 )
-def test_whatever_reading_raises_ends_the_requests_of_that_adapter_alone(
+def test_any_read_error_ends_the_requests_of_its_adapter_alone(
     world: World, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exceptions other than AdapterError failed the step, and with it every other request."""
+    """Regression: exceptions other than AdapterError failed the step, and so all other requests."""
     llm = world.open(1)
     read = adapter_store.read_weights
 
@@ -139,11 +142,11 @@ def test_whatever_reading_raises_ends_the_requests_of_that_adapter_alone(
     groups = submit(llm, "two", "three", "two", "one")
     failed = drain(llm)
     assert failed.keys() == {groups[0], groups[2]}
-    for told in failed.values():
-        cause = told.__cause__
+    for failure in failed.values():
+        cause = failure.__cause__
         assert isinstance(cause, AdapterError)
-        assert str(world.adapters["two"]) in str(told)
-        assert str(error) in str(told)
+        assert str(world.adapters["two"]) in str(failure)
+        assert str(error) in str(failure)
         assert cause.__cause__ is error
     assert plain.finished
     assert groups[1].output().outputs[0].token_ids == world.expected["three"]
@@ -177,11 +180,13 @@ def test_a_damaged_file_ends_the_requests_of_its_adapter_alone(
     llm.close()
 
 
-def test_what_was_refused_for_a_request_that_is_gone_is_refused_for_no_other(
+def test_a_refusal_for_an_aborted_request_does_not_end_the_next_one(
     world: World, tmp_path: Path
 ) -> None:
-    """A step was interrupted between the refusal and the end of its request, which was aborted:
-    the next request of that name was ended for it."""
+    """Regression: the next request with the same id ended with the error of an aborted request.
+
+    A step had been interrupted between the refusal and the end of its request.
+    """
     llm = world.open(1)
     engine, store = llm.engine, llm.engine.adapters
     path = make_adapter(world.model, tmp_path / "mine", 11)

@@ -33,7 +33,7 @@ class Rows:
 
 
 class ImageBench(Bench):
-    """Checks at each step that the rows of all scheduled placeholders are there, and right."""
+    """Check at each step that the rows of all scheduled placeholders are there, and right."""
 
     def __init__(self, capacity: int, *, whole_blocks: bool, **options: int) -> None:
         self.cache = EncoderCache(Rows(), capacity)
@@ -76,12 +76,12 @@ class ImageBench(Bench):
     def check_rows(self, request: Request, start: int, stop: int) -> None:
         first = start // BLOCK * BLOCK if self.whole_blocks else start
         extras: Any = request.group.extras
-        found = {
+        rows = {
             position + at: float(row)
-            for position, rows in extras.embeddings.between(first, stop)
-            for at, row in enumerate(rows)
+            for position, chunk in extras.embeddings.between(first, stop)
+            for at, row in enumerate(chunk)
         }
-        assert found == {
+        assert rows == {
             place: float(image.image.shape[0])
             for image in extras.embeddings.images
             for place in image.positions.tolist()
@@ -122,9 +122,11 @@ def test_all_end_and_rows_are_there(
     assert not encoder_users(bench.cache)
 
 
-def test_two_that_hold_what_the_other_needs_both_end() -> None:
-    """In whole blocks, each holds the first image of its block and there is no room for both
-    second ones: the one admitted last gives way."""
+def test_two_requests_that_block_each_other_both_end() -> None:
+    """In whole blocks, each holds the first image of its block.
+
+    There is no space for both second ones, so the request admitted last gives way.
+    """
     bench = ImageBench(6, whole_blocks=True, tokens=3)
     one = bench.add_shown(1, [(0, 1, 2), (0, 2, 2)])
     two = bench.add_shown(2, [(0, 3, 2), (0, 4, 2)])
@@ -133,7 +135,7 @@ def test_two_that_hold_what_the_other_needs_both_end() -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "failure"])
-def test_a_request_that_ends_early_leaves_its_images(end: str) -> None:
+def test_a_request_that_ends_early_releases_its_images(end: str) -> None:
     bench = ImageBench(9, whole_blocks=False, tokens=4)
     request = bench.add_shown(1, [(2, 1, 9)])
     bench.scheduler.schedule()

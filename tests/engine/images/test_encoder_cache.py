@@ -1,4 +1,4 @@
-"""The encoder cache: what may go, and who holds what."""
+"""The encoder cache: which images it may evict, and which requests use them."""
 
 from dataclasses import dataclass, field, replace
 
@@ -37,7 +37,7 @@ def image(number: int, rows: int = 10, offset: int = 0) -> PromptImage:
     return PromptImage(item, processed, torch.arange(offset, offset + rows))
 
 
-def test_an_image_is_encoded_once_and_kept_when_nobody_uses_it() -> None:
+def test_an_image_is_encoded_once_and_stays_without_a_user() -> None:
     encoder = Encoder()
     cache = EncoderCache(encoder, 30)
     for user in range(3):
@@ -49,7 +49,7 @@ def test_an_image_is_encoded_once_and_kept_when_nobody_uses_it() -> None:
     cache.check()
 
 
-def test_the_oldest_without_a_user_goes_first() -> None:
+def test_the_oldest_image_without_a_user_is_evicted_first() -> None:
     cache = EncoderCache(Encoder(), 30)
     for number in (1, 2, 3):
         cache.hold((0, number), image(number))
@@ -63,7 +63,7 @@ def test_the_oldest_without_a_user_goes_first() -> None:
 
 
 def shown(cache: EncoderCache, salt: str | None, *numbers: int) -> None:
-    """Requests use images one after another and release each."""
+    """Let requests use images one after another and release each."""
     for number in numbers:
         one = replace(image(number), salt=salt)
         assert cache.fits([one])
@@ -102,7 +102,7 @@ def test_a_tenant_of_more_weight_has_more_images() -> None:
     assert (len(kept(cache, "a")), len(kept(cache, "b"))) == (8, 2)
 
 
-def test_without_owners_the_oldest_goes_first_whoever_showed_it() -> None:
+def test_without_owners_the_oldest_image_is_evicted_first() -> None:
     cache = EncoderCache(Encoder(), 30)
     shown(cache, "a", 1)
     shown(cache, "b", 1, 2, 3)
@@ -122,7 +122,7 @@ def test_users_are_uses_and_not_requests() -> None:
     assert cache.fits([image(2)])
 
 
-def test_what_a_failed_step_did_not_encode_is_forgotten() -> None:
+def test_images_that_a_failed_step_did_not_encode_are_forgotten() -> None:
     cache = EncoderCache(Encoder(), 30)
     cache.hold((0, 0), image(1))
     cache.leave((0, 0), image(1))
@@ -130,8 +130,8 @@ def test_what_a_failed_step_did_not_encode_is_forgotten() -> None:
     cache.check()
 
 
-def test_rows_from_the_middle_of_an_image_on() -> None:
-    """Only the rows that are asked for, from the middle of an image on."""
+def test_rows_from_the_middle_of_an_image() -> None:
+    """Only the requested rows are returned, also from the middle of an image."""
     encoder = Encoder()
     cache = EncoderCache(encoder, 30)
     shown = image(1, rows=6, offset=3)  # t0 t1 t2 Im0 | Im1 Im2 Im3 Im4 | Im5 t9 ...
@@ -149,7 +149,7 @@ def test_rows_from_the_middle_of_an_image_on() -> None:
     st.integers(0, 40),
 )
 def test_rows_of_any_span(gaps: list[int], start: int, stop: int) -> None:
-    """Placeholders with other tokens between them: each gets its own row, and only those asked."""
+    """With other tokens between placeholders, each gets its row, and only the requested ones do."""
     positions = torch.tensor(np.cumsum(gaps) + 2)
     item = MultiModalItem(b"1", int(positions[0]), int(positions[-1] - positions[0]) + 1)
     processed = ProcessedImage({}, (1,), len(positions))
@@ -158,15 +158,15 @@ def test_rows_of_any_span(gaps: list[int], start: int, stop: int) -> None:
     cache.encode_wanted()
     cache._entries[EncoderKey(None, b"1")].rows = positions.view(-1, 1)  # each row has its position
     source = PromptImages((PromptImage(item, processed, positions),), cache)
-    found = {
+    rows = {
         position + at: int(row)
-        for position, rows in source.between(start, stop)
-        for at, row in enumerate(rows)
+        for position, chunk in source.between(start, stop)
+        for at, row in enumerate(chunk)
     }
-    assert found == {p: p for p in positions.tolist() if start <= p < stop}
+    assert rows == {p: p for p in positions.tolist() if start <= p < stop}
 
 
-def test_one_salt_s_rows_are_never_found_under_another() -> None:
+def test_rows_of_one_salt_are_never_hit_under_another() -> None:
     encoder = Encoder()
     cache = EncoderCache(encoder, 30)
     for salt in (None, "a", "b", ""):
@@ -180,7 +180,7 @@ def test_one_salt_s_rows_are_never_found_under_another() -> None:
 
 
 class Shows:
-    """Stands for a request that shows images, as far as the gate looks at it."""
+    """A stand-in for a request that shows images, as far as the gate reads it."""
 
     def __init__(self, cache: EncoderCache, *images: PromptImage, is_stored: bool = True) -> None:
         self.group = self
@@ -188,8 +188,8 @@ class Shows:
         self.extras = PromptExtras(embeddings=PromptImages(images, cache))
 
 
-def test_rows_of_a_request_that_is_not_stored_go_with_it() -> None:
-    """Unless another needs them, or has let them stay."""
+def test_rows_of_a_request_that_is_not_stored_are_removed_with_it() -> None:
+    """Unless another request uses them, or has let them stay."""
     cache = EncoderCache(Encoder(), 100)
     for others, stays in ((), False), (("other",), True):
         shown = image(7)

@@ -1,4 +1,4 @@
-"""Images that are encoded while an engine runs: each once, and no request waits for ever."""
+"""Images are encoded while an engine runs: each once, and no request waits for ever."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,18 +27,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def set_encoder(images: PromptImages, make: Callable[[Any], Any]) -> None:
-    """Encode images by an object that is made of the vision model."""
+    """Replace the image encoder by an object created from the vision model."""
     images.cache._encoder = make(images.vision)
 
 
-def ask(text: str, *seeds: int) -> dict[str, Any]:
+def make_prompt(text: str, *seeds: int) -> dict[str, Any]:
     return {"prompt": text, "multi_modal_data": {"image": [make_image(seed) for seed in seeds]}}
 
 
 def test_an_image_across_chunks_and_blocks_is_encoded_once(folder: Path) -> None:
     llm = LLM(folder, num_blocks=64, block_size=4, max_num_batched_tokens=3, debug=True)
-    llm.generate(ask("ab<image>cd", 1), GREEDY)
-    llm.generate(ask("a longer text and <image>", 1), GREEDY)
+    llm.generate(make_prompt("ab<image>cd", 1), GREEDY)
+    llm.generate(make_prompt("a longer text and <image>", 1), GREEDY)
     assert llm.frontend.images is not None
     assert llm.frontend.images.cache.num_encoded == 1
     llm.close()
@@ -46,7 +46,9 @@ def test_an_image_across_chunks_and_blocks_is_encoded_once(folder: Path) -> None
 
 def test_an_image_at_two_offsets_in_one_step_is_encoded_once(folder: Path) -> None:
     llm = LLM(folder, num_blocks=64, debug=True)
-    outputs = llm.generate([ask("<image>?", 1), ask("What is <image>? <image>?", 1, 1)], GREEDY)
+    outputs = llm.generate(
+        [make_prompt("<image>?", 1), make_prompt("What is <image>? <image>?", 1, 1)], GREEDY
+    )
     assert llm.frontend.images is not None
     assert llm.frontend.images.cache.num_encoded == 1
     assert len({use.digest for output in outputs for use in output.images}) == 1
@@ -55,8 +57,8 @@ def test_an_image_at_two_offsets_in_one_step_is_encoded_once(folder: Path) -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True, "block_size": 64}])
-def test_requests_wait_for_room_and_all_end(folder: Path, options: dict[str, Any]) -> None:
-    """Eight requests of three images each over room for three, in small chunks."""
+def test_requests_wait_for_space_and_all_end(folder: Path, options: dict[str, Any]) -> None:
+    """Eight requests of three images each have space for three images, in small chunks."""
     llm = LLM(
         folder,
         **({"num_blocks": 96, "block_size": 16} | options),
@@ -64,7 +66,9 @@ def test_requests_wait_for_room_and_all_end(folder: Path, options: dict[str, Any
         max_num_batched_tokens=64,
         debug=True,
     )
-    prompts = [ask("<image> <image> <image> ?", 3 * n, 3 * n + 1, 3 * n + 2) for n in range(8)]
+    prompts = [
+        make_prompt("<image> <image> <image> ?", 3 * n, 3 * n + 1, 3 * n + 2) for n in range(8)
+    ]
     alone = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts]
     assert llm.reset_prefix_cache()
     together = llm.generate(prompts, GREEDY)
@@ -75,12 +79,12 @@ def test_requests_wait_for_room_and_all_end(folder: Path, options: dict[str, Any
 def test_images_that_never_fit_are_refused_at_once(folder: Path) -> None:
     llm = LLM(folder, num_blocks=64, encoder_cache_rows=15)
     with pytest.raises(RequestError, match="holds 15 "):
-        llm.generate(ask("<image>", 1), GREEDY)
+        llm.generate(make_prompt("<image>", 1), GREEDY)
     llm.close()
     llm = LLM(folder, num_blocks=64, encoder_cache_rows=47, deterministic=True, block_size=64)
-    llm.generate(ask("<image><image>", 1, 2), GREEDY)
+    llm.generate(make_prompt("<image><image>", 1, 2), GREEDY)
     with pytest.raises(RequestError, match="needs 48 image embeddings at once"):
-        llm.generate(ask("<image><image><image>", 1, 2, 3), GREEDY)
+        llm.generate(make_prompt("<image><image><image>", 1, 2, 3), GREEDY)
     llm.close()
 
 
@@ -90,13 +94,13 @@ def test_a_tower_that_fails_ends_its_requests_and_leaks_nothing(folder: Path) ->
     assert images is not None
     set_encoder(images, lambda vision: _Broken())
     with pytest.raises(EngineError, match="no such picture"):
-        llm.generate(ask("<image>?", 1), GREEDY)
+        llm.generate(make_prompt("<image>?", 1), GREEDY)
     assert images.cache.num_rows == 0
     images.cache.check()
     llm.engine.manager.check()
     assert llm.engine.manager.num_free_blocks == 64
     set_encoder(images, lambda vision: vision)
-    [output] = llm.generate(ask("<image>?", 1), GREEDY)
+    [output] = llm.generate(make_prompt("<image>?", 1), GREEDY)
     assert len(output.outputs[0].token_ids) == 6
     llm.close()
 
@@ -107,12 +111,19 @@ class _Broken:
 
 
 def test_an_image_that_cannot_be_encoded_ends_the_requests_that_show_it(folder: Path) -> None:
-    """The tower's error used to end all that ran: here a prompt that is being answered, one that
-    comes in the same step and begins alike, and one with another image."""
+    """Regression: the tower's error ended all running requests.
+
+    Here these are a prompt without images, one that arrives in the same step and begins alike, and
+    one with another image.
+    """
     llm = LLM(folder, num_blocks=96, block_size=4, debug=True)
     engine, images = llm.engine, llm.frontend.images
     assert images is not None
-    bad, good, text = ask("What is <image>?", 1), ask("What is <image>?", 2), "What then?"
+    bad, good, text = (
+        make_prompt("What is <image>?", 1),
+        make_prompt("What is <image>?", 2),
+        "What then?",
+    )
     expected = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in (good, text)]
     assert llm.reset_prefix_cache()
     images.cache.clear()
@@ -136,8 +147,8 @@ def test_an_image_that_cannot_be_encoded_ends_the_requests_that_show_it(folder: 
         images.cache.check()
     assert errors.keys() == {"bad", "bad too"}
     assert "no such picture" in str(errors["bad"])
-    found = [groups[name].output().outputs[0].token_ids for name in ("good", "text")]
-    assert found == expected
+    answers = [groups[name].output().outputs[0].token_ids for name in ("good", "text")]
+    assert answers == expected
     assert groups["good"].output().num_cached_tokens == 5  # "What " of texts, and none of "bad"
     assert engine.manager.num_free_blocks == 96
     assert not encoder_users(images.cache)
@@ -155,19 +166,19 @@ def test_an_image_that_cannot_be_encoded_ends_the_requests_that_show_it(folder: 
     ],
     ids=lambda options: "-".join(options),
 )
-def test_whatever_else_goes_on_the_others_are_answered(
+def test_the_others_are_answered_in_any_configuration(
     folder: Path, options: dict[str, Any]
 ) -> None:
-    """In chunks, waiting for room, uncached, in whole blocks, in few; two answers to a prompt."""
+    """In chunks, waiting for space, uncached, in whole blocks, in few; two answers to a prompt."""
     llm = LLM(folder, **({"num_blocks": 96, "block_size": 8, "debug": True} | options))
     engine, images = llm.engine, llm.frontend.images
     assert images is not None
-    prompts = [ask("What? <image> and <image>", seed, seed + 1) for seed in range(1, 6)]
-    prompts.insert(2, ask("What? No image."))
+    prompts = [make_prompt("What? <image> and <image>", seed, seed + 1) for seed in range(1, 6)]
+    prompts.insert(2, make_prompt("What? No image."))
     alone = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts]
     assert llm.reset_prefix_cache()
     images.cache.clear()
-    request = llm.frontend.prepare(ask("<image>", 3), GREEDY)
+    request = llm.frontend.prepare(make_prompt("<image>", 3), GREEDY)
     set_encoder(images, lambda vision: _Blind(vision, request))
     twice = replace(GREEDY, n=2)
     groups = [llm.frontend.prepare(prompt, twice) for prompt in prompts]
@@ -187,7 +198,7 @@ def test_whatever_else_goes_on_the_others_are_answered(
 
 
 class _Blind:
-    """Sees everything but one request's image."""
+    """An encoder that encodes everything but one request's image."""
 
     def __init__(self, vision: VisionModel, request: RequestGroup) -> None:
         assert request.extras is not None
@@ -224,9 +235,9 @@ def test_the_reference_s_example_of_an_image_across_a_block_border(
     source = PromptImages.between
 
     def spy(self: PromptImages, start: int, stop: int) -> list[PlacedRows]:
-        found = list(source(self, start, stop))
-        read.extend((position, len(rows)) for position, rows in found)
-        return found
+        chunks = list(source(self, start, stop))
+        read.extend((position, len(rows)) for position, rows in chunks)
+        return chunks
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PromptImages, "between", spy)

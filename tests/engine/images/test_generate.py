@@ -22,7 +22,7 @@ PLACEHOLDERS = {"qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN}
 
 
 class Oracle:
-    """transformers' own model, processor and tokenizer over the same files."""
+    """The model, processor and tokenizer of transformers over the same files."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -35,16 +35,16 @@ class Oracle:
         self._answers: dict[tuple[object, ...], list[int]] = {}
 
     def inputs(self, images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-        """The vision tower's inputs, and what stands in the text for each image."""
+        """Return the inputs of the vision tower, and the text of each image's placeholders."""
         if self.name in ("idefics3", "smolvlm"):
-            found = self.processor([images], return_tensors="pt", return_row_col_info=True)
-            grids = zip(found.pop("rows")[0], found.pop("cols")[0], strict=True)
-            return dict(found), [self.tiles(rows, columns) for rows, columns in grids]
-        found = dict(self.processor(images, return_tensors="pt"))
+            features = self.processor([images], return_tensors="pt", return_row_col_info=True)
+            grids = zip(features.pop("rows")[0], features.pop("cols")[0], strict=True)
+            return dict(features), [self.tiles(rows, columns) for rows, columns in grids]
+        features = dict(self.processor(images, return_tensors="pt"))
         if self.name == "llava":
-            return found, ["<image>" * 16] * len(images)
-        counts = (found["image_grid_thw"].prod(dim=1) // 4).tolist()
-        return found, ["<|image_pad|>" * count for count in counts]
+            return features, ["<image>" * 16] * len(images)
+        counts = (features["image_grid_thw"].prod(dim=1) // 4).tolist()
+        return features, ["<|image_pad|>" * count for count in counts]
 
     @staticmethod
     def tiles(rows: int, columns: int) -> str:
@@ -61,7 +61,7 @@ class Oracle:
         return "".join(lines) + ("\n" if rows else "") + end
 
     def answer(self, text: str, images: list[Image.Image]) -> list[int]:
-        """Greedy tokens, computed once for each prompt."""
+        """Return greedy tokens, computed once for each prompt."""
         prompt = (text, *((image.size, image.tobytes()) for image in images))
         if prompt not in self._answers:
             self._answers[prompt] = self._generate(text, images)
@@ -97,14 +97,14 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def engines(oracle: Oracle) -> Iterator[Any]:
-    made: list[LLM] = []
+    llms: list[LLM] = []
 
     def make(**options: Any) -> LLM:
-        made.append(LLM(oracle.folder, **({"num_blocks": 80, "debug": True} | options)))
-        return made[-1]
+        llms.append(LLM(oracle.folder, **({"num_blocks": 80, "debug": True} | options)))
+        return llms[-1]
 
     yield make
-    for llm in made:
+    for llm in llms:
         llm.close()
 
 
@@ -114,7 +114,7 @@ def prompt(oracle: Oracle, text: str, *images: Image.Image) -> dict[str, Any]:
 
 
 def mixed(oracle: Oracle) -> list[dict[str, Any]]:
-    """Images at the start, in the middle, twice, several, none."""
+    """Return prompts with images at the start, in the middle, twice, several, none."""
     red, green = make_image(1), make_image(2)
     wide = make_image(3, 90, 30)
     return [
@@ -127,7 +127,7 @@ def mixed(oracle: Oracle) -> list[dict[str, Any]]:
 
 
 def check(oracle: Oracle, llm: LLM, prompts: list[dict[str, Any]]) -> list[int]:
-    """Compare with transformers; how many tokens of each prompt were cached."""
+    """Compare with transformers; return how many tokens of each prompt were cached."""
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     for entry, output in zip(prompts, outputs, strict=True):
         expected = oracle.answer(entry["prompt"], entry["multi_modal_data"]["image"])
@@ -174,8 +174,8 @@ def test_drafts_do_not_change_answers_about_images(oracle: Oracle, engines: Any)
 
 
 @pytest.mark.parametrize("oracle", FAMILIES, indirect=True)
-def test_what_an_image_shows_changes_the_answer(oracle: Oracle) -> None:
-    """Else the comparison above would say nothing about images."""
+def test_the_content_of_an_image_changes_the_answer(oracle: Oracle) -> None:
+    """Otherwise the comparison above would prove nothing about images."""
     text = f"{oracle.placeholder}What is this picture of?"
     answers = {tuple(oracle.answer(text, [make_image(seed)])) for seed in range(4)}
     assert len(answers) > 2
@@ -183,7 +183,7 @@ def test_what_an_image_shows_changes_the_answer(oracle: Oracle) -> None:
 
 @pytest.mark.parametrize("oracle", ["llava", "qwen2_5_vl"], indirect=True)
 def test_logits_are_bitwise_equal_in_deterministic_mode(oracle: Oracle, engines: Any) -> None:
-    """Cached or not, in chunks, alone or with others, with little room for embeddings or much."""
+    """Cached or not, in chunks, alone or with others, with little or much space for embeddings."""
     prompts = [
         {**entry, "prompt": f"{number}. {entry['prompt']}"}  # so that no two have the same tokens
         for number, entry in enumerate(mixed(oracle))

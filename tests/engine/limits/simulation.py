@@ -1,6 +1,7 @@
-"""Owners who ask a scheduler, without an engine: one asks questions, and another floods.
+"""Owners that send requests to a scheduler, without an engine: one sends questions, one floods.
 
-No model and no clock: a step costs a moment and a moment for each token in it, and time is the sum.
+There is no model and no clock: a step has a fixed cost and a cost for each token in it, and time is
+the sum.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ STEP = 20.0  # what a step costs besides its tokens
 
 
 class Simulation:
-    """A scheduler that is asked by owners."""
+    """A scheduler that gets requests of owners."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Simulation:
         self._checked = 0.0
         self._names = count()
 
-    def ask(
+    def submit(
         self, salt: str | None, tokens: list[int], answer: int = 4, priority: int = 0
     ) -> Request:
         name = f"r{next(self._names)}"
@@ -82,13 +83,13 @@ class Simulation:
         request.finish_reason = "abort"
 
     def fail(self) -> None:
-        """A step that does not come about."""
+        """Schedule a step and let it fail."""
         assert self.scheduler.schedule().scheduled
         self.manager.fail_step()
         self.scheduler.restart()
 
     def step(self) -> int:
-        """Run a step; how many tokens were computed."""
+        """Run a step; return how many tokens were computed."""
         batch = self.scheduler.schedule()
         tokens = sum(part.stop - part.start for part in batch.scheduled)
         self.now += STEP + tokens
@@ -107,8 +108,8 @@ class Simulation:
         return tokens
 
 
-class Asker:
-    """Asks questions about documents, one at a time, with pauses; notes what it gets."""
+class Client:
+    """A client that sends questions about documents with pauses, and records hits and waits."""
 
     def __init__(self, simulation: Simulation, salt: str) -> None:
         self._simulation = simulation
@@ -118,30 +119,27 @@ class Asker:
         self._open: Request | None = None
         self._next = 0.0
         self.waits: list[float] = []
-        self.hit = self.asked = 0
+        self.hit = self.prompt_tokens = 0
 
     def _words(self, number: int) -> list[int]:
         return [self._random.randrange(10**6) for _ in range(number)]
 
     def go_on(self) -> None:
-        """Ask when it is time to; called before each step."""
+        """Send the next question when it is time; called before each step."""
         if self._open is None and self._simulation.now >= self._next:
             tokens = self._documents[len(self.waits) % 4] + self._words(150)
-            self._open = self._simulation.ask(self._salt, tokens)
+            self._open = self._simulation.submit(self._salt, tokens)
         elif self._open is not None and self._open.finish_reason is not None:
             done, self._open = self._open, None
             assert done.first_token_time is not None
             self.waits.append(done.first_token_time - done.group.arrival_time)
             self.hit += done.num_cached_tokens
-            self.asked += len(done.group.prompt_token_ids)
+            self.prompt_tokens += len(done.group.prompt_token_ids)
             self._next = self._simulation.now + self._random.expovariate(1 / 300)
 
 
 class Flood:
-    """Keeps many requests waiting, of which no two have anything in common.
-
-    But their first tokens, if there are few to choose from.
-    """
+    """Many waiting requests without anything in common, apart from accidental first tokens."""
 
     def __init__(
         self, simulation: Simulation, salt: str, length: int, answer: int, letters: int = 10**6
@@ -160,24 +158,24 @@ class Flood:
         while len(self._open) < 100:
             words = [self._random.randrange(self._letters) for _ in range(self._length)]
             salt = f"{self._salt}/{self._random.randrange(3)}"
-            self._open.append(self._simulation.ask(salt, words, self._answer))
+            self._open.append(self._simulation.submit(salt, words, self._answer))
 
 
 def run(
     *, flood: tuple[int, ...] | None, owners: tuple[str, ...], uncounted: int = 4
 ) -> tuple[float, float]:
-    """Hit rate, and the 99th percentile of the wait for the first token, of one owner.
+    """Return an owner's hit rate, and the 99th percentile of its waits for the first token.
 
-    flood: the length of its prompts and answers, and how many words there are. uncounted: its first
-    questions; after four every document was read once.
+    flood: the length of its prompts and answers, and the size of its vocabulary. uncounted: the
+    number of first questions that do not count; after four, every document was read once.
     """
     simulation = Simulation(owners)
-    asker = Asker(simulation, "a")
+    client = Client(simulation, "a")
     others = [Flood(simulation, "b", *flood)] if flood is not None else []
-    while len(asker.waits) < uncounted + 50:
-        if len(asker.waits) < uncounted:
-            asker.hit = asker.asked = 0
-        for one in (asker, *others):
+    while len(client.waits) < uncounted + 50:
+        if len(client.waits) < uncounted:
+            client.hit = client.prompt_tokens = 0
+        for one in (client, *others):
             one.go_on()
         if simulation.scheduler.waiting or simulation.scheduler.running:
             simulation.step()
@@ -185,5 +183,5 @@ def run(
             simulation.now += STEP
     assert all(one.answered for one in others), "the flood itself is starved"
     assert not simulation.scheduler.num_preemptions
-    waits = sorted(asker.waits[uncounted:])
-    return asker.hit / asker.asked, waits[len(waits) * 99 // 100]
+    waits = sorted(client.waits[uncounted:])
+    return client.hit / client.prompt_tokens, waits[len(waits) * 99 // 100]

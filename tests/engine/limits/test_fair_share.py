@@ -1,4 +1,4 @@
-"""Owners who share an engine: a flood of one leaves another what it has alone."""
+"""Owners share an engine: a flood leaves another owner the performance that it has alone."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def test_a_flood_leaves_another_owner_its_hits_and_its_time(flood: tuple[int, ..
 
 @pytest.mark.parametrize("flood", [(300, 300), (100, 400)])
 def test_a_flood_of_long_answers_leaves_it_too(flood: tuple[int, ...]) -> None:
-    """The flood has its share once the requests that ran before the other owner's have ended.
+    """The flood gets its share when the requests before the other owner's have ended.
 
-    The answers took every block, and 0.62 hits became 0.04; when only its prompts were bounded,
-    0.55, and the wait was 9 to 41 times as long.
+    Regression: the answers took every block, and the hit rate fell from 0.62 to 0.04. When only
+    prompts were limited, it was 0.55, and the wait was 9 to 41 times as long.
     """
     hits_alone, wait_alone = run(flood=None, owners=("a", "b"), uncounted=60)
     hits, wait = run(flood=flood, owners=("a", "b"), uncounted=60)
@@ -33,43 +33,46 @@ def test_a_flood_of_long_answers_leaves_it_too(flood: tuple[int, ...]) -> None:
     assert hits >= hits_alone - 0.05 and wait <= 2 * wait_alone
 
 
-def test_a_prompt_that_a_hit_puts_before_its_turn_takes_nobody_elses() -> None:
-    """Time went on to its turn, at the end of a flood: newcomers came after most of that flood."""
+def test_a_prompt_admitted_early_by_a_hit_delays_no_other_owner() -> None:
+    """Regression: time advanced to its turn, at the end of a flood.
+
+    New requests of other owners then ran after most of that flood.
+    """
     simulation = Simulation(("a", "b"))
     head = list(range(BLOCK))
-    first = simulation.ask("b", head)
+    first = simulation.submit("b", head)
     while first.finish_reason is None:
         simulation.step()
     for at in range(15):
-        simulation.ask("b", [at + 100] * 500)
-    hit = simulation.ask("b", [*head, *range(500)])
+        simulation.submit("b", [at + 100] * 500)
+    hit = simulation.submit("b", [*head, *range(500)])
     simulation.step()
     assert hit in simulation.scheduler.running
-    mine = simulation.ask("a", [7] * 64)
+    mine = simulation.submit("a", [7] * 64)
     simulation.step()
     assert mine.first_token_time is not None
 
 
 def flooded(simulation: Simulation, requests: int = 24) -> list[Request]:
-    """Ask for prompts of 1,500 tokens without anything in common."""
+    """Submit prompts of 1,500 tokens without anything in common."""
     return [
-        simulation.ask("b", list(range(at, at + 1500)), 30)
+        simulation.submit("b", list(range(at, at + 1500)), 30)
         for at in range(10**6, 10**6 + requests * 1500, 1500)
     ]
 
 
 def test_steps_are_short_while_another_owner_is_active() -> None:
-    """A hit waited for a running step of 2,048 tokens, then for its own step, as long."""
+    """Regression: a hit waited for a running step of 2,048 tokens, then for its own long step."""
     simulation = Simulation(("a", "b"), blocks=4000, tokens=2048)
     document = list(range(960))
-    first = simulation.ask("a", document)
+    first = simulation.submit("a", document)
     while first.finish_reason is None:
         simulation.step()
     flood = flooded(simulation)
     while not flood[0].first_token_time:  # its credit is spent
         simulation.step()
     for question in range(40):
-        asked = simulation.ask("a", [*document, *[question] * 20], answer=1)
+        question_request = simulation.submit("a", [*document, *[question] * 20], answer=1)
         for steps in range(8):
             decoding = [one for one in flood if one.first_token_time and not one.finish_reason]
             answered = [len(one.sampling.output_token_ids) for one in decoding]
@@ -77,8 +80,8 @@ def test_steps_are_short_while_another_owner_is_active() -> None:
             assert simulation.step() <= 64 + running
             now = [len(one.sampling.output_token_ids) for one in decoding]
             assert now == [count + 1 for count in answered], "an answer was held up"
-            assert asked.finish_reason, f"it was not computed in step {steps}"
-        assert asked.num_cached_tokens >= 960
+            assert question_request.finish_reason, f"it was not computed in step {steps}"
+        assert question_request.num_cached_tokens >= 960
     assert any(one.finish_reason for one in flood), "the flood itself is starved"
 
 
@@ -86,21 +89,21 @@ def test_steps_are_long_for_an_owner_that_is_alone() -> None:
     simulation = Simulation(("a", "b"), blocks=4000, tokens=2048)
     flooded(simulation)
     assert simulation.step() == 2048
-    simulation.end(simulation.ask("a", [1]))
+    simulation.end(simulation.submit("a", [1]))
     assert simulation.step() <= 64 + len(simulation.scheduler.running)
     simulation.now += ACTIVE_SECONDS + 1
     flooded(simulation, 1)
     assert simulation.step() > 2000
 
 
-def test_without_owners_the_flood_is_felt() -> None:
-    """Even the smallest of those above, or that test could not fail."""
+def test_without_owners_the_flood_has_an_effect() -> None:
+    """Otherwise the tests above could not fail."""
     hits_alone, wait_alone = run(flood=None, owners=())
     hits, wait = run(flood=(50, 4), owners=())
     assert wait > 4 * wait_alone and hits < hits_alone - 0.05
 
 
-def test_two_floods_get_what_they_weigh() -> None:
+def test_two_floods_are_served_by_weight() -> None:
     simulation = Simulation(("a", "b"))
     simulation.manager.shares.set("b", 3.0)
     floods = {salt: Flood(simulation, salt, 200, 4) for salt in ("a", "b")}
@@ -111,24 +114,24 @@ def test_two_floods_get_what_they_weigh() -> None:
     assert floods["b"].answered / floods["a"].answered == pytest.approx(3, rel=0.15)
 
 
-def test_who_left_the_queue_has_had_nothing() -> None:
-    """A flood whose clients went away does not put its owner behind the others."""
+def test_removed_requests_cost_their_owner_nothing() -> None:
+    """A flood whose clients disconnected does not put its owner behind the others."""
     simulation = Simulation(("a", "b"))
-    for request in [simulation.ask("a", [at, *range(1000)]) for at in range(50)]:
+    for request in [simulation.submit("a", [at, *range(1000)]) for at in range(50)]:
         simulation.end(request)
-    theirs = [simulation.ask("b", [at, *range(400)]) for at in range(8)]
+    theirs = [simulation.submit("b", [at, *range(400)]) for at in range(8)]
     simulation.step()
-    mine = simulation.ask("a", [7] * 64)
+    mine = simulation.submit("a", [7] * 64)
     while mine.finish_reason is None:
         simulation.step()
     assert [one.finish_reason for one in theirs].count(None) >= 6
 
 
-def test_a_priority_goes_before_turns() -> None:
+def test_a_priority_precedes_turns() -> None:
     simulation = Simulation(("a", "b"))
-    slow = simulation.ask("b", list(range(400)), priority=1)
+    slow = simulation.submit("b", list(range(400)), priority=1)
     simulation.step()
-    fast = [simulation.ask("a", [at] * 400) for at in range(5)]
+    fast = [simulation.submit("a", [at] * 400) for at in range(5)]
     while slow.finish_reason is None:
         simulation.step()
     assert all(one.finish_reason for one in fast)
@@ -136,16 +139,16 @@ def test_a_priority_goes_before_turns() -> None:
 
 def test_without_owners_turns_are_those_of_the_queue() -> None:
     simulation = Simulation(())
-    requests = [simulation.ask(salt, [at] * 50) for at, salt in enumerate(["x", None, "y", "x"])]
+    requests = [simulation.submit(salt, [at] * 50) for at, salt in enumerate(["x", None, "y", "x"])]
     assert {request.turn for request in requests} == {0.0}
     assert list(simulation.scheduler.waiting) == requests
     assert not any(simulation.fair.applies(request) for request in requests)
 
 
-def test_nothing_is_remembered_of_requests_that_are_gone() -> None:
+def test_ended_requests_are_forgotten() -> None:
     simulation = Simulation(("a",))
     for at in range(500):
-        request = simulation.ask("a", [at] * 20, answer=1)
+        request = simulation.submit("a", [at] * 20, answer=1)
         if at % 3:
             simulation.step()
         if request.finish_reason is None:
@@ -156,20 +159,20 @@ def test_nothing_is_remembered_of_requests_that_are_gone() -> None:
 
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_an_owner_pays_once_for_a_prompt_whose_step_failed(is_answered: bool) -> None:
-    """And nothing for one that is gone before a step lets it in that comes about."""
+    """A prompt that is removed before a successful step admits it costs nothing."""
     had = []
     for failures in (0, 2):
         simulation = Simulation(("a", "b"))
-        first = simulation.ask("a", list(range(32)))
-        simulation.ask("b", list(range(32)))
+        first = simulation.submit("a", list(range(32)))
+        simulation.submit("b", list(range(32)))
         while first.finish_reason is None:
             simulation.step()
-        second = simulation.ask("a", list(range(80)))
+        second = simulation.submit("a", list(range(80)))
         for _ in range(failures):
             simulation.fail()
         if not is_answered:
             simulation.end(second)
-        third = simulation.ask("b", list(range(100, 200)))
+        third = simulation.submit("b", list(range(100, 200)))
         while third.finish_reason is None or second.finish_reason is None:
             simulation.step()
         had.append(simulation.fair._owners["a"].finish_tag)
@@ -177,14 +180,14 @@ def test_an_owner_pays_once_for_a_prompt_whose_step_failed(is_answered: bool) ->
     assert had[0] == had[1]
 
 
-def test_who_asked_before_he_was_made_an_owner_is_not_limited() -> None:
-    """The scheduler broke at the next restart: his request had no turn among those of owners."""
+def test_a_request_from_before_its_owner_was_declared_is_not_limited() -> None:
+    """Regression: the scheduler failed at the next restart, since the request had no turn."""
     simulation = Simulation(("a",))
-    early = simulation.ask("b", [7] * 64)
+    early = simulation.submit("b", [7] * 64)
     simulation.manager.shares.set("b", 1.0)
     simulation.fail()
     simulation.step()
-    late = simulation.ask("b", [8] * 64)
+    late = simulation.submit("b", [8] * 64)
     while late.finish_reason is None:
         simulation.step()
     assert early.finish_reason is not None
@@ -194,9 +197,9 @@ def test_who_asked_before_he_was_made_an_owner_is_not_limited() -> None:
 def test_a_prompt_does_not_wait_for_one_that_could_only_run_in_its_place(
     blocks: int, running: int
 ) -> None:
-    """It was preempted, admitted again first and started over, for ever if nothing is cached."""
+    """Regression: without caching, it was preempted, admitted first and restarted for ever."""
     simulation = Simulation(("a", "b"), blocks, running, caching=False)
-    requests = [simulation.ask(owner, list(range(1000))) for owner in ("a", "b")]
+    requests = [simulation.submit(owner, list(range(1000))) for owner in ("a", "b")]
     for _ in range(100):
         if simulation.scheduler.waiting or simulation.scheduler.running:
             simulation.step()
@@ -204,26 +207,26 @@ def test_a_prompt_does_not_wait_for_one_that_could_only_run_in_its_place(
     assert simulation.scheduler.num_preemptions <= 1
 
 
-def test_a_prompt_fits_beside_those_that_hold_its_beginning() -> None:
+def test_a_prompt_fits_next_to_requests_that_hold_its_prefix() -> None:
     simulation = Simulation(("a", "b"), blocks=70)
     head = list(range(1000))
-    first = simulation.ask("b", [*head, 1], answer=50)
+    first = simulation.submit("b", [*head, 1], answer=50)
     while first.sequence.num_computed_tokens < len(head):
         simulation.step()
     free = simulation.manager.num_free_blocks * BLOCK
     assert free < len(head)
 
     def fits(tokens: list[int]) -> bool:
-        return simulation.fair._fits(simulation.ask("b", tokens))
+        return simulation.fair._fits(simulation.submit("b", tokens))
 
     assert fits([*head, 2])
     assert not fits([9, *head])
     assert not fits([*head, *range(free + BLOCK)])
 
 
-def test_what_a_prompt_hits_when_it_runs_again_costs_it_no_rank() -> None:
+def test_hits_after_preemption_do_not_lower_a_rank() -> None:
     simulation = Simulation(("a", "b"))
-    request = simulation.ask("a", list(range(640)))
+    request = simulation.submit("a", list(range(640)))
 
     def rank() -> tuple[Any, ...]:
         return simulation.fair._rank(request)

@@ -1,4 +1,4 @@
-"""Bias, allowed tokens, bad words and callers' functions: by their formulas, in any batch."""
+"""Bias, allowed tokens, bad words and custom functions follow their formulas in any batch."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def make_logits(rows: int, seed: int = 0) -> Tensor:
 
 
 def make(output: list[int] | None = None, **options: Any) -> SamplingState:
-    """A request whose answer has these tokens."""
+    """Return a request whose answer has these tokens."""
     params = SamplingParams(**{"temperature": 0, **options})
     [processors] = FACTORY.make(params, PROMPT)
     generator = torch.Generator().manual_seed(params.seed or 0)
@@ -94,8 +94,8 @@ def test_the_token_that_completes_a_bad_word_is_banned(words: list[str], text: s
     assert torch.equal(change(logits, make(past, bad_words=words)), expected)
 
 
-def test_bad_words_are_not_in_an_answer_that_wants_them() -> None:
-    """Their tokens are by far the likeliest; none of the words comes about token by token."""
+def test_bad_words_are_not_in_an_answer_that_prefers_them() -> None:
+    """Their tokens are by far the likeliest; none of the words is completed token by token."""
     words = ["other day", "the"]
     state = make(bad_words=words)
     forbidden = [tuple(spell(word)) for word in words] + [tuple(spell(" the"))]
@@ -171,15 +171,15 @@ def test_a_processor_that_fails_ends_its_own_request(
     assert spell("&") == [5]
     logits = make_logits(3)
     likeliest = logits.argmax(-1).tolist()
-    found = SAMPLER.sample(logits, [make(), make(**options, **more), make()])
-    assert isinstance(found[1], EngineError)
+    results = SAMPLER.sample(logits, [make(), make(**options, **more), make()])
+    assert isinstance(results[1], EngineError)
     with pytest.raises(EngineError, match=reason):
-        raise found[1]
-    assert [found[0], found[2]] == [SampledToken(likeliest[row], None, ()) for row in (0, 2)]
+        raise results[1]
+    assert [results[0], results[2]] == [SampledToken(likeliest[row], None, ()) for row in (0, 2)]
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 1.0}, {"logprobs": 1}])
-def test_wishes_that_contradict_in_the_middle_end_their_own_request(more: dict[str, Any]) -> None:
+def test_options_that_contradict_later_end_their_request(more: dict[str, Any]) -> None:
     [token] = spell("&")
     state = make([token], allowed_token_ids=[token], bad_words=["&&"], **more)
     logits = make_logits(2)
@@ -196,10 +196,10 @@ def test_wishes_that_contradict_in_the_middle_end_their_own_request(more: dict[s
         ({"allowed_token_ids": [382], "min_tokens": 2}, "allowed_token_ids and min_tokens "),
     ],
 )
-def test_wishes_that_contradict_at_the_beginning_are_refused(
+def test_options_that_contradict_from_the_start_are_refused(
     options: dict[str, Any], names: str
 ) -> None:
-    """They ended their request with an EngineError in its first step."""
+    """Regression: they ended their request with an EngineError in its first step."""
     with pytest.raises(RequestError, match=names):
         make(**options)
 
@@ -316,7 +316,7 @@ def test_words_need_a_tokenizer() -> None:
         factory.make(SamplingParams(bad_words=["a"]), PROMPT)
 
 
-def test_answers_share_nothing_that_moves() -> None:
+def test_answers_share_no_mutable_state() -> None:
     answers = FACTORY.make(SamplingParams(n=3, bad_words=["other day"], logit_bias={1: 1}), PROMPT)
     words = [one for own in answers for one in own if one.rank == 2]
     assert len({*map(id, words)}) == 3

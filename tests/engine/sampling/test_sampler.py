@@ -1,4 +1,4 @@
-"""The sampler against transformers' own `generate`, against the formulas, and in any batch."""
+"""The sampler compared with `generate` of transformers, with formulas, and in any batch."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ def make_logits(rows: int = 1, seed: int = 0) -> Tensor:
 
 
 def make_state(output: list[int] | None = None, **options: Any) -> SamplingState:
-    """One request in the midst of its answer."""
+    """Return a request in the middle of its answer."""
     params = SamplingParams(**{"max_tokens": None, **options})
     generator = torch.Generator()
     if params.seed is not None:
@@ -82,7 +82,7 @@ def model() -> Any:
 def test_scores_are_those_of_transformers_generate(
     model: Any, options: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
-    """To the last bit, in every step, from the same raw logits."""
+    """All bits are equal in every step, for the same raw logits."""
     prompt = torch.tensor([[5, 9, 9, 40, 77]])
     torch.manual_seed(1)
     generated: Any = model.generate(
@@ -111,10 +111,10 @@ def test_scores_are_those_of_transformers_generate(
     min_p=st.floats(0, 1),
     seed=st.integers(0, 1000),
 )
-def test_what_is_left_is_by_vllm_s_formulas(
+def test_probabilities_follow_vllm_s_formulas(
     temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
-    """In plain floats: temperature, then min-p, then top-k, then top-p over what those left."""
+    """Compare with plain floats: temperature, then min-p, then top-k, then top-p of the rest."""
     logits = make_logits(seed=seed)
     kept = sorted(enumerate((logits[0].double() / temperature).tolist()), key=lambda e: -e[1])
     largest = kept[0][1]
@@ -135,13 +135,13 @@ def test_what_is_left_is_by_vllm_s_formulas(
     for token_id, weight in nucleus:
         expected[token_id] = weight / total
     state = make_state(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    found = SAMPLER.process(logits, state).softmax(-1)[0].double()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
-    assert torch.equal(found > 0, expected > 0)
+    probabilities = SAMPLER.process(logits, state).softmax(-1)[0].double()
+    torch.testing.assert_close(probabilities, expected, rtol=1e-4, atol=1e-7)
+    assert torch.equal(probabilities > 0, expected > 0)
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
-    """A chi-squared test over 4,000 draws; by a fixed seed it passes always or never."""
+def test_tokens_are_drawn_by_their_probabilities() -> None:
+    """A chi-squared test over 4,000 draws with a fixed seed, so that it always or never passes."""
     logits = make_logits(seed=3)
     state = make_state(temperature=0.8, top_k=6, seed=1)
     weights = SAMPLER.process(logits, state).softmax(-1)[0]
@@ -155,7 +155,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-8, 1e-40, 1e6])
 def test_extreme_temperatures_still_draw(temperature: float) -> None:
-    """Not NaN: next to nothing takes the likeliest token, a huge one any."""
+    """No NaN: a tiny one takes the likeliest token, a huge one any token."""
     logits = make_logits() * 10
     token = sample_one(logits, make_state(temperature=temperature, seed=0))
     assert 0 <= token.token_id < VOCABULARY
@@ -175,7 +175,7 @@ def test_extreme_temperatures_still_draw(temperature: float) -> None:
 def test_penalties_are_openai_s_and_ctrl_s(
     output: list[int], repetition: float, presence: float, frequency: float
 ) -> None:
-    """Repetition looks at prompt and answer, presence and frequency at the answer alone."""
+    """Repetition counts prompt and answer; presence and frequency count the answer alone."""
     logits = make_logits(seed=len(output))
     expected = logits[0].tolist()
     for token_id in {*PROMPT, *output}:
@@ -205,7 +205,7 @@ def test_a_penalty_follows_the_answer_as_it_grows() -> None:
     assert state.output_token_ids == [0, 1, 0, 0]
 
 
-def test_the_logits_are_left_as_they_were() -> None:
+def test_the_logits_are_not_changed() -> None:
     logits = make_logits()
     before = logits.clone()
     state = make_state(
@@ -227,7 +227,7 @@ def test_the_logits_are_left_as_they_were() -> None:
 
 
 def test_no_answer_ends_before_min_tokens() -> None:
-    """Neither by the model's own ids nor by the request's."""
+    """Neither the model's stop ids nor the request's end it."""
     logits = make_logits()
     logits[0, [2, 7, 9]] = torch.tensor([30.0, 29.0, 28.0])
     options: dict[str, Any] = {"temperature": 0, "min_tokens": 3, "stop_token_ids": [9]}
@@ -240,7 +240,7 @@ def test_no_answer_ends_before_min_tokens() -> None:
 
 
 def test_a_stop_id_outside_the_vocabulary_bans_nothing() -> None:
-    """It can never be sampled; it must not fail the step of all the others either."""
+    """It can never be sampled, and it must not fail the step of all other requests."""
     logits = make_logits()
     state = make_state(temperature=0, min_tokens=3, stop_token_ids=[VOCABULARY, 10**12])
     assert sample_one(logits, state).token_id == int(logits.argmax())
@@ -250,7 +250,7 @@ def test_a_stop_id_outside_the_vocabulary_bans_nothing() -> None:
 
 
 def any_state(kind: int) -> SamplingState:
-    """Requests of all kinds, each with its own generator."""
+    """Return requests of all kinds, each with a separate generator."""
     options: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0, "logprobs": 2},
@@ -284,7 +284,7 @@ def test_a_seed_repeats_an_answer_and_another_seed_gives_another() -> None:
     assert answer(1) != answer(2)
 
 
-def test_sampling_leaves_torch_s_own_random_numbers_alone() -> None:
+def test_sampling_does_not_use_torch_s_global_generator() -> None:
     before = torch.get_rng_state()
     SAMPLER.sample(make_logits(6), [any_state(kind) for kind in range(6)])
     assert torch.equal(torch.get_rng_state(), before)
@@ -298,7 +298,7 @@ def test_sampling_leaves_torch_s_own_random_numbers_alone() -> None:
 def test_the_first_of_equally_likely_tokens_is_taken(
     ties: set[int], row: int, options: dict[str, Any]
 ) -> None:
-    """Draws are equal in any row and on any path."""
+    """Results are equal in any row and on any path."""
     logits = make_logits(7).clamp(max=9)
     logits[row, sorted(ties)] = 50.0
     allowed = ties - EOS if "min_tokens" in options else ties
@@ -335,12 +335,12 @@ def test_logprobs_are_of_the_raw_logits(top: int) -> None:
     assert token.top == (own, *others)
 
 
-def test_logprobs_do_not_change_what_is_chosen() -> None:
+def test_logprobs_do_not_change_the_chosen_token() -> None:
     logits = make_logits(seed=5)
     for seed in range(10):
         plain = sample_one(logits, make_state(seed=seed))
-        told = sample_one(logits, make_state(seed=seed, logprobs=5))
-        assert plain.token_id == told.token_id
+        with_logprobs = sample_one(logits, make_state(seed=seed, logprobs=5))
+        assert plain.token_id == with_logprobs.token_id
         assert plain.logprob is None and plain.top == ()
 
 

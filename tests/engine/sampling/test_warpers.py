@@ -23,8 +23,8 @@ VOCABULARY = 40
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1 - 1e-6])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
-def test_top_p_from_the_top_keeps_what_sorting_all_keeps(top_p: float, scale: float) -> None:
-    """A vocabulary larger than what is looked at first: flat rows need the sort, others do not."""
+def test_top_p_over_the_top_equals_a_full_sort(top_p: float, scale: float) -> None:
+    """The vocabulary is larger than the part that is sorted first; flat rows need the full sort."""
     scores = scale * torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
     ids = torch.LongTensor(4, 0)
     expected = TopPLogitsWarper(top_p)(ids, scores)
@@ -32,7 +32,7 @@ def test_top_p_from_the_top_keeps_what_sorting_all_keeps(top_p: float, scale: fl
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
-def test_top_p_keeps_as_many_of_equals(top_p: float) -> None:
+def test_top_p_keeps_as_many_of_equal_tokens(top_p: float) -> None:
     """Logits in bfloat16 are often equal; sorts differ in which of equal tokens remain."""
     scores = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     expected = TopPLogitsWarper(top_p)(torch.LongTensor(4, 0), scores)
@@ -50,7 +50,7 @@ def test_top_p_keeps_as_many_of_equals(top_p: float) -> None:
 def test_warpers_have_the_bits_of_transformers(
     seed: int, scale: float, count: int, share: float, penalty: float, seen: list[int]
 ) -> None:
-    """Results are equal also for ids that the LM head lacks and rows with masked tokens."""
+    """Bits are equal also for ids that the LM head lacks and for rows with masked tokens."""
     generator = torch.Generator().manual_seed(seed)
     scores = scale * torch.randn(2, VOCABULARY, generator=generator)
     ids = torch.LongTensor([seen, seen])

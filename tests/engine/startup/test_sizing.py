@@ -1,4 +1,4 @@
-"""Number of KV blocks: the memory left by everything else that will be allocated."""
+"""The number of KV blocks fills the memory that all other allocations leave."""
 
 from pathlib import Path
 
@@ -20,8 +20,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("rows", [100, 20_000])
-def test_room_is_left_for_the_encoder_cache(folder: Path, rows: int) -> None:
-    """It was taken from unreserved memory, of which there may be none."""
+def test_memory_is_reserved_for_the_encoder_cache(folder: Path, rows: int) -> None:
+    """Regression: it was allocated from unreserved memory, of which there may be none."""
     llm = LLM(folder, encoder_cache_rows=rows, kv_cache_fraction=1.0)
     assert llm.engine.manager.config.num_blocks == (FREE - rows * ROW) // BLOCK
     llm.close()

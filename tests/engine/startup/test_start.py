@@ -30,7 +30,7 @@ except headstart.HeadstartError as error:
         ("{damaged!r}", headstart.DamagedModelError),
     ],
 )
-def test_told_without_torch(
+def test_errors_are_reported_without_torch(
     name: str, arguments: str, error: type[Exception], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{")

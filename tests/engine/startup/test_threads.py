@@ -37,7 +37,7 @@ def test_without_a_topology_every_cpu_is_a_core(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "cores"), [("max 100000", 8), ("300000 100000", 3), ("250000 100000", 2), ("1 10", 1)]
 )
-def test_a_quota_limits_the_group_and_those_inside(tmp_path: Path, limit: str, cores: int) -> None:
+def test_a_quota_limits_the_group_and_its_children(tmp_path: Path, limit: str, cores: int) -> None:
     files = {
         "proc/self/cgroup": "0::/pod/container",
         "sys/fs/cgroup/pod/container/cpu.max": "max 100000",
@@ -46,7 +46,7 @@ def test_a_quota_limits_the_group_and_those_inside(tmp_path: Path, limit: str, c
     assert cores_of(range(8), write(tmp_path, files)) == cores
 
 
-def test_a_quota_of_the_first_kind_of_control_groups(tmp_path: Path) -> None:
+def test_a_quota_of_cgroups_v1(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "3:cpuset:/\n2:cpu,cpuacct:/job\n0::/",
         "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "150000",
@@ -57,7 +57,7 @@ def test_a_quota_of_the_first_kind_of_control_groups(tmp_path: Path) -> None:
     assert cores_of(range(8), write(tmp_path, files)) == 3
 
 
-def test_what_is_given_counts_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_numbers_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert EngineConfig().threads == count_cores() >= 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -65,9 +65,9 @@ def test_what_is_given_counts_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert EngineConfig(num_threads=5).threads == 5
 
 
-@pytest.mark.parametrize("given", ["0", "-2", "two", "\N{SUPERSCRIPT TWO}", "2000", "9" * 5000])
-def test_an_environment_that_gives_no_number_of_threads_gives_none(
-    given: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("value", ["0", "-2", "two", "\N{SUPERSCRIPT TWO}", "2000", "9" * 5000])
+def test_invalid_environment_values_are_ignored(
+    value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert EngineConfig().threads == count_cores()

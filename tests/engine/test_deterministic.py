@@ -43,21 +43,21 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def engines(folder: Path) -> Iterator[Any]:
-    made: list[LLM] = []
+    llms: list[LLM] = []
 
     def make(**options: Any) -> LLM:
         sizes = {"num_blocks": 64, "block_size": 8, "deterministic": True, "speculation": "off"}
         options = sizes | options
-        made.append(LLM(folder, debug=True, **options))
-        return made[-1]
+        llms.append(LLM(folder, debug=True, **options))
+        return llms[-1]
 
     yield make
-    for llm in made:
+    for llm in llms:
         llm.close()
 
 
 def record(llm: LLM) -> dict[tuple[int, ...], Tensor]:
-    """From now on, the logits behind every sampled token, by the tokens before it."""
+    """Record the logits of every sampled token from now on, by the tokens before it."""
     seen: dict[tuple[int, ...], Tensor] = {}
     runner = runner_of(llm.engine)
     run = runner.run
@@ -80,7 +80,7 @@ def same_bits(left: dict[tuple[int, ...], Tensor], right: dict[tuple[int, ...], 
 
 
 def turns(tokens: list[int], answer: list[int]) -> list[int]:
-    """The next turn of a chat: it hits blocks that decoding has written."""
+    """Return the next turn of a chat, which hits blocks that decoding has written."""
     return [*tokens, *answer, 7, 9, 11]
 
 
@@ -117,7 +117,7 @@ def test_logits_are_bitwise_equal_with_the_cache_on_and_off(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_prompts_have_the_same_logprobs_alone_and_in_a_batch(engines: Any, dtype: str) -> None:
-    """Chunks that end inside a block once gave experts other numbers of rows."""
+    """Regression: chunks that ended inside a block gave experts different numbers of rows."""
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(3, 131, (n,), generator=generator).tolist() for n in (45, 30, 18, 60)]
@@ -129,7 +129,7 @@ def test_prompts_have_the_same_logprobs_alone_and_in_a_batch(engines: Any, dtype
 
 
 def test_the_plain_mode_is_near_but_not_bitwise(engines: Any, folder: Path) -> None:
-    """Without the deterministic mode a hit changes the rounding, within the dtype's tolerance."""
+    """Without deterministic mode a hit changes the rounding, within the dtype's tolerance."""
     # Asked for log-probabilities, the plain mode computes all logits.
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
     prompt = torch.randint(3, 131, (61,), generator=torch.Generator().manual_seed(2)).tolist()

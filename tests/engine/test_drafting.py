@@ -1,4 +1,4 @@
-"""Drafts change how many tokens a step gives, and nothing else.
+"""Drafts change the number of tokens per step, and nothing else.
 
 The oracle is the same engine without drafts. Random requests cover sampling with seeds, penalties,
 grammars, stops, log-probabilities, several answers, preemption and prompts that repeat.
@@ -91,7 +91,7 @@ def answers(llm: LLM, seed: int, count: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[Any]:
-    """The answers of an engine without drafts; they depend on none of its options below."""
+    """Return the answers of an engine without drafts, which depend on none of the options below."""
     with closing(load(folder, 0)) as llm:
         return answers(llm, 1, 15)
 
@@ -314,7 +314,7 @@ def draft(manager: KVCacheManager, tokens: list[int], count: int = 8, **options:
     return drafted
 
 
-def test_the_tree_drafts_what_followed() -> None:
+def test_the_tree_drafts_the_tokens_that_followed() -> None:
     manager = make_manager()
     finish(manager, list(range(22)))
     for length in range(2, 22):
@@ -418,7 +418,7 @@ def test_a_prediction_saves_steps_and_changes_nothing(folder: Path) -> None:
 
 
 def test_a_drafted_token_that_is_not_finite_is_rejected(tmp_path: Path) -> None:
-    """It ended the request, whose answer does not have this token."""
+    """Regression: it ended the request, whose answer does not contain this token."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     llm = load(save_smallest(tmp_path, poison=77), 8)
     [plain] = llm.generate([[3, 4, 5]], params, use_tqdm=False)
@@ -499,7 +499,7 @@ def test_the_acceptance_of_drafts_is_measured_without_verifying_them() -> None:
     assert source.acceptance < 0.6
 
 
-def test_rows_cost_what_steps_took() -> None:
+def test_costs_of_rows_are_those_of_measured_steps() -> None:
     cost = RowCost()
     assert cost.seconds(2) == pytest.approx(1.25 * cost.seconds(1))  # a guess
     cost.note(1, 0.1)
@@ -517,7 +517,9 @@ def test_rows_cost_what_steps_took() -> None:
 
 
 @pytest.mark.parametrize(("cost_of_row", "is_drafted"), [(0.0, True), (0.5, True), (1.0, False)])
-def test_drafts_are_as_long_as_pays(folder: Path, cost_of_row: float, is_drafted: bool) -> None:
+def test_drafts_have_the_most_profitable_length(
+    folder: Path, cost_of_row: float, is_drafted: bool
+) -> None:
     class Linear(RowCost):
         def seconds(self, rows: int) -> float:
             return 1 + cost_of_row * (rows - 1)

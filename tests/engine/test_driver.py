@@ -38,14 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[LLM]:
-    made = make_llm(folder)
-    yield made
-    made.close()
+    llm = make_llm(folder)
+    yield llm
+    llm.close()
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[int, list[int]]:
-    """The answer to A and to B, by the prompt's first token, of an engine that did nothing else."""
+    """Return the answers to A and B of a fresh engine, by the prompt's first token."""
     llm = make_llm(folder)
     answers = {prompt[0]: _tokens(llm.generate(prompt, GREEDY)[0]) for prompt in (A, B)}
     llm.close()
@@ -61,19 +61,19 @@ def _is_clean(llm: LLM | AsyncLLM) -> bool:
     return not llm.engine.has_unfinished and llm.engine.manager.num_free_blocks == 24
 
 
-# Whoever else is served
+# Results of other requests
 
 
 def test_two_streams_side_by_side(llm: LLM, expected: dict[int, list[int]]) -> None:
-    """They took each other's results away, and the loop over both never ended."""
+    """Regression: they took each other's results, and the loop over both never ended."""
     pairs = list(zip(llm.stream(A, GREEDY), llm.stream(B, GREEDY), strict=True))
     assert [len(_tokens(first)) for first, _ in pairs] == list(range(1, 9))
     assert [_tokens(output) for output in pairs[-1]] == [expected[A[0]], expected[B[0]]]
     assert _is_clean(llm)
 
 
-def test_generate_beside_an_open_stream(llm: LLM, expected: dict[int, list[int]]) -> None:
-    """It raised KeyError, and the stream that had ended inside it waited for ever."""
+def test_generate_during_an_open_stream(llm: LLM, expected: dict[int, list[int]]) -> None:
+    """Regression: it raised KeyError, and the stream that had ended inside it waited for ever."""
     stream = llm.stream(A, GREEDY)
     next(stream)
     assert _tokens(llm.generate(B, GREEDY)[0]) == expected[B[0]]
@@ -82,14 +82,14 @@ def test_generate_beside_an_open_stream(llm: LLM, expected: dict[int, list[int]]
 
 
 def test_several_threads_call_one_llm(llm: LLM, expected: dict[int, list[int]]) -> None:
-    def ask(number: int) -> bool:
+    def answers_right(number: int) -> bool:
         prompt = B if number % 2 else A
         if number % 3:
             return _tokens(llm.generate(prompt, GREEDY)[0]) == expected[prompt[0]]
         return _tokens(list(llm.stream(prompt, GREEDY))[-1]) == expected[prompt[0]]
 
     with ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(ask, range(24)))
+        assert all(pool.map(answers_right, range(24)))
     assert _is_clean(llm)
 
 
@@ -112,7 +112,7 @@ def test_a_reader_far_behind_still_gets_the_whole_answer(tmp_path: Path) -> None
 def test_an_exception_in_the_scheduler_ends_all_and_the_next_are_served(
     llm: LLM, expected: dict[int, list[int]]
 ) -> None:
-    """The user saw CacheError; blocks leaked, and the next request hit rows never computed."""
+    """Regression: it raised CacheError, blocks leaked, and the next request hit uncomputed rows."""
     schedule = scheduler_of(llm.engine).schedule
     stream = llm.stream(A, LONG)
     next(stream)
@@ -134,8 +134,10 @@ def test_an_exception_in_the_scheduler_ends_all_and_the_next_are_served(
 
 
 def test_an_id_in_use_is_refused_whatever_happens(llm: LLM) -> None:
-    """The second took the first one's place until it was refused: if that was interrupted, nobody
-    told the first."""
+    """Regression: the second request replaced the first one until it was refused.
+
+    If that was interrupted, the first one never got its results.
+    """
     first, second = (llm.frontend.prepare(A, LONG, request_id="mine") for _ in range(2))
     updates = [Mailbox(llm.driver, [group]) for group in (first, second)]
 
@@ -157,7 +159,7 @@ def test_an_id_in_use_is_refused_whatever_happens(llm: LLM) -> None:
 
 
 def test_a_request_that_close_overtakes_is_refused(llm: LLM) -> None:
-    """It was queued after the thread had refused all others, and waited for ever."""
+    """Regression: it was queued after the thread had refused all others, and waited for ever."""
     group = llm.frontend.prepare(A, GREEDY)
     updates = Mailbox(llm.driver, [group])
     require_thread = llm.driver._require_thread
@@ -177,7 +179,7 @@ def test_a_request_that_close_overtakes_is_refused(llm: LLM) -> None:
 
 
 def _later(llm: LLM) -> dict[str, Callable[[], Any]]:
-    """Every call of an engine."""
+    """Return all calls that need an open engine."""
     return {
         "generate": lambda: llm.generate([], GREEDY),
         "chat": lambda: llm.chat([], GREEDY),
@@ -195,7 +197,7 @@ def _later(llm: LLM) -> dict[str, Callable[[], Any]]:
 
 
 def test_a_closed_engine_answers_nothing(llm: LLM) -> None:
-    """Greedy, it went on answering from memory that was not there: "------------"."""
+    """Regression: greedy requests continued to read released memory: "------------"."""
     open_stream, unread = llm.stream(A, LONG), llm.stream(B, LONG)
     next(open_stream)
     llm.close()
@@ -209,10 +211,10 @@ def test_a_closed_engine_answers_nothing(llm: LLM) -> None:
     methods = {name for name in dir(LLM) if name[0] != "_" and callable(getattr(LLM, name))}
     methods -= {"from_engine_args", "get_default_sampling_params", "get_world_size"}
     methods -= {"check_length", "close", "has_unfinished_requests", "set_share"}  # need no engine
-    assert methods == set(_later(llm)), "one is not tried here"
+    assert methods == set(_later(llm)), "a method is not tried here"
 
 
-def test_threads_end_and_memory_is_given_back(folder: Path) -> None:
+def test_threads_end_and_memory_is_released(folder: Path) -> None:
     before = set(threading.enumerate())
     llm = make_llm(folder)
     llm.generate(A, GREEDY)
@@ -222,11 +224,11 @@ def test_threads_end_and_memory_is_given_back(folder: Path) -> None:
     assert set(threading.enumerate()) <= before
 
 
-@pytest.mark.parametrize("ask", ["generate", "stream", "get_metrics", "reset", "unload", "read"])
-def test_asking_from_within_a_step_is_refused(
-    llm: LLM, expected: dict[int, list[int]], ask: str
+@pytest.mark.parametrize("name", ["generate", "stream", "get_metrics", "reset", "unload", "read"])
+def test_calls_within_a_step_are_refused(
+    llm: LLM, expected: dict[int, list[int]], name: str
 ) -> None:
-    """A logits processor waited for the step that it was in, and all others and `close` with it."""
+    """Regression: a logits processor waited for its own step, and so did all other calls."""
     open_stream = llm.stream(B, LONG)
     next(open_stream)
     calls: dict[str, Callable[[], Any]] = {
@@ -240,19 +242,19 @@ def test_asking_from_within_a_step_is_refused(
     }
 
     def process(token_ids: list[int], logits: Any) -> Any:
-        return calls[ask]()
+        return calls[name]()
 
-    asking = SamplingParams(temperature=0, max_tokens=2, logits_processors=[process])
+    nested = SamplingParams(temperature=0, max_tokens=2, logits_processors=[process])
     with pytest.raises(EngineError, match="called during its own step"):
-        llm.generate(A, asking)
+        llm.generate(A, nested)
     assert _tokens(llm.generate(A, GREEDY)[0]) == expected[A[0]]
-    if ask != "read":  # whose error closed it
+    if name != "read":  # whose error closed it
         assert len(_tokens(list(open_stream)[-1])) == 150
     assert llm.driver.call(lambda: _is_clean(llm))
 
 
 def test_a_stream_keeps_its_llm(folder: Path, expected: dict[int, list[int]]) -> None:
-    """`for output in LLM(model).stream(prompt)` failed: the engine was closed."""
+    """Regression: `for output in LLM(model).stream(prompt)` failed since the engine was closed."""
     streams = make_llm(folder).stream(A, GREEDY), make_llm(folder).stream(A, LONG)
     llms = [weakref.ref(stream._owner) for stream in streams]
     gc.collect()
@@ -285,12 +287,12 @@ def test_a_stream_keeps_its_async_llm(folder: Path, expected: dict[int, list[int
 
 
 @pytest.mark.parametrize("is_unregistered", [True, False])
-def test_an_engine_that_nobody_holds_gives_its_memory_back(
+def test_an_unreferenced_engine_releases_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_unregistered: bool
 ) -> None:
-    """transformers' table of attention functions kept it: 64 MB more for each of six.
+    """Regression: transformers' table of attention functions kept it alive.
 
-    The backend goes even while the table has the function.
+    Each of six engines took 64 MB more. The backend is freed even while the table has the function.
     """
     if not is_unregistered:
         monkeypatch.setattr(decoder, "unregister", lambda name: None)

@@ -1,4 +1,4 @@
-"""The driver under faults and signals: no caller waits for ever, nothing is lost."""
+"""The driver under faults and signals: no caller waits for ever, and nothing is lost."""
 
 import asyncio
 import threading
@@ -33,14 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[LLM]:
-    made = make_llm(folder)
-    yield made
-    made.close()
+    llm = make_llm(folder)
+    yield llm
+    llm.close()
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[int, list[int]]:
-    """The answer to A and to B, by the prompt's first token, of an engine that did nothing else."""
+    """Return the answers to A and B of a fresh engine, by the prompt's first token."""
     llm = make_llm(folder)
     answers = {prompt[0]: _tokens(llm.generate(prompt, SHORT)[0]) for prompt in (A, B)}
     llm.close()
@@ -66,7 +66,7 @@ def _is_clean(llm: LLM | AsyncLLM) -> bool:
 def test_a_fault_in_the_drivers_thread(
     folder: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Callers get an error, and so does or is answered the next call; the memory is given back."""
+    """Callers get an error, the next call an error or an answer; the memory is released."""
     llm = make_llm(folder)
     method = getattr(llm.driver, place)
     left = [None]
@@ -93,7 +93,7 @@ def test_a_fault_in_the_drivers_thread(
 
 
 def test_a_cancelled_an_aborted_and_a_closed_stream(folder: Path) -> None:
-    """A cancelled, an aborted and a running request end, and so does a call at the close."""
+    """A cancelled, an aborted and a running request end, and so does a call during `close`."""
     asyncio.run(asyncio.wait_for(_cancel_abort_and_close(folder), LIMIT))
 
 
@@ -219,7 +219,7 @@ print(interrupt("float32"), interrupt("bfloat16"), interrupt_steps())
 
 
 def test_real_signals_at_random_moments(folder: Path) -> None:
-    """2 of 16 ended so that the next call raised KeyError; one held 13 blocks for ever."""
+    """Regression: in 2 of 16 runs the next call raised KeyError; one held 13 blocks for ever."""
     done = run_program(_SIGNALS, folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["20", "20", "20"]
@@ -256,8 +256,11 @@ print(closed_within[0], llm.driver.is_alive)
 """
 
 
-def test_ctrl_c_while_closing_closes_no_engine_at_work(folder: Path) -> None:
-    """Python 3.11 took an interrupted `join` for the thread's end: a closed engine ran a step."""
+def test_ctrl_c_while_closing_closes_no_running_engine(folder: Path) -> None:
+    """Regression: Python 3.11 took an interrupted `join` for the thread's end.
+
+    A closed engine then ran a step.
+    """
     done = run_program(_CLOSE, folder)
     assert done.stdout.split() == ["interrupted", "True", "False", "False"], done.stderr
 
@@ -284,9 +287,9 @@ def test_an_engine_does_not_hang_in_a_forked_process(folder: Path) -> None:
     assert "forked" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("ask", ["generate", "stream", "reset", "call", "close"])
-def test_engines_whose_logits_processors_ask_one_another_are_told(folder: Path, ask: str) -> None:
-    """Each waited for the other's step for ever, and so did a call of `close`."""
+@pytest.mark.parametrize("name", ["generate", "stream", "reset", "call", "close"])
+def test_engines_that_call_each_other_within_steps_get_an_error(folder: Path, name: str) -> None:
+    """Regression: each waited for the other's step for ever, and so did a call of `close`."""
     llms = make_llm(folder), make_llm(folder)
     both = threading.Barrier(2)
 
@@ -302,7 +305,7 @@ def test_engines_whose_logits_processors_ask_one_another_are_told(folder: Path, 
         def process(token_ids: list[int], logits: Any) -> Any:
             if not token_ids:
                 both.wait(LIMIT)
-                calls[ask]()
+                calls[name]()
             return logits
 
         params = SamplingParams(temperature=0, max_tokens=2, logits_processors=[process])
@@ -313,17 +316,17 @@ def test_engines_whose_logits_processors_ask_one_another_are_told(folder: Path, 
 
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(begin, llms, reversed(llms)))
-    refusal = "is closed" if ask == "close" else "called during its own step"
+    refusal = "is closed" if name == "close" else "called during its own step"
     assert any(refusal in str(answer) for answer in answers), answers
     assert {a for a in answers if refusal not in str(a)} <= {"length"}
     for one in llms:
-        if ask != "close":
+        if name != "close":
             assert one.generate(A, SHORT)[0].finished
             one.engine.manager.check()
         one.close()
 
 
-def test_streams_of_engines_whose_logits_processors_ask_one_another_are_told(folder: Path) -> None:
+def test_streams_of_engines_that_call_each_other_within_steps_get_an_error(folder: Path) -> None:
     llms = [AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1) for _ in range(2)]
     both = threading.Barrier(2)
 
@@ -351,14 +354,14 @@ def test_streams_of_engines_whose_logits_processors_ask_one_another_are_told(fol
         one.close()
 
 
-def test_an_engine_may_be_asked_within_a_step_of_another(folder: Path, llm: LLM) -> None:
+def test_an_engine_may_be_called_within_a_step_of_another(folder: Path, llm: LLM) -> None:
     guard = make_llm(folder)
-    asked = []
+    finished = []
 
     def process(token_ids: list[int], logits: Any) -> Any:
-        asked.append(guard.generate(B, SHORT)[0].finished)
+        finished.append(guard.generate(B, SHORT)[0].finished)
         return logits
 
     llm.generate(A, SamplingParams(temperature=0, max_tokens=2, logits_processors=[process]))
     guard.close()
-    assert asked == [True, True]
+    assert finished == [True, True]

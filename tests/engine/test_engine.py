@@ -1,4 +1,4 @@
-"""The engine against transformers' `generate`: caching, batching, preemption change nothing."""
+"""The engine compared with `generate` of transformers, with caching, batching and preemption."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ def oracle(folder: Path) -> PreTrainedModel:
 
 
 def make_prompts(vocab_size: int) -> list[list[int]]:
-    """Prompts that begin alike for a while: 12 of 20 to 130 tokens."""
+    """Return 12 prompts of 20 to 130 tokens that begin alike."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> list[int]:
@@ -71,15 +71,15 @@ def expected(oracle: PreTrainedModel, prompts: list[list[int]]) -> list[list[int
 
 @pytest.fixture
 def engines(folder: Path) -> Iterator[Any]:
-    """Makes engines that check every invariant after every step, and closes them."""
-    made: list[LLM] = []
+    """Return a factory of engines that check every invariant after every step; close them."""
+    llms: list[LLM] = []
 
     def make(**options: Any) -> LLM:
-        made.append(LLM(folder, **({"num_blocks": 200, "debug": True} | options)))
-        return made[-1]
+        llms.append(LLM(folder, **({"num_blocks": 200, "debug": True} | options)))
+        return llms[-1]
 
     yield make
-    for llm in made:
+    for llm in llms:
         llm.close()
 
 
@@ -133,7 +133,7 @@ def test_a_repeated_prompt_computes_one_token(engines: Any, prompts: list[list[i
 
 
 def test_generated_tokens_are_hit_by_the_next_turn(engines: Any, prompts: list[list[int]]) -> None:
-    """All of them but the last, whose K/V were never computed."""
+    """All but the last one, whose K/V were never computed."""
     llm = engines()
     [first] = llm.generate(prompts[0], GREEDY)
     turn = prompts[0] + first.outputs[0].token_ids + [5, 6, 7]
@@ -142,7 +142,7 @@ def test_generated_tokens_are_hit_by_the_next_turn(engines: Any, prompts: list[l
 
 
 def test_twins_compute_their_prefix_once(engines: Any, prompts: list[list[int]]) -> None:
-    """Two requests that arrive together: every full block is computed by one of them alone."""
+    """Two requests arrive together; only one of them computes each full block."""
     llm = engines(max_num_batched_tokens=16, partial_hits=False)
     computed = spy_on_tokens(llm)
     llm.generate([prompts[1]] * 4, SamplingParams(temperature=0, max_tokens=1))
@@ -151,7 +151,7 @@ def test_twins_compute_their_prefix_once(engines: Any, prompts: list[list[int]])
 
 
 def spy_on_tokens(llm: LLM) -> list[int]:
-    """The number of tokens of every forward pass from now on."""
+    """Record the number of tokens of every forward pass from now on."""
     counts: list[int] = []
     model = llm.engine.model
     forward = model.forward
@@ -164,7 +164,7 @@ def spy_on_tokens(llm: LLM) -> list[int]:
     return counts
 
 
-def test_the_second_twin_goes_on_when_the_first_is_aborted(
+def test_the_second_twin_continues_when_the_first_is_aborted(
     engines: Any, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     longest = max(range(len(prompts)), key=lambda at: len(prompts[at]))
@@ -194,7 +194,7 @@ def test_salts_keep_tenants_apart(engines: Any, prompts: list[list[int]]) -> Non
     assert same.num_cached_tokens == len(prompts[0]) - 1
 
 
-def test_the_memory_is_as_it_was_after_a_failed_step(
+def test_a_failed_step_leaves_the_memory_unchanged(
     engines: Any, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     """The step's requests end with the error; nothing of the step is hit later."""
@@ -266,7 +266,7 @@ def test_a_bad_option_is_refused(engines: Any, options: dict[str, Any], error: t
 
 
 def test_a_length_beyond_the_model_s_is_refused(engines: Any) -> None:
-    """It was silently cut to the model's length: prompts that should fit were refused."""
+    """Regression: it was silently limited, and prompts that should fit were refused."""
     limit = engines().engine.max_model_len
     with pytest.raises(ConfigError, match=f"max_model_len is {limit + 1}; allowed: up to {limit},"):
         engines(max_model_len=limit + 1, num_blocks=2 * limit)
@@ -274,7 +274,7 @@ def test_a_length_beyond_the_model_s_is_refused(engines: Any) -> None:
 
 
 def test_a_sequence_ends_at_the_pool_s_end(engines: Any) -> None:
-    """A pool smaller than the model's context: the limit is the pool's."""
+    """The pool is smaller than the model's context, so it sets the limit."""
     llm = engines(num_blocks=4)
     [output] = llm.generate([5] * 60, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
     assert output.outputs[0].finish_reason == "length"
@@ -283,7 +283,7 @@ def test_a_sequence_ends_at_the_pool_s_end(engines: Any) -> None:
         llm.generate([5] * 64, GREEDY)
 
 
-def test_a_reset_of_the_tiers_too_is_a_reset_where_there_are_none(engines: Any) -> None:
+def test_a_reset_of_tiers_works_without_tiers(engines: Any) -> None:
     llm = engines()
     assert llm.engine.tiers is None
     llm.generate([5] * 60, GREEDY)

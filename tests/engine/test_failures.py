@@ -1,4 +1,4 @@
-"""A step that fails as it computes ends its requests; other exceptions reset the engine."""
+"""A step that fails in its computation ends its requests; other exceptions reset the engine."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -38,14 +38,14 @@ ELSEWHERE = {
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = save_smallest(tmp_path_factory.mktemp("model"), layers=1)
-    made = make_llm(folder, num_blocks=NUM_BLOCKS, max_num_batched_tokens=48)
-    yield made
-    made.close()
+    llm = make_llm(folder, num_blocks=NUM_BLOCKS, max_num_batched_tokens=48)
+    yield llm
+    llm.close()
 
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[list[int]]:
-    """The answers of an engine in which nothing failed, with nothing cached."""
+    """Return the answers of an engine without failures and with an empty cache."""
     answers = []
     for at in range(len(PROMPTS)):
         [answer] = _finish(llm.engine, [_submit(llm, at)])
@@ -61,7 +61,7 @@ def _submit(llm: LLM, at: int) -> RequestGroup:
 
 
 def _begin(llm: LLM, steps: int) -> list[RequestGroup]:
-    """Both requests, after so many steps, with nothing in the cache before."""
+    """Start both requests with an empty cache, and run this many steps."""
     engine = llm.engine
     assert engine.reset_prefix_cache()
     groups = [_submit(llm, at) for at in range(len(PROMPTS))]
@@ -81,7 +81,7 @@ def _finish(engine: EngineCore, groups: list[RequestGroup]) -> list[list[int]]:
 def _step_with(
     patch: pytest.MonkeyPatch, engine: EngineCore, place: tuple[str, str], error: BaseException
 ) -> list[StepResult]:
-    """One step in which a method raises after its work was done."""
+    """Run one step in which a method raises after its work was done."""
     owner: Any = engine
     for name in place[0].split("."):
         owner = getattr(owner, name)
@@ -99,7 +99,7 @@ def _step_with(
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("steps", [0, 1, 2], ids=["prefill", "mixed", "decode"])
 @pytest.mark.parametrize("place", COMPUTING)
-def test_a_step_that_fails_as_it_computes_ends_its_requests_alone(
+def test_a_failed_computation_ends_only_the_requests_of_its_step(
     llm: LLM,
     expected: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,

@@ -41,7 +41,7 @@ def expected_answer(prompt: list[int], count: int) -> list[int]:
 
 
 class HashDecoder(DecoderModel):
-    """Chooses the token that a hash of all tokens before it says."""
+    """A model that chooses the token that a hash of all tokens before it gives."""
 
     def __init__(self) -> None:
         layout = LayerLayout(kv_heads=1, key_dim=8, value_dim=8)

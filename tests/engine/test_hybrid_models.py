@@ -1,6 +1,6 @@
-"""Tiny models with recurrent layers answer as transformers does, wherever they resume.
+"""Tiny models with recurrent layers answer as transformers does, from any resume point.
 
-The oracle is transformers' pass over prompt and answer at once, without a cache of its own.
+The oracle is transformers' pass over prompt and answer at once, without a cache.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_answers_after_hits(name: str, deterministic: bool, tmp_path: Path) -> N
         deterministic=deterministic,
     )
 
-    def ask(prompts: list[list[int]]) -> list[int]:
+    def run(prompts: list[list[int]]) -> list[int]:
         """Check answers and log-probabilities; return the hit tokens of each prompt."""
         outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -49,17 +49,17 @@ def test_answers_after_hits(name: str, deterministic: bool, tmp_path: Path) -> N
         return [output.num_cached_tokens for output in outputs]
 
     prompts = [[*TEXT[:n], 5, 6, n % 50] for n in (30, 77, 101)]
-    assert ask(prompts[:1]) == [0]
-    ask(prompts[1:2])
-    ask(prompts[2:])
-    [hit] = ask([TEXT])
+    assert run(prompts[:1]) == [0]
+    run(prompts[1:2])
+    run(prompts[2:])
+    [hit] = run([TEXT])
     assert hit == (96 if deterministic else 77)
-    assert ask([TEXT]) == [144 if deterministic else 149]
+    assert run([TEXT]) == [144 if deterministic else 149]
     branches = [[*TEXT[:n], 9, n % 100] for n in (30, 60, 77, 101, 150)]
     for branch in branches:
-        ask([branch])
+        run([branch])
     if not deterministic:
-        assert ask([[*branch[:-2], 8, 8] for branch in branches]) == [30, 60, 77, 101, 150]
+        assert run([[*branch[:-2], 8, 8] for branch in branches]) == [30, 60, 77, 101, 150]
     llm.close()
 
 
@@ -72,7 +72,7 @@ def test_answers_after_hits(name: str, deterministic: bool, tmp_path: Path) -> N
     ],
 )
 def test_adapters_of_recurrent_layers(name: str, targets: list[str], tmp_path: Path) -> None:
-    """An adapter has states of its own, and answers after a hit as PEFT does."""
+    """An adapter has separate states, and answers after a hit as PEFT does."""
     base = save_tiny(name, tmp_path / "base")
     folder = make_adapter(base, tmp_path / "adapter", target_modules=targets)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -83,10 +83,10 @@ def test_another_question_about_a_document(restarts: Callable[..., Restarts]) ->
     assert engines.again().run([*document, *[3] * 30]) == 268  # a fork, at a block border
 
 
-def test_prompts_that_differ_after_their_last_full_block_are_searched_apart(
+def test_prompts_that_differ_after_their_last_full_block_are_looked_up_separately(
     tmp_path: Path,
 ) -> None:
-    """The second waited for the state of the first, which it could not resume from."""
+    """Regression: the second waited for the first one's state, from which it could not resume."""
     engines = Restarts(tmp_path, num_blocks=200)
     prompts = [[*PROMPT[:88], first, 1, 1] for first in (1, 2)]
     for prompt in prompts:
@@ -123,7 +123,7 @@ def test_a_state_is_loaded_below_the_blocks_that_memory_has(
     assert harness.run([*document, *[3] * 30]) == 270  # a fork
 
 
-def test_a_damaged_state_is_passed_for_the_one_before(
+def test_a_damaged_state_is_skipped_for_the_one_before(
     tmp_path: Path, restarts: Callable[..., Restarts]
 ) -> None:
     engines = restarts()
@@ -155,7 +155,7 @@ def test_tenants_and_cleared_stores(restarts: Callable[..., Restarts]) -> None:
     assert harness.run(PROMPT) == 0
 
 
-def test_a_small_folder_keeps_what_can_be_resumed(
+def test_a_small_folder_keeps_states_that_can_be_resumed(
     tmp_path: Path, restarts: Callable[..., Restarts]
 ) -> None:
     engines = restarts(cache_dir_bytes=20_000)
@@ -183,7 +183,7 @@ def test_a_silent_store_of_states_costs_one_deadline(
 
 
 def damage(draw: random.Random, folder: Path) -> None:
-    """Flip bits of a file of the folder, cut it, or remove it."""
+    """Flip bits of a file in the folder, truncate it, or remove it."""
     path = draw.choice(sorted(folder.glob("*.kv")))
     kind = draw.choice(["flip", "cut", "remove"])
     with suppress(FileNotFoundError):  # the store has removed it meanwhile

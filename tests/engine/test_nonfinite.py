@@ -1,7 +1,8 @@
 """Numbers that are not finite: their request ends with an error, others are not affected.
 
-A token whose embedding is infinite stands for one that overflows. Its K and V made rows before it
-in the same chunk NaN, these were cached, and the next clean prompt was answered `[0, 0, 0, ...]`.
+A token whose embedding is infinite stands for one that overflows. Regression: its K and V made rows
+before it in the same chunk NaN, these were cached, and the next clean prompt was answered `[0, 0,
+0, ...]`.
 """
 
 from collections.abc import Iterator
@@ -38,9 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=WAYS)
 def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
-    made = make_llm(folder, debug=True, **WAYS[request.param])
-    yield made
-    made.close()
+    llm = make_llm(folder, debug=True, **WAYS[request.param])
+    yield llm
+    llm.close()
 
 
 def _tokens(llm: LLM, prompt: list[int]) -> list[int]:
@@ -53,7 +54,7 @@ def _tokens(llm: LLM, prompt: list[int]) -> list[int]:
     ids=["greedy", "three answers", "prompt logits"],
 )
 def test_a_poisoned_prompt_leaves_nothing_behind(llm: LLM, params: SamplingParams) -> None:
-    """The prompt after it, clean and with the same prefix, is answered as if it had not been."""
+    """A later clean prompt with the same prefix is answered as if it had not run."""
     expected = _tokens(llm, [*CLEAN, 100, 101])
     assert llm.reset_prefix_cache()
     with pytest.raises(EngineError, match="not finite"):
@@ -65,8 +66,8 @@ def test_a_poisoned_prompt_leaves_nothing_behind(llm: LLM, params: SamplingParam
     assert again.num_cached_tokens == 0
 
 
-def test_neighbors_of_a_poisoned_prompt_go_on(llm: LLM) -> None:
-    """One shares its clean prefix in the same step; one has its poison as well, and ends too."""
+def test_neighbors_of_a_poisoned_prompt_continue(llm: LLM) -> None:
+    """One neighbor shares its clean prefix in the same step; one has its poison too, and ends."""
     engine = llm.engine
     prompts = [[*CLEAN, POISON, 5, 6], [*CLEAN, 8, 9], [*CLEAN, POISON, 5, 6, 7], [90, 91, 92]]
     expected = [_tokens(llm, prompt) for prompt in (prompts[1], prompts[3])]
@@ -88,9 +89,11 @@ def test_neighbors_of_a_poisoned_prompt_go_on(llm: LLM) -> None:
         llm.generate(prompts[0], GREEDY)
 
 
-def test_a_bad_row_in_a_block_that_a_neighbor_hit_is_found_by_nobody(folder: Path) -> None:
-    """A fault of one step, in the last layer, where the neighbor's rows have no logits yet: the
-    block kept its name for the neighbor's sake, and all prompts after them hit the bad row."""
+def test_a_bad_row_in_a_block_that_a_neighbor_hit_is_never_hit_again(folder: Path) -> None:
+    """Regression: the block stayed indexed for the neighbor, and later prompts hit the bad row.
+
+    The fault is in one step, in the last layer, where the neighbor's rows have no logits yet.
+    """
     llm = make_llm(folder, max_num_batched_tokens=80, partial_hits=False)
     engine = llm.engine
     prompts = [[*CLEAN, 100], [*CLEAN[:50], *range(100, 130)], [*CLEAN[:20], 140, 141]]
@@ -117,12 +120,12 @@ def test_a_bad_row_in_a_block_that_a_neighbor_hit_is_found_by_nobody(folder: Pat
 
 
 def test_log_probabilities_of_a_prompt_are_finite_or_refused(folder: Path) -> None:
-    """A row that overflowed after its K and V was returned as `logprob=nan, rank=1`."""
+    """Regression: a row that overflowed after its K and V was returned as `logprob=nan, rank=1`."""
     llm = make_llm(folder)
     forward = llm.engine.model.forward
 
-    def overflowing(*given: Any) -> torch.Tensor:
-        logits = forward(*given).clone()
+    def overflowing(*args: Any) -> torch.Tensor:
+        logits = forward(*args).clone()
         logits[4] = torch.nan
         return logits
 
@@ -141,8 +144,8 @@ def _state(seed: int) -> SamplingState:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_draw_beside_a_row_that_cannot_be_sampled(bad: float) -> None:
-    """The row was drawn again, with a generator that had moved on: 38 became 80."""
+def test_a_draw_next_to_a_row_that_cannot_be_sampled(bad: float) -> None:
+    """Regression: the row was drawn again with an advanced generator: 38 became 80."""
     sampler = Sampler(VOCABULARY)
     rows = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(3))
     [alone] = sampler.sample(rows, [_state(1)])
@@ -155,7 +158,7 @@ def test_a_draw_beside_a_row_that_cannot_be_sampled(bad: float) -> None:
 
 
 def test_no_two_answers_without_a_seed_are_drawn_alike(llm: LLM) -> None:
-    """8 prompts of 8 answers had 15 generators: 36 different answers of 64."""
+    """Regression: 8 prompts of 8 answers had 15 generators, so only 36 of 64 answers differed."""
     params = SamplingParams(n=8, temperature=1.5, max_tokens=2)
     groups = [llm.frontend.prepare(CLEAN, params) for _ in range(8)]
     seeds = [

@@ -27,21 +27,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[LLM]:
-    made = LLM(folder, num_blocks=100, debug=True)
-    yield made
-    made.close()
+    llm = LLM(folder, num_blocks=100, debug=True)
+    yield llm
+    llm.close()
 
 
 def log_softmax(folder: Path, tokens: list[int]) -> Tensor:
-    """transformers' own log-probabilities after each token, `[tokens, vocab]`."""
+    """Return the log-probabilities of transformers after each token, `[tokens, vocab]`."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.inference_mode():
         logits: Tensor = model(input_ids=torch.tensor([tokens])).logits[0]
     return logits.log_softmax(-1)
 
 
-def test_prompt_logprobs_are_all_there_cache_or_not(llm: LLM, folder: Path) -> None:
-    """Such a request reads nothing from the cache, and others hit what it writes."""
+def test_prompt_logprobs_are_complete_with_and_without_the_cache(llm: LLM, folder: Path) -> None:
+    """Such a request reads nothing from the cache, and others hit the blocks that it writes."""
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
     expected = log_softmax(folder, PROMPT)
     for _ in range(2):
@@ -70,13 +70,13 @@ def test_prompt_logprobs_of_a_prompt_in_chunks(folder: Path, options: dict[str, 
     llm.close()
     expected = log_softmax(folder, PROMPT)
     assert output.prompt_logprobs is not None
-    found = [
+    logprobs = [
         entries[token].logprob
         for token, entries in zip(PROMPT[1:], output.prompt_logprobs[1:], strict=True)
         if entries
     ]
     wanted = [float(expected[at, token]) for at, token in enumerate(PROMPT[1:])]
-    assert found == pytest.approx(wanted, abs=1e-4)
+    assert logprobs == pytest.approx(wanted, abs=1e-4)
 
 
 def test_logprobs_of_the_answer(llm: LLM, folder: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_stream_grows_and_ends_like_generate(llm: LLM) -> None:
     assert [output.finished for output in outputs] == [False] * 8 + [True]
 
 
-def test_leaving_a_stream_frees_its_blocks(llm: LLM) -> None:
+def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
     for _ in llm.stream(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True)):
         break
     assert llm.reset_prefix_cache()  # it comes after what the stream ordered
@@ -163,7 +163,7 @@ def test_one_set_of_parameters_for_each_prompt(llm: LLM) -> None:
 
 
 def test_a_row_that_cannot_be_sampled_ends_alone(llm: LLM) -> None:
-    """Logits that are no numbers cannot be drawn from; the other requests never notice."""
+    """Logits that are not finite cannot be sampled; other requests are not affected."""
     engine = llm.engine
     process = engine._sampler.process
 

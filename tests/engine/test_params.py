@@ -1,4 +1,4 @@
-"""Sampling parameters: vLLM's names and defaults, and every wrong value named with its range."""
+"""Sampling parameters have vLLM's names and defaults, and errors name each value and its range."""
 
 import copy
 import dataclasses
@@ -95,13 +95,13 @@ def test_a_field_without_effect_takes_any_value(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_a_field_that_is_not_here_takes_no_value(name: str) -> None:
+def test_an_unsupported_field_takes_no_value(name: str) -> None:
     make(**{name: None})
     with pytest.raises(RequestError, match=f"^{name} is 2; not an option of headstart; see docs/"):
         make(**{name: 2})
 
 
-def test_values_that_ask_for_nothing_are_taken() -> None:
+def test_values_without_effect_are_accepted() -> None:
     SamplingParams(prompt_logprob_start=0, stream_interval=1, logprob_token_ids=[])
 
 
@@ -166,7 +166,7 @@ def test_both_ends_of_a_range_are_allowed(option: str, low: float, high: float) 
         ("stop_token_ids", [True], "stop_token_ids"),
     ],
 )
-def test_a_value_outside_its_range_is_named_with_it(option: str, value: Any, allowed: str) -> None:
+def test_an_error_names_the_value_and_its_range(option: str, value: Any, allowed: str) -> None:
     with pytest.raises(RequestError) as caught:
         make(**{option: value})
     text = str(caught.value)
@@ -176,7 +176,7 @@ def test_a_value_outside_its_range_is_named_with_it(option: str, value: Any, all
 
 @pytest.mark.parametrize("option", WHOLE + REAL)
 @pytest.mark.parametrize("value", ["1", True, [1]])
-def test_a_number_is_a_number(option: str, value: Any) -> None:
+def test_other_types_are_not_numbers(option: str, value: Any) -> None:
     if value is True and option in ("logprobs", "prompt_logprobs"):
         assert getattr(make(**{option: value}), option) == 1  # as in vLLM
         return
@@ -192,12 +192,12 @@ def test_a_whole_number_has_no_fraction(option: str) -> None:
 
 
 @pytest.mark.parametrize("option", [name for name in VLLM_DEFAULTS if name not in OPTIONAL])
-def test_none_is_no_value_where_there_is_a_default(option: str) -> None:
+def test_none_is_refused_for_fields_with_a_default(option: str) -> None:
     with pytest.raises(RequestError, match=option):
         make(**{option: None})
 
 
-def test_none_is_allowed_where_it_means_something() -> None:
+def test_none_is_allowed_where_it_has_a_meaning() -> None:
     assert make(**dict.fromkeys(OPTIONAL)).max_tokens is None
 
 
@@ -227,12 +227,12 @@ def test_parameters_may_be_changed() -> None:
 
 
 def test_optional_parameters_have_their_defaults() -> None:
-    given = {"n": None, "temperature": None, "top_p": 0.5, "max_tokens": None}
-    assert SamplingParams.from_optional(**given) == SamplingParams(top_p=0.5, max_tokens=None)
+    options = {"n": None, "temperature": None, "top_p": 0.5, "max_tokens": None}
+    assert SamplingParams.from_optional(**options) == SamplingParams(top_p=0.5, max_tokens=None)
 
 
 def test_a_bias_of_an_api_is_read() -> None:
-    """Keys are texts in JSON; vLLM brings values within their range where it reads one."""
+    """Keys are strings in JSON; like vLLM, biases are clamped to their range."""
     params = SamplingParams.from_optional(logit_bias={"5": 400, 6: -101.0, 7: 2})
     assert params.logit_bias == {5: 100, 6: -100, 7: 2}
     for wrong in ({"x": 1}, {"5": math.nan}, {"5": "1"}, [5], {"-5": 1}):
@@ -240,8 +240,8 @@ def test_a_bias_of_an_api_is_read() -> None:
             SamplingParams.from_optional(logit_bias=wrong)
 
 
-def test_programs_for_vllm_change_the_lists() -> None:
-    """`params.stop.append("x")` was an AttributeError: `stop` was None."""
+def test_lists_can_be_changed_like_vllm_s() -> None:
+    """Regression: `params.stop.append("x")` raised AttributeError since `stop` was None."""
     params = SamplingParams(stop="a", bad_words=("b", "b"), stop_token_ids=[3, 3], seed=-1)
     assert (params.stop, params.bad_words, params.stop_token_ids) == (["a"], ["b"], [3])
     assert params.seed is None
@@ -256,7 +256,7 @@ def test_programs_for_vllm_change_the_lists() -> None:
     assert params.clone().stop == []
 
 
-def test_lists_are_the_parameters_own() -> None:
+def test_lists_are_copied() -> None:
     words, ids, bias = ["a"], [3], {3: 1.0}
     params = SamplingParams(stop=words, allowed_token_ids=ids, logit_bias=bias)
     kept = params.clone()
@@ -272,7 +272,7 @@ def test_stop_strings_need_the_text() -> None:
         SamplingParams(stop="a", detokenize=False)
 
 
-def test_stop_strings_come_one_or_many() -> None:
+def test_one_or_several_stop_strings() -> None:
     assert SamplingParams().stop_strings == ()
     assert SamplingParams(stop="ab").stop_strings == ("ab",)
     assert SamplingParams(stop=["ab", "c"]).stop_strings == ("ab", "c")
@@ -280,7 +280,7 @@ def test_stop_strings_come_one_or_many() -> None:
 
 @given(st.floats(1e-5, 10))
 def test_only_temperature_0_is_greedy(temperature: float) -> None:
-    """And what is next to it, as in vLLM."""
+    """Temperatures close to 0 are greedy too, as in vLLM."""
     assert SamplingParams(temperature=0).is_greedy
     assert SamplingParams(temperature=1e-6).is_greedy
     assert not SamplingParams(temperature=temperature).is_greedy
@@ -294,8 +294,10 @@ def test_any_penalty_counts(option: str) -> None:
 
 @pytest.mark.parametrize("stop", [["a"] * 1024, ["a" * 2**14], "a" * 2**14])
 def test_stop_strings_are_bounded(stop: str | list[str]) -> None:
-    """Each is looked for at every token, in a step of all: 100,000 made others' tokens 80 times
-    as slow."""
+    """Every step searches each of them:
+
+    100,000 made the tokens of other requests 80 times slower.
+    """
     assert SamplingParams(stop=stop).stop_strings
     with pytest.raises(RequestError, match=r"^stop has .* at most 1,024 strings of 16,384 "):
         SamplingParams(stop=[*stop, "a"] if isinstance(stop, list) else stop + "a")

@@ -1,6 +1,6 @@
-"""The engine over every way to attend: its answers are those of transformers in fp32.
+"""The engine over every attention path answers as transformers does in fp32.
 
-Where two tokens are all but equally likely, rounding may choose the other one. So every token is
+Where two tokens are almost equally likely, rounding may choose the other one. So every token is
 judged by the oracle's logits for the text before it: it is the likeliest, or within rounding.
 """
 
@@ -51,7 +51,7 @@ def oracle(folder: Path) -> PreTrainedModel:
 
 
 def make_prompts() -> list[list[int]]:
-    """Prompts that begin alike on two levels, and one that does not."""
+    """Return prompts that begin alike on two levels, and one that does not."""
     generator = torch.Generator().manual_seed(4)
 
     def tokens(count: int) -> list[int]:
@@ -101,7 +101,7 @@ def test_answers_are_those_of_transformers(
 
 
 @pytest.mark.skipif(library() is None, reason="no compiled kernels here")
-def test_requests_that_want_more_than_the_likeliest_token_do_not_change_the_others(
+def test_sampling_requests_do_not_change_greedy_ones(
     tmp_path: Path,
 ) -> None:
     """Steps of greedy requests alone compute no logits; with a sampling request they do."""

@@ -1,4 +1,4 @@
-"""Prompts that bring embeddings and position ids, against transformers' own forward pass."""
+"""Prompts with embeddings and position ids, compared with a forward pass of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def rows_of(seed: int, count: int = 21) -> torch.Tensor:
 
 
 def make_prompt(seed: int, *, gap: int = 0, start: int = 9) -> PreparedPrompt:
-    """Tokens, 21 given rows from `start` on, tokens; positions jump by `gap` behind the rows."""
+    """Return tokens, 21 embedding rows from `start` on, and tokens; positions jump by `gap`."""
     tokens = torch.randint(6, VOCABULARY, (50,), generator=torch.Generator().manual_seed(1))
     rows = rows_of(seed)
     token_ids = tokens.tolist()
@@ -56,7 +56,7 @@ def make_prompt(seed: int, *, gap: int = 0, start: int = 9) -> PreparedPrompt:
 
 
 def expect(oracle: PreTrainedModel, prompt: PreparedPrompt) -> list[int]:
-    """Greedy tokens of whole forward passes over the embeddings and positions."""
+    """Return greedy tokens of whole forward passes over the embeddings and positions."""
     extras = prompt.extras
     assert extras is not None and extras.embeddings is not None and extras.positions is not None
     token_ids = list(prompt.token_ids)
@@ -81,7 +81,7 @@ def expect(oracle: PreTrainedModel, prompt: PreparedPrompt) -> list[int]:
         {"deterministic": True, "block_size": 8},
     ],
 )
-def test_given_rows_and_positions(
+def test_rows_and_positions_of_the_caller(
     folder: Path, oracle: PreTrainedModel, options: dict[str, Any]
 ) -> None:
     llm = LLM(folder, debug=True, **({"num_blocks": 64} | options))
@@ -96,7 +96,7 @@ def test_given_rows_and_positions(
     llm.close()
 
 
-def test_positions_go_on_behind_the_prompt() -> None:
+def test_positions_continue_after_the_prompt() -> None:
     positions = RotaryPositions(np.array([[0, 1, 1, 2], [0, 1, 2, 2]]), -1)
     assert positions.between(2, 6).tolist() == [[1, 2, 3, 4], [2, 2, 3, 4]]
     assert positions.between(5, 7).tolist() == [[4, 5], [4, 5]]

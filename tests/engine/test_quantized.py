@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2
 
 
 def save_unpacked(llm: LLM, folder: Path) -> Path:
-    """The model of an engine as a checkpoint whose float weights are the unpacked ones."""
+    """Save the model of an engine as a checkpoint whose float weights are the unpacked ones."""
     assert llm.engine.model.folder is not None
     shutil.copytree(llm.engine.model.folder, folder)
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -36,9 +36,9 @@ def save_unpacked(llm: LLM, folder: Path) -> Path:
     return folder
 
 
-def ask(llm: LLM, prompts: list[list[int]], **options: Any) -> list[Any]:
-    given = [{"prompt_token_ids": tokens} for tokens in prompts]
-    outputs = llm.generate(given, GREEDY, use_tqdm=False, **options)
+def generate(llm: LLM, prompts: list[list[int]], **options: Any) -> list[Any]:
+    dict_prompts = [{"prompt_token_ids": tokens} for tokens in prompts]
+    outputs = llm.generate(dict_prompts, GREEDY, use_tqdm=False, **options)
     llm.close()
     return [output.outputs[0] for output in outputs]
 
@@ -49,7 +49,7 @@ def test_answers_are_those_of_the_unpacked_weights_with_and_without_an_adapter(
 ) -> None:
     base = save_tiny("llama", tmp_path / "base")
     adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
-    asked = [None, LoRARequest("one", 1, str(adapter))] * 5
+    adapters = [None, LoRARequest("one", 1, str(adapter))] * 5
     generator = torch.Generator().manual_seed(1)
     prompts = [
         torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
@@ -60,11 +60,11 @@ def test_answers_are_those_of_the_unpacked_weights_with_and_without_an_adapter(
     quantized = make_llm(base, weights=kind)
     plain = make_llm(save_unpacked(quantized, tmp_path / "plain"))
     round_inputs(plain.engine.model.module, quantized.engine.model.module)
-    found = ask(quantized, prompts, lora_request=asked)
-    expected = ask(plain, prompts, lora_request=asked)
-    assert found[1].token_ids != found[2].token_ids, "the adapter changes nothing"
+    answers = generate(quantized, prompts, lora_request=adapters)
+    expected = generate(plain, prompts, lora_request=adapters)
+    assert answers[1].token_ids != answers[2].token_ids, "the adapter changes nothing"
     apart: list[list[float]] = []
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(answers, expected, strict=True):
         # The first token: later ones hang on it.
         rank_of = {token: logprob.logprob for token, logprob in one.logprobs[0].items()}
         steps = [rank_of[token] - logprob.logprob for token, logprob in other.logprobs[0].items()]
@@ -79,7 +79,7 @@ def test_answers_are_those_of_the_unpacked_weights_with_and_without_an_adapter(
 def test_an_adapter_may_bring_a_copy_of_a_weight_but_not_another(
     kind: WeightKind, tmp_path: Path
 ) -> None:
-    """PEFT saves the LM head that it adapts, which a quantized model no longer has as it was."""
+    """PEFT saves the LM head that it adapts, which a quantized model no longer has in floats."""
     base = save_tiny("llama", tmp_path / "base")
     adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
     model = load_model(base, weights=kind)
@@ -91,8 +91,8 @@ def test_an_adapter_may_bring_a_copy_of_a_weight_but_not_another(
         read_weights(adapter, model, 64)
 
 
-def test_blocks_of_other_bits_are_not_found(tmp_path: Path) -> None:
-    """One folder of K/V, and one model whose weights are kept in four ways."""
+def test_blocks_of_other_bits_are_not_hit(tmp_path: Path) -> None:
+    """One folder of K/V serves one model whose weights are stored in four ways."""
     model, kept = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
     prompt = {"prompt_token_ids": list(range(3, 67))}
     names, hits = [], []

@@ -1,6 +1,6 @@
-"""Scheduling: order of admission, its bound on overtaking, budgets, preemption, abort.
+"""Scheduling: order of admission, its limit on overtaking, budgets, preemption, abort.
 
-No model: a step is scheduled and committed, and sampling appends a fixed token.
+There is no model: a step is scheduled and committed, and sampling appends a fixed token.
 """
 
 from itertools import count
@@ -21,8 +21,8 @@ from headstart.frontend.text import Detokenizer, OutputText
 BLOCK = 4
 
 
-class Beside:
-    """A limit: keeps some requests out while any other runs."""
+class WaitsForOthers:
+    """A limit that keeps some requests out while any other request runs."""
 
     def __init__(self, kept_out: list[Request]) -> None:
         self._kept_out = kept_out
@@ -57,7 +57,9 @@ class Bench:
         config = EngineConfig(
             max_num_batched_tokens=tokens, max_num_seqs=running, max_bypassed=bypassed
         )
-        self.scheduler = Scheduler(self.manager, config, limits=[Beside(self.kept_out), *limits])
+        self.scheduler = Scheduler(
+            self.manager, config, limits=[WaitsForOthers(self.kept_out), *limits]
+        )
         self._names = count()
 
     def add(self, tokens: list[int], max_tokens: int = 4) -> Request:
@@ -121,7 +123,7 @@ def test_a_better_hit_goes_first() -> None:
     assert (first, cold.times_bypassed) == (warm, 1)
 
 
-def test_nobody_is_bypassed_more_often_than_the_bound() -> None:
+def test_no_request_is_bypassed_more_often_than_the_limit() -> None:
     bench = Bench(running=1, bypassed=2)
     bench.add(prompt(1, 16))
     bench.run()
@@ -131,8 +133,8 @@ def test_nobody_is_bypassed_more_often_than_the_bound() -> None:
     assert order == [*warm[:2], cold, *warm[2:]]
 
 
-def test_the_bound_holds_within_a_step() -> None:
-    """All that hit better went past in the step in which the bound was reached."""
+def test_the_limit_holds_within_a_step() -> None:
+    """Regression: all better hits went past in the step in which the limit was reached."""
     bench = Bench(running=8, bypassed=2)
     bench.add(prompt(1, 16))
     bench.run()
@@ -144,7 +146,7 @@ def test_the_bound_holds_within_a_step() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(0, 3))
-def test_the_bound_holds_for_any_arrivals(heads: list[int], bypassed: int) -> None:
+def test_the_limit_holds_for_any_arrivals(heads: list[int], bypassed: int) -> None:
     bench = Bench(running=1, bypassed=bypassed)
     requests = [bench.add([*prompt(head, 12), at], max_tokens=1) for at, head in enumerate(heads)]
     started = list(dict.fromkeys(b.scheduled[0].request for b in bench.run()))
@@ -155,7 +157,7 @@ def test_the_bound_holds_for_any_arrivals(heads: list[int], bypassed: int) -> No
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 30))
-def test_the_token_budget_is_kept_and_used(lengths: list[int], tokens: int) -> None:
+def test_the_token_budget_is_respected_and_used(lengths: list[int], tokens: int) -> None:
     bench = Bench(tokens=tokens, running=100, blocks=300)
     for at, length in enumerate(lengths):
         bench.add(prompt(at, length), max_tokens=1)
@@ -169,9 +171,9 @@ def test_the_token_budget_is_kept_and_used(lengths: list[int], tokens: int) -> N
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=10),
     st.integers(9, 20),
 )
-def test_everyone_ends_however_small_the_pool(asks: list[tuple[int, int]], blocks: int) -> None:
+def test_all_requests_end_with_any_pool_size(shapes: list[tuple[int, int]], blocks: int) -> None:
     bench = Bench(blocks=blocks, tokens=16)
-    requests = [bench.add(prompt(head, length), max_tokens=6) for head, length in asks]
+    requests = [bench.add(prompt(head, length), max_tokens=6) for head, length in shapes]
     bench.run()
     assert [r.finish_reason for r in requests] == ["length"] * len(requests)
     assert bench.manager.num_free_blocks == blocks
@@ -197,7 +199,7 @@ def test_a_twin_waits_for_the_first_and_then_hits_it() -> None:
     assert twin.num_cached_tokens == 23
 
 
-def test_only_so_many_run() -> None:
+def test_the_number_of_running_requests_is_limited() -> None:
     bench = Bench(running=3, tokens=1000)
     for at in range(2 * LOOKAHEAD):
         bench.add(prompt(at))
@@ -205,7 +207,7 @@ def test_only_so_many_run() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_abort_gives_everything_back(steps: int) -> None:
+def test_abort_releases_everything(steps: int) -> None:
     bench = Bench(tokens=8)
     request, other = bench.add(prompt(1, 30)), bench.add(prompt(2, 30))
     for _ in range(steps):
@@ -217,8 +219,8 @@ def test_abort_gives_everything_back(steps: int) -> None:
     assert bench.manager.num_free_blocks == 100
 
 
-def test_one_that_must_wait_for_the_others_is_not_kept_out_for_ever() -> None:
-    """It needs a place (an adapter's, say) that running requests hold, and new ones keep coming."""
+def test_a_request_that_waits_for_others_is_admitted_in_the_end() -> None:
+    """It needs a place, such as an adapter's, that running requests hold; others keep coming."""
     bench = Bench(bypassed=3)
     bench.add([1, 2, 3])
     bench.step()
@@ -232,7 +234,7 @@ def test_one_that_must_wait_for_the_others_is_not_kept_out_for_ever() -> None:
         assert late.times_bypassed <= 3 and steps < 10
 
 
-def test_who_was_let_in_by_a_step_that_failed_did_not_give_way() -> None:
+def test_a_request_admitted_by_a_failed_step_was_not_preempted() -> None:
     bench = Bench()
     requests = [bench.add(prompt(1))]
     bench.step()

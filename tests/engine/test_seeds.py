@@ -1,4 +1,4 @@
-"""The engine's seed: checked when the engine is configured, and never beyond what torch takes."""
+"""The engine's seed is checked at configuration, and derived seeds never exceed torch's range."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def test_every_seed_of_a_request_may_be_the_engine_s(seed: int) -> None:
 
 @pytest.mark.parametrize("first", [-(2**63), -1, 0, 2**63 - 1])
 def test_answers_take_one_seed_after_the_other(first: int) -> None:
-    """torch takes seeds below 2**64, and a negative one for itself plus 2**64."""
+    """torch accepts seeds below 2**64, and a negative one counts as itself plus 2**64."""
     facts = ModelFacts(8, frozenset(), 8, 1, 1, BlockHasher(16), Shares())
     config = EngineConfig(seed=first)
     maker = Frontend(None, facts, config, None, None, lambda: None)  # type: ignore[arg-type]

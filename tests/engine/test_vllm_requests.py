@@ -23,9 +23,9 @@ DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[LLM]:
     options: dict[str, Any] = {"max_model_len": 2048, "num_blocks": 400, "speculation": "off"}
-    made = LLM("headstart-tiny", debug=True, **options)
-    yield made
-    made.close()
+    llm = LLM("headstart-tiny", debug=True, **options)
+    yield llm
+    llm.close()
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[LLM]:
-    made = make_llm(folder, debug=True, speculation="off")
-    yield made
-    made.close()
+    llm = make_llm(folder, debug=True, speculation="off")
+    yield llm
+    llm.close()
 
 
 def greedy(count: int, **options: object) -> SamplingParams:
@@ -45,7 +45,7 @@ def greedy(count: int, **options: object) -> SamplingParams:
 
 
 def join(outputs: list[RequestOutput], index: int) -> tuple[str, list[int], int]:
-    """Text, ids and number of log-probabilities of one answer's parts."""
+    """Return the text, ids and number of log-probabilities of one answer's parts."""
     parts = [one for output in outputs for one in output.outputs if one.index == index]
     ids = [token_id for one in parts for token_id in one.token_ids]
     return "".join(one.text for one in parts), ids, sum(len(one.logprobs or ()) for one in parts)
@@ -57,15 +57,15 @@ def test_deltas_make_the_whole(tiny: LLM) -> None:
         params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True, **more)  # type: ignore[arg-type]
         [whole] = tiny.generate("A gentle breeze", params)
         params.output_kind = DELTA
-        told = list(tiny.stream("A gentle breeze", params))
-        assert len(told) > 3
-        assert [output.finished for output in told] == [*[False] * (len(told) - 1), True]
+        outputs = list(tiny.stream("A gentle breeze", params))
+        assert len(outputs) > 3
+        assert [output.finished for output in outputs] == [*[False] * (len(outputs) - 1), True]
         for answer in whole.outputs:
             count = len(answer.logprobs or ())
-            assert join(told, answer.index) == (answer.text, answer.token_ids, count)
+            assert join(outputs, answer.index) == (answer.text, answer.token_ids, count)
 
 
-def test_only_the_last_output_is_told(tiny: LLM) -> None:
+def test_only_the_last_output_is_returned(tiny: LLM) -> None:
     [output] = tiny.stream("A gentle breeze", greedy(6, output_kind=FINAL))
     assert output.finished
     assert len(output.outputs[0].token_ids) == 6
@@ -75,11 +75,11 @@ def test_an_asynchronous_stream_has_its_kind() -> None:
     async def run() -> None:
         args = AsyncEngineArgs(model="headstart-tiny", num_blocks=100, enforce_eager=True)
         llm = AsyncLLM.from_engine_args(args)
-        told = [one async for one in llm.generate("A gentle", greedy(8, output_kind=DELTA), "a")]
+        outputs = [one async for one in llm.generate("A gentle", greedy(8, output_kind=DELTA), "a")]
         [whole] = [one async for one in llm.generate("A gentle", greedy(8, output_kind=FINAL), "b")]
-        assert {one.request_id for one in told} == {"a"}
+        assert {one.request_id for one in outputs} == {"a"}
         answer = whole.outputs[0]
-        assert join(told, 0) == (answer.text, answer.token_ids, 0)
+        assert join(outputs, 0) == (answer.text, answer.token_ids, 0)
         assert llm.is_running
         assert await llm.reset_prefix_cache(reset_running_requests=True)
         llm.shutdown()
@@ -116,7 +116,7 @@ def test_all_log_probabilities_of_a_token(llm: LLM) -> None:
 
 
 def test_lower_priorities_run_first(folder: Path) -> None:
-    """With one place, in the order of priorities; those of one priority as they came."""
+    """With one place: in the order of priorities, and of arrival within a priority."""
     llm = make_llm(folder, max_num_seqs=1, debug=True)
     engine = llm.engine
     names = {"a": 0, "b": 5, "c": -1, "d": 0, "e": 5, "f": -1}
@@ -131,7 +131,7 @@ def test_lower_priorities_run_first(folder: Path) -> None:
 
 
 def test_the_least_urgent_request_gives_up_its_blocks(folder: Path) -> None:
-    """Though it was admitted first."""
+    """It does so although it was admitted first."""
     llm = make_llm(folder, num_blocks=6, debug=True)
     engine = llm.engine
     groups = {}
@@ -160,7 +160,7 @@ def test_prompts_as_dicts_bring_their_salts(llm: LLM) -> None:
     assert hits == [0, len(PROMPT) - 1, 0]
 
 
-def test_a_request_may_leave_the_cache_unread(llm: LLM) -> None:
+def test_a_request_may_skip_reading_the_cache(llm: LLM) -> None:
     unread = greedy(1, skip_reading_prefix_cache=True)
     hits = [
         llm.generate(PROMPT, params)[0].num_cached_tokens for params in (unread, unread, greedy(1))
@@ -169,7 +169,7 @@ def test_a_request_may_leave_the_cache_unread(llm: LLM) -> None:
 
 
 def test_a_request_may_leave_nothing_in_the_cache(llm: LLM) -> None:
-    """Also of several answers, and while it runs; what it hits stays."""
+    """Also with several answers and while it runs; the blocks that it hits stay."""
     unstored = greedy(20, n=2, skip_storing_prefix_cache=True)
     assert llm.generate(PROMPT, unstored)[0].num_cached_tokens == 0
     assert llm.generate(PROMPT, greedy(20))[0].num_cached_tokens == 0
@@ -190,7 +190,7 @@ def test_a_turn_that_is_not_stored_is_not_remembered(tiny: LLM) -> None:
 
 
 def test_the_cache_is_reset_while_requests_run(llm: LLM) -> None:
-    """They are computed again, with the same answers."""
+    """Requests are computed again, with the same answers."""
     [expected] = llm.generate(PROMPT, greedy(20))
     engine = llm.engine
     group = llm.frontend.prepare(PROMPT, greedy(20))
@@ -224,8 +224,8 @@ def test_metrics_count_hits(llm: LLM) -> None:
 def test_a_model_s_generation_config_is_the_default(tmp_path: Path) -> None:
     save_smallest(tmp_path)
     config = tmp_path / "generation_config.json"
-    found = json.loads(config.read_text())
-    config.write_text(json.dumps({**found, "temperature": 0.5, "top_k": 7, "max_new_tokens": 3}))
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "temperature": 0.5, "top_k": 7, "max_new_tokens": 3}))
     for options, expected in (
         ({}, SamplingParams(temperature=0.5, top_k=7, max_tokens=3)),
         ({"generation_config": "vllm"}, SamplingParams()),
@@ -240,7 +240,7 @@ def test_a_model_s_generation_config_is_the_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, "float", "float32"])
-def test_dtypes_in_vllm_s_words(folder: Path, dtype: object) -> None:
+def test_dtypes_have_vllm_s_names(folder: Path, dtype: object) -> None:
     llm = make_llm(folder, dtype=dtype)
     assert llm.engine.config.dtype == "float32"
     llm.close()
@@ -260,7 +260,7 @@ CONVERSATION = [
 ]
 
 
-def test_a_chat_has_tools_and_a_template_of_its_own(tiny: LLM) -> None:
+def test_a_chat_has_tools_and_a_custom_template(tiny: LLM) -> None:
     [output] = tiny.chat(
         CONVERSATION,
         greedy(1),
@@ -297,6 +297,6 @@ def test_a_wrong_option_of_a_template(tiny: LLM, options: dict[str, object], mes
 
 
 @pytest.mark.parametrize("calls", ["weather", [3], [{"function": 3}]])
-def test_a_tool_call_that_is_none(tiny: LLM, calls: object) -> None:
+def test_an_invalid_tool_call(tiny: LLM, calls: object) -> None:
     with pytest.raises(RequestError, match=r"tool call|tool_calls"):
         tiny.chat([{"role": "assistant", "content": "", "tool_calls": calls}], greedy(1))

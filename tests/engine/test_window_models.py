@@ -1,6 +1,6 @@
-"""Tiny models with layers with and without a sliding window, whose K/V behind it are released.
+"""Tiny models with and without sliding-window layers, whose K/V behind the window are released.
 
-They answer as transformers does, wherever they resume. The oracle is its pass over prompt and
+They answer as transformers does, from any resume point. The oracle is its pass over prompt and
 answer at once, without a cache.
 """
 
@@ -54,15 +54,15 @@ def save(folder: Path, name: str) -> None:
 
 @pytest.fixture
 def load(tmp_path: Path) -> Iterator[Callable[..., LLM]]:
-    made: list[LLM] = []
+    llms: list[LLM] = []
 
     def make(name: str, **options: Any) -> LLM:
         llm = LLM(write_once(save, tmp_path, name), **POOL | options)
-        made.append(llm)
+        llms.append(llm)
         return llm
 
     yield make
-    for llm in made:
+    for llm in llms:
         llm.close()
 
 
@@ -89,17 +89,17 @@ def test_answers_after_hits(name: str, deterministic: bool, load: Callable[..., 
     windows = llm.engine.manager.windows
     assert windows is not None and windows.num_blocks == 24
 
-    def ask(prompts: list[list[int]]) -> list[int]:
+    def run(prompts: list[list[int]]) -> list[int]:
         return check(reference, llm.generate(prompts, PARAMS, use_tqdm=False))
 
-    assert ask([TEXT]) == [0]  # its 41 blocks are more than there are window blocks
-    assert ask([TEXT]) == [148 if deterministic else 149]
+    assert run([TEXT]) == [0]  # its 41 blocks are more than there are window blocks
+    assert run([TEXT]) == [148 if deterministic else 149]
     turn = llm.generate([TEXT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
-    [hit] = ask([[*TEXT, *turn, 5]])
+    [hit] = run([[*TEXT, *turn, 5]])
     assert hit == (160 if deterministic else 161)
     for length in (149, 147, 120, 61, 60, 9, 3):  # forks within the last window and before it
-        ask([[*TEXT[:length], 7, length % 50]])
-    ask([[*TEXT[:length], 8, 8] for length in (3, 9, 30, 60, 77, 101, 150)])
+        run([[*TEXT[:length], 7, length % 50]])
+    run([[*TEXT[:length], 8, 8] for length in (3, 9, 30, 60, 77, 101, 150)])
 
 
 @two_models

@@ -38,7 +38,7 @@ def expected_answer(prompt: list[int], count: int) -> list[int]:
 
 
 class WindowDecoder(DecoderModel):
-    """Chooses the token that the sums of the marks in each window say."""
+    """A model that chooses the token that the sums of the marks in each window give."""
 
     def __init__(self, windows: tuple[int | None, ...] = WINDOWS) -> None:
         layouts = (LayerLayout(kv_heads=1, key_dim=8, value_dim=8, window=w) for w in windows)
@@ -127,7 +127,7 @@ def test_forks_within_and_behind_the_window(deterministic: bool) -> None:
 
 
 def test_no_rows_are_copied_before_the_step_that_writes_them() -> None:
-    """A block was cached, its window was not: a step computed this again and copied from it."""
+    """Regression: a step recomputed a block without a cached window, and copied from it."""
     harness = Harness(num_window_blocks=20, max_num_batched_tokens=40)
     harness.run(TEXT[:30])
     harness.run(TEXT[100:190])
@@ -148,7 +148,7 @@ def test_preempted_requests_resume(deterministic: bool) -> None:
 
 
 def test_steps_may_be_shorter_than_the_window(deterministic: bool) -> None:
-    """A request that resumed behind a window needed two windows to be admitted."""
+    """Regression: a request that resumed behind a window needed two windows to be admitted."""
     options = {"num_window_blocks": 15, "block_size": 1, "max_num_batched_tokens": 4}
     harness = Harness(num_blocks=150, deterministic=deterministic, **options)
     harness.run(TEXT[:30])
@@ -156,7 +156,7 @@ def test_steps_may_be_shorter_than_the_window(deterministic: bool) -> None:
 
 
 def test_owners_do_not_wait_for_requests_that_lack_window_blocks() -> None:
-    """A running prompt was preempted for a request that could not be admitted."""
+    """Regression: a running prompt was preempted for a request that could not be admitted."""
     options = {"num_window_blocks": 16, "block_size": 1, "max_num_batched_tokens": 5}
     harness = Harness(num_blocks=200, max_num_seqs=2, **options)
     for owner in ("a", "b"):
@@ -172,7 +172,7 @@ def test_owners_do_not_wait_for_requests_that_lack_window_blocks() -> None:
 
 
 def test_a_prompt_advances_after_it_preempted_a_request_of_another_owner() -> None:
-    """The preempted request went first again, and was preempted again, for ever."""
+    """Regression: the preempted request ran first again, and was preempted again, for ever."""
     options = {"num_window_blocks": 7, "max_num_batched_tokens": 7, "max_num_seqs": 2}
     harness = Harness(num_blocks=24, enable_prefix_caching=False, **options)
     harness.core.manager.shares.set("a", 1.0)

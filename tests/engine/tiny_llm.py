@@ -56,12 +56,12 @@ def save_smallest(
 
 
 def make_llm(folder: Path, **options: Any) -> LLM:
-    """An engine for the saved model; 24 blocks of 16 tokens unless the options say otherwise."""
+    """Return an engine for the saved model, by default with 24 blocks of 16 tokens."""
     return LLM(folder, **{"dtype": "float32", "num_blocks": 24, "num_threads": 1, **options})
 
 
 class _FreeRows(RowCost):
-    """Costs with which the longest draft always pays, however busy the machine is."""
+    """Costs by which the longest draft always pays, however busy the machine is."""
 
     def seconds(self, rows: int) -> float:
         return 1.0

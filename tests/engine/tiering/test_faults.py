@@ -1,4 +1,4 @@
-"""A fault in a step that loads blocks, or offers them, leaves nothing wrong."""
+"""A fault in a step that loads or offers blocks leaves nothing wrong."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,15 +20,15 @@ PROMPTS = [SHARED + list(range(70, 90)), SHARED + list(range(90, 100)), list(ran
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """An engine whose store has all prompts."""
+    """Return an engine whose store has all prompts."""
     folder = save_smallest(tmp_path_factory.mktemp("model"), layers=1)
     kept = str(tmp_path_factory.mktemp("kept"))
-    made = make_llm(folder, num_blocks=NUM_BLOCKS, cache_dir=kept, max_num_batched_tokens=256)
+    llm = make_llm(folder, num_blocks=NUM_BLOCKS, cache_dir=kept, max_num_batched_tokens=256)
     for prompt in PROMPTS:
-        answers(made.engine, submit(made, [prompt]))
-    assert made.engine.tiers is not None and made.engine.tiers.flush(30)
-    yield made
-    made.close()
+        answers(llm.engine, submit(llm, [prompt]))
+    assert llm.engine.tiers is not None and llm.engine.tiers.flush(30)
+    yield llm
+    llm.close()
 
 
 def submit(llm: LLM, prompts: list[list[int]]) -> list[RequestGroup]:
@@ -45,7 +45,7 @@ def answers(engine: EngineCore, groups: list[RequestGroup]) -> list[list[int]]:
 
 
 def begin(llm: LLM) -> list[RequestGroup]:
-    """All prompts, with nothing in the pool, and what the store has of them read."""
+    """Submit all prompts to an empty pool, after their stored blocks were read."""
     engine = llm.engine
     assert engine.tiers is not None and engine.tiers.flush(30)
     assert engine.reset_prefix_cache()
@@ -56,7 +56,7 @@ def begin(llm: LLM) -> list[RequestGroup]:
 
 
 def begin_again(llm: LLM) -> list[RequestGroup]:
-    """All prompts, preempted after some steps, with nothing in the pool."""
+    """Submit all prompts, preempted after some steps, with an empty pool."""
     engine = llm.engine
     groups = begin(llm)
     while not any(group.requests[0].num_read for group in groups):
@@ -85,7 +85,7 @@ def test_a_fault_in_a_step_that_loads(
     begin: Callable[[LLM], list[RequestGroup]],
     place: str,
 ) -> None:
-    """The loads go on where the model fails, and end where the engine is reset."""
+    """Loads continue if the model fails, and end if the engine is reset."""
     engine = llm.engine
     tiers = engine.tiers
     assert tiers is not None

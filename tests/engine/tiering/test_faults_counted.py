@@ -1,4 +1,4 @@
-"""Counts of blocks that tiers did not store, and of their faults, by tier."""
+"""Counts per tier of blocks that were not stored, and of faults."""
 
 from contextlib import closing
 from pathlib import Path
@@ -28,30 +28,32 @@ def counted(llm: LLM) -> TierStats:
     return tiers.stats
 
 
-def told(llm: LLM, name: str) -> dict[tuple[str, ...], int]:
-    found = [metric for metric in llm.get_metrics() if metric.name == f"headstart:{name}"]
-    return {tuple(one.labels.values()): one.value for one in found if isinstance(one, Counter)}
+def read_counter(llm: LLM, name: str) -> dict[tuple[str, ...], int]:
+    metrics = [metric for metric in llm.get_metrics() if metric.name == f"headstart:{name}"]
+    return {tuple(one.labels.values()): one.value for one in metrics if isinstance(one, Counter)}
 
 
-def test_what_is_not_saved_while_a_tier_is_left_alone_is_counted(
-    model: Path, tmp_path: Path
-) -> None:
+def test_blocks_that_a_paused_tier_does_not_store_are_counted(model: Path, tmp_path: Path) -> None:
     with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
-        assert told(llm, "unsaved_blocks") == {("disk",): 0} and not told(llm, "tier_faults")
+        assert read_counter(llm, "unsaved_blocks") == {("disk",): 0} and not read_counter(
+            llm, "tier_faults"
+        )
         assert llm.engine.tiers is not None
         first_tier(llm.engine.tiers).pause.failed("it does not answer", "on purpose")
         llm.generate([PROMPT], GREEDY)
         stats = counted(llm)
         assert (stats.saved_blocks, stats.dropped_blocks) == (0, 0)
-        assert stats.unsaved_blocks == {"disk": 6} and told(llm, "unsaved_blocks") == {("disk",): 6}
-        assert told(llm, "tier_faults") == {("disk", "it does not answer"): 1}
-        assert told(llm, "late_answers") == {(): 1}
+        assert stats.unsaved_blocks == {"disk": 6} and read_counter(llm, "unsaved_blocks") == {
+            ("disk",): 6
+        }
+        assert read_counter(llm, "tier_faults") == {("disk", "it does not answer"): 1}
+        assert read_counter(llm, "late_answers") == {(): 1}
 
 
-def test_a_server_that_is_gone_costs_the_disk_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_missing_server_does_not_affect_the_disk(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("redis")
-    gone = f"unix://{tmp_path / 'nobody'}"
-    with closing(make_llm(model, cache_dir=str(tmp_path / "kept"), remote_cache=gone)) as llm:
+    url = f"unix://{tmp_path / 'nobody'}"
+    with closing(make_llm(model, cache_dir=str(tmp_path / "kept"), remote_cache=url)) as llm:
         llm.generate([PROMPT], GREEDY)
         stats = counted(llm)
         assert stats.saved_blocks == 6 and stats.unsaved_blocks == {"disk": 0, "remote": 6}
@@ -59,7 +61,7 @@ def test_a_server_that_is_gone_costs_the_disk_nothing(model: Path, tmp_path: Pat
         assert stats.late_answers == 0, "it said at once that it is not there"
 
 
-def test_a_folder_that_is_gone_is_a_fault_and_what_it_did_not_take_is_told(
+def test_a_missing_folder_is_a_fault_and_its_unsaved_blocks_are_counted(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = DiskStore._open

@@ -1,4 +1,4 @@
-"""Titles of models, and the files by which their fingerprints are remembered."""
+"""Titles of models, and the files that determine their fingerprints."""
 
 import os
 from collections.abc import Callable
@@ -33,12 +33,12 @@ from tests.weights.stored import quantized_matrices
         (None, "a model in memory"),
     ],
 )
-def test_a_model_has_the_name_that_people_know(folder: Path | None, name: str) -> None:
+def test_a_model_has_its_usual_name(folder: Path | None, name: str) -> None:
     assert _name(folder) == name
 
 
 def test_a_model_in_gguf_has_its_file_s_name(tmp_path: Path) -> None:
-    """It was called by its cached folder: some.Q4_1-d094b70c07dc."""
+    """Regression: it had the name of its cached folder: some.Q4_1-d094b70c07dc."""
     (tmp_path / "some.Q4_1.gguf").touch()
     folder = tmp_path / "some.Q4_1-d094b70c07dc"
     folder.mkdir()
@@ -46,8 +46,8 @@ def test_a_model_in_gguf_has_its_file_s_name(tmp_path: Path) -> None:
     assert _name(folder) == "some.Q4_1.gguf"
 
 
-def test_kinds_of_one_model_are_told_apart(tmp_path: Path) -> None:
-    """`headstart cache ls` had lines that were alike but for a fingerprint."""
+def test_kinds_of_one_model_have_different_titles(tmp_path: Path) -> None:
+    """Regression: lines of `headstart cache ls` differed only in the fingerprint."""
     model, kept = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
     kinds: list[dict[str, Any]] = [
         {},
@@ -71,8 +71,8 @@ def test_kinds_of_one_model_are_told_apart(tmp_path: Path) -> None:
     ]
 
 
-def test_few_layers_that_were_rounded_are_no_kind_of_a_model(tmp_path: Path) -> None:
-    """A rounded head alone does not change the title of a file that is quantized already."""
+def test_a_few_rounded_layers_do_not_change_the_title(tmp_path: Path) -> None:
+    """Rounding the head alone does not change the title of a file that is already quantized."""
     model = load_model(save_smallest(tmp_path), "float32", weights="int8")
     layers = [*quantized_matrices(model.module).values()]
     about = (model, PagedKVMemory(model.layouts, 1, 16, torch.float32, "cpu"), EngineConfig())
@@ -83,13 +83,13 @@ def test_few_layers_that_were_rounded_are_no_kind_of_a_model(tmp_path: Path) -> 
 
 
 def fingerprint(llm: LLM) -> str:
-    found = llm.engine.manager.hasher.model
+    model = llm.engine.manager.hasher.model
     llm.close()
-    return found
+    return model
 
 
 def test_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another start, another dtype: remembered. Other bytes under the same name: read again."""
+    """Another start or dtype reuses the digest; other bytes under the same name are read again."""
     read: list[Path] = []
     original = decoder.fingerprint_files
 
@@ -113,41 +113,42 @@ def test_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(read) == 2
 
 
-def test_deterministic_blocks_are_those_of_the_same_products(
+def test_deterministic_blocks_depend_on_the_products(
     tmp_path: Path, use_kernels: Callable[..., None]
 ) -> None:
-    """Weights in bfloat16 under float32 are multiplied in another order with the kernels."""
+    """Kernels multiply weights in bfloat16 under float32 in another order."""
     if avx2_library() is None:
         pytest.skip("no compiled kernels for AVX2 here")
     TINY["llama"]().to(torch.bfloat16).save_pretrained(tmp_path / "model")
     for deterministic in (True, False):
-        found = []
+        fingerprints = []
         for switch in ("1", "0"):
             use_kernels(switch)
             options = {"cache_dir": str(tmp_path / "kept"), "deterministic": deterministic}
-            found.append(fingerprint(make_llm(tmp_path / "model", **options)))
-        assert (found[0] == found[1]) is not deterministic
+            fingerprints.append(fingerprint(make_llm(tmp_path / "model", **options)))
+        assert (fingerprints[0] == fingerprints[1]) is not deterministic
 
 
 @pytest.mark.parametrize("weights", ["int8", "int5", "int4"])
-def test_blocks_are_those_of_rows_that_are_rounded_alike(
+def test_blocks_depend_on_the_rounding_of_rows(
     weights: str, tmp_path: Path, use_kernels: Callable[..., None]
 ) -> None:
-    """Compiled products round rows to 8 bits: logits are a hundredth off those of other products.
+    """Regression: a prefix that was stored without the kernels was hit with them.
 
-    A prefix that was kept without the kernels was hit with them.
+    Compiled products round rows to 8 bits, so their logits differ by a hundredth from those of
+    other products.
     """
     if avx2_library() is None:
         pytest.skip("no compiled kernels for AVX2 here")
-    model, found = save_smallest(tmp_path / "model"), []
+    model, fingerprints = save_smallest(tmp_path / "model"), []
     for switch in ("1", "0"):
         use_kernels(switch)
         options = {"cache_dir": str(tmp_path / "kept"), "weights": weights}
-        found.append(fingerprint(make_llm(model, **options)))
-    assert found[0] != found[1]
+        fingerprints.append(fingerprint(make_llm(model, **options)))
+    assert fingerprints[0] != fingerprints[1]
 
 
-def test_blocks_are_those_of_the_same_way_to_round_and_to_read(
+def test_blocks_depend_on_the_rounding_and_the_reader_of_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shared embedding counts too, since K and V are computed from its rows."""
@@ -169,20 +170,23 @@ def test_blocks_are_those_of_the_same_way_to_round_and_to_read(
         assert len({*lines}) == 4
 
 
-def test_deterministic_blocks_are_those_of_the_same_instructions(
+def test_deterministic_blocks_depend_on_the_instruction_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prefix of oneDNN with AVX2 alone was hit without that cap, and has other bits."""
-    model, found = save_smallest(tmp_path / "model"), []
+    """Regression: a prefix computed by oneDNN with AVX2 alone was hit without that cap.
+
+    Its bits differ.
+    """
+    model, fingerprints = save_smallest(tmp_path / "model"), []
     for cap in ("", "AVX2"):
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
-        found.append(
+        fingerprints.append(
             fingerprint(make_llm(model, cache_dir=str(tmp_path / "kept"), deterministic=True))
         )
-    assert found[0] != found[1]
+    assert fingerprints[0] != fingerprints[1]
 
 
-def test_what_is_remembered_may_be_damaged(tmp_path: Path) -> None:
+def test_stored_fingerprints_may_be_damaged(tmp_path: Path) -> None:
     model, kept = save_smallest(tmp_path / "model"), tmp_path / "kept"
     first = fingerprint(make_llm(model, cache_dir=str(kept)))
     for damage in ("", "[]", "{", '{"a": 7}', "\0" * 99):

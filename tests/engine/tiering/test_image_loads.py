@@ -1,4 +1,4 @@
-"""Embeddings of images come from the tiers while other requests run."""
+"""Embeddings of images are loaded from the tiers while other requests run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -49,7 +49,7 @@ def run(llm: LLM, *groups: RequestGroup) -> list[list[int]]:
 
 
 def counts(llm: LLM) -> tuple[int, int]:
-    """Images encoded, and loaded."""
+    """Return the numbers of encoded and of loaded images."""
     cache = llm.frontend.images.cache if llm.frontend.images is not None else None
     assert isinstance(cache, EncoderCache)
     return cache.num_encoded, cache.num_loaded
@@ -57,7 +57,7 @@ def counts(llm: LLM) -> tuple[int, int]:
 
 @pytest.fixture
 def gate(disk_loads: Callable[..., None]) -> Event:
-    """Images come from the disk once it is set."""
+    """Hold images on the disk until the event is set."""
     opened = Event()
 
     def wait(store: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
@@ -81,10 +81,10 @@ def kept(model: Path, tmp_path: Path) -> tuple[Path, list[int]]:
     return tmp_path, answer
 
 
-def test_others_run_while_an_image_is_looked_for(
+def test_others_run_while_an_image_is_looked_up(
     model: Path, kept: tuple[Path, list[int]], gate: Event
 ) -> None:
-    """A step loaded it, and all waited for the disk with it."""
+    """Regression: a step loaded it, and all requests waited for the disk."""
     with closing(open_llm(model, kept[0])) as llm:
         seeing = submit(llm, "One <image> and <image> two", 1, 2)
         llm.engine.step()
@@ -96,7 +96,7 @@ def test_others_run_while_an_image_is_looked_for(
         assert llm.engine.tiers is not None and not llm.engine.tiers.image_loads.lookups
 
 
-def test_what_an_aborted_request_asked_for_is_forgotten(
+def test_lookups_of_an_aborted_request_are_forgotten(
     model: Path, kept: tuple[Path, list[int]], gate: Event
 ) -> None:
     with closing(open_llm(model, kept[0])) as llm:
@@ -123,7 +123,7 @@ def test_images_are_loaded_within_a_step_where_many_others_are_looked_up(
         assert counts(llm) == (0, 2), "it is loaded within the step"
 
 
-def test_what_was_found_before_all_is_forgotten_is_encoded_anew(
+def test_an_image_found_before_a_reset_is_encoded_again(
     model: Path, kept: tuple[Path, list[int]], gate: Event
 ) -> None:
     gate.set()
@@ -150,10 +150,10 @@ def test_what_was_found_before_all_is_forgotten_is_encoded_anew(
         assert counts(llm) == (2, 0)
 
 
-def test_who_waits_for_an_image_that_another_has_computed_past_gets_it(
+def test_a_request_gets_an_image_that_another_no_longer_needs(
     model: Path, kept: tuple[Path, list[int]], gate: Event
 ) -> None:
-    """Each token of the other request dropped it, so it was queried again and again."""
+    """Regression: each token of the other request dropped it, so it was queried again and again."""
     gate.set()
     with closing(open_llm(model, kept[0])) as llm:
         long = replace(GREEDY, max_tokens=200)
@@ -175,13 +175,13 @@ def test_who_waits_for_an_image_that_another_has_computed_past_gets_it(
         assert not first.finished and counts(llm) == (0, 2)
 
 
-def test_all_is_forgotten_once_nothing_is_loaded_any_more(
+def test_a_reset_waits_for_running_loads(
     model: Path,
     kept: tuple[Path, list[int]],
     limits: Callable[..., None],
     disk_loads: Callable[..., None],
 ) -> None:
-    """Blocks of a farther tier were saved in all tiers after a reset had emptied them."""
+    """Regression: after a reset, blocks of a farther tier were saved in all tiers."""
     in_store, gate = Event(), Event()
 
     def wait(store: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:

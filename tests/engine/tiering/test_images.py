@@ -1,4 +1,4 @@
-"""Images across a restart: K/V of prompts that show them, and their embeddings elsewhere."""
+"""Images across a restart: the K/V of their prompts, and their embeddings in other prompts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +31,8 @@ def opened(model: Path, folder: Path | None) -> Iterator[tuple[LLM, EncoderCache
         llm.close()
 
 
-def ask(llm: LLM, text: str, *seeds: int, **options: Any) -> tuple[list[int], int]:
-    """The answer's tokens, and how many of the prompt's were cached."""
+def generate(llm: LLM, text: str, *seeds: int, **options: Any) -> tuple[list[int], int]:
+    """Return the answer's tokens, and how many of the prompt's were cached."""
     placeholder = llm.frontend.images.placeholder if llm.frontend.images is not None else ""
     prompt = {
         "prompt": text.replace("<image>", placeholder),
@@ -44,61 +44,64 @@ def ask(llm: LLM, text: str, *seeds: int, **options: Any) -> tuple[list[int], in
 
 def test_an_image_is_encoded_by_the_first_process_alone(model: Path, tmp_path: Path) -> None:
     with opened(model, None) as (llm, _):
-        alone = [ask(llm, "What is <image> here?", 1), ask(llm, "Another text: <image>", 1)]
+        alone = [
+            generate(llm, "What is <image> here?", 1),
+            generate(llm, "Another text: <image>", 1),
+        ]
     with opened(model, tmp_path) as (llm, cache):
-        ask(llm, "What is <image> here?", 1)
+        generate(llm, "What is <image> here?", 1)
         assert (cache.num_encoded, cache.num_loaded) == (1, 0)
     with opened(model, tmp_path) as (llm, cache):
-        answer, cached = ask(llm, "What is <image> here?", 1)
+        answer, cached = generate(llm, "What is <image> here?", 1)
         assert answer == alone[0][0] and cached > 4, "its K/V were kept"
-        assert ask(llm, "Another text: <image>", 1)[0] == alone[1][0]
+        assert generate(llm, "Another text: <image>", 1)[0] == alone[1][0]
         assert (cache.num_encoded, cache.num_loaded) == (0, 1)
-        ask(llm, "Another text: <image>", 2)
+        generate(llm, "Another text: <image>", 2)
         assert cache.num_encoded == 1, "another image is another identity"
-        ask(llm, "Another text: <image>", 1, cache_salt="another")
+        generate(llm, "Another text: <image>", 1, cache_salt="another")
         assert cache.num_encoded == 2, "another tenant's is not found"
 
 
 def test_a_stored_image_and_a_new_one_stand_in_one_prompt(model: Path, tmp_path: Path) -> None:
     text = "<image> and <image>"
     with opened(model, None) as (llm, _):
-        alone, _ = ask(llm, text, 2, 1)
+        alone, _ = generate(llm, text, 2, 1)
     with opened(model, tmp_path) as (llm, _):
-        ask(llm, "<image>", 1)
+        generate(llm, "<image>", 1)
     with opened(model, tmp_path) as (llm, cache):
-        assert ask(llm, text, 2, 1)[0] == alone
+        assert generate(llm, text, 2, 1)[0] == alone
         assert (cache.num_encoded, cache.num_loaded) == (1, 1)
 
 
-def test_another_vision_tower_s_embeddings_are_not_taken(tmp_path: Path) -> None:
-    """All models of a folder keep their embeddings in one store."""
+def test_embeddings_of_another_vision_tower_are_not_used(tmp_path: Path) -> None:
+    """All models of a folder store their embeddings in one store."""
     model, kept = save_tiny_vision("llava", tmp_path / "model"), tmp_path / "kept"
-    found = []
+    counts = []
     for _ in range(2):
         with opened(model, kept) as (llm, cache):
-            ask(llm, "Look: <image>", 1)
-            found.append((cache.num_encoded, cache.num_loaded))
+            generate(llm, "Look: <image>", 1)
+            counts.append((cache.num_encoded, cache.num_loaded))
         weights = load_file(file := model / "model.safetensors")
         name = max(name for name in weights if "vision_tower" in name)
         weights[name][0] += 1
         save_file(weights, file, {"format": "pt"})
-    assert found == [(1, 0), (1, 0)]
+    assert counts == [(1, 0), (1, 0)]
 
 
-def test_damaged_embeddings_are_made_anew(model: Path, tmp_path: Path) -> None:
+def test_damaged_embeddings_are_encoded_again(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path) as (llm, cache):
-        answer, _ = ask(llm, "What is <image> here?", 1)
+        answer, _ = generate(llm, "What is <image> here?", 1)
     for file in tmp_path.glob("*.kv"):
         data = bytearray(file.read_bytes())
         data[len(data) // 3] ^= 1
         file.write_bytes(data)
     with opened(model, tmp_path) as (llm, cache):
-        assert ask(llm, "What is <image> here?", 1)[0] == answer
-        assert ask(llm, "Look: <image>", 1)
+        assert generate(llm, "What is <image> here?", 1)[0] == answer
+        assert generate(llm, "Look: <image>", 1)
         assert cache.num_encoded + cache.num_loaded == 1
 
 
-def test_what_is_not_to_be_kept_is_not(model: Path, tmp_path: Path) -> None:
+def test_images_of_requests_that_are_not_stored_are_not_stored(model: Path, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, skip_storing_prefix_cache=True)
     for _ in range(2):
         with opened(model, tmp_path) as (llm, cache):

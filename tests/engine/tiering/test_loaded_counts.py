@@ -1,4 +1,4 @@
-"""Loaded tokens: of a request those that it hits, of a tier all that came into the pool."""
+"""Loaded tokens: a request counts those that it hits, a tier all that entered the pool."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,7 +19,7 @@ TEXT = list(range(3, 103))
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A model, and a folder that has six blocks of a prompt."""
+    """Return a model, and a folder that has six blocks of a text."""
     model = save_smallest(tmp_path_factory.mktemp("model"))
     folder = str(tmp_path_factory.mktemp("kept"))
     with closing(make_llm(model, cache_dir=folder)) as llm:
@@ -28,7 +28,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 class GatedDisk:
-    """Gives so many blocks at once, and the others when it is opened."""
+    """A disk store that returns some blocks at once, and the others when it is opened."""
 
     def __init__(self, at_once: int) -> None:
         self.opened = Event()
@@ -40,7 +40,7 @@ class GatedDisk:
             yield block
 
 
-def test_what_another_request_computed_meanwhile_is_not_loaded(
+def test_blocks_that_another_request_computed_meanwhile_are_not_counted(
     kept: tuple[Path, str], limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
     limits(chunk_bytes=1)
@@ -61,7 +61,7 @@ def test_what_another_request_computed_meanwhile_is_not_loaded(
         assert other.output().num_loaded_tokens == 0
 
 
-def test_a_request_has_loaded_what_it_hits_of_another_one_s_load(
+def test_hits_of_another_request_s_load_count_as_loaded(
     kept: tuple[Path, str], limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
     limits(chunk_bytes=1)
@@ -96,10 +96,10 @@ def test_an_output_says_which_tier_its_tokens_came_from(
         assert again.tokens_by_tier == {"pool": 99, "computed": 1}
 
 
-def test_what_came_for_a_request_that_was_aborted_is_counted(
+def test_blocks_loaded_for_an_aborted_request_are_counted(
     kept: tuple[Path, str], limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
-    """It is in the pool, and the next one hits it."""
+    """They are in the pool, and the next request hits them."""
     limits(chunk_bytes=1)
     disk_loads((disk := GatedDisk(at_once=2)).load)
     with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:

@@ -1,4 +1,4 @@
-"""Requests that were preempted: what the pool lost of them meanwhile comes back from the tiers."""
+"""Preempted requests: blocks that the pool evicted meanwhile are loaded from the tiers."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ def submit(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams = LONG
 
 
 def finish(llm: LLM, groups: list[RequestGroup]) -> list[list[list[int]]]:
-    """Return all answers when filled blocks are in the store by the next step."""
+    """Return all answers; filled blocks reach the store by the next step."""
     for _ in range(4000):
         llm.engine.step()
         if llm.engine.tiers is not None:
@@ -69,8 +69,8 @@ def test_a_preempted_request_is_loaded_and_not_computed_again(
     llm.close()
 
 
-def test_answers_of_one_prompt_are_loaded_each_for_itself(model: Path, tmp_path: Path) -> None:
-    """One of several answers waits for its load; the others of its prompt run on."""
+def test_answers_of_one_prompt_are_loaded_separately(model: Path, tmp_path: Path) -> None:
+    """One of several answers waits for its load; the others of its prompt continue."""
     params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=100, ignore_eos=True)
     alone = make_llm(model, speculation="off", num_blocks=200)
     oracle = finish(alone, submit(alone, PROMPTS[:1], params))
@@ -81,10 +81,10 @@ def test_answers_of_one_prompt_are_loaded_each_for_itself(model: Path, tmp_path:
     llm.close()
 
 
-def test_what_the_store_does_not_have_is_computed(
+def test_missing_blocks_are_computed(
     model: Path, tmp_path: Path, disk_loads: Callable[..., None]
 ) -> None:
-    """A preempted request looks once, and does not wait for what never comes."""
+    """A preempted request looks them up once, and does not wait for blocks that never come."""
     alone = make_llm(model, speculation="off", num_blocks=200)
     oracle = [finish(alone, submit(alone, [prompt]))[0] for prompt in PROMPTS]
     llm = make_llm(
@@ -147,7 +147,7 @@ def test_a_preempted_request_is_loaded_after_all_loads_were_ended(
     llm.close()
 
 
-def test_all_that_ran_is_loaded_after_a_reset(model: Path, tmp_path: Path) -> None:
+def test_all_running_requests_are_loaded_after_a_reset(model: Path, tmp_path: Path) -> None:
     alone = make_llm(model, speculation="off", num_blocks=200)
     oracle = [finish(alone, submit(alone, [prompt]))[0] for prompt in PROMPTS[:1]]
     llm = make_llm(model, speculation="off", cache_dir=str(tmp_path), debug=True)

@@ -1,4 +1,4 @@
-"""Load or compute: what is slower is not done, and the first decision is not a blind one either."""
+"""Load or compute: the engine takes the faster one, and measures before its first decision."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,14 +26,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def kept(model: Path, tmp_path: Path) -> Path:
-    """A folder that has the prompts."""
+    """Return a folder that has the prompts."""
     with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
         for tokens in PROMPTS:
-            ask(llm, tokens)
+            generate(llm, tokens)
     return tmp_path
 
 
-def ask(llm: LLM, tokens: Sequence[int]) -> RequestOutput:
+def generate(llm: LLM, tokens: Sequence[int]) -> RequestOutput:
     [output] = llm.generate([{"prompt_token_ids": list(tokens)}], GREEDY)
     return output
 
@@ -44,7 +44,7 @@ def tiers_of(llm: LLM) -> Tiers:
 
 
 class SlowDisk:
-    """Takes so many seconds for each block of a load after the first."""
+    """A store that takes this many seconds for each block of a load after the first."""
 
     def __init__(self, seconds: float) -> None:
         self.num_blocks = 0  # that were queried
@@ -57,29 +57,29 @@ class SlowDisk:
             yield block
 
 
-def test_a_hit_that_is_slower_than_computing_is_not_taken(
+def test_a_load_slower_than_computing_is_not_used(
     model: Path, kept: Path, limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
-    """Each took a block's K/V from a disk that is slower than computing, as the first one did."""
+    """Regression: each request loaded a block from a disk slower than computing, like the first."""
     with closing(make_llm(model)) as llm:
-        alone = [ask(llm, tokens).outputs[0].token_ids for tokens in PROMPTS]
+        alone = [generate(llm, tokens).outputs[0].token_ids for tokens in PROMPTS]
     limits(chunk_bytes=1, trial=0.02)
     disk_loads((disk := SlowDisk(0.5)).load)
     with closing(make_llm(model, cache_dir=str(kept), debug=True)) as llm:
-        outputs = [ask(llm, PROMPTS[0])]
+        outputs = [generate(llm, PROMPTS[0])]
         assert outputs[0].num_loaded_tokens == 16 and disk.num_blocks == 2, "it was tried"
         stats = tiers_of(llm).stats
         assert stats.declined_tokens == 0 and stats.late_answers == 1
         while first_tier(tiers_of(llm)).is_stuck:
             time.sleep(0.01)
-        outputs += [ask(llm, tokens) for tokens in PROMPTS[1:]]
+        outputs += [generate(llm, tokens) for tokens in PROMPTS[1:]]
         assert [output.num_loaded_tokens for output in outputs[1:]] == [0, 0, 0]
         assert disk.num_blocks == 2 and stats.declined_tokens == 3 * 96
         assert stats.loaded_tokens == {"disk": 16}
     assert [output.outputs[0].token_ids for output in outputs] == alone
 
 
-def test_a_hit_that_is_faster_than_computing_is_taken(
+def test_a_load_faster_than_computing_is_used(
     model: Path,
     kept: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -91,22 +91,22 @@ def test_a_hit_that_is_faster_than_computing_is_taken(
     with closing(make_llm(model, cache_dir=str(kept), debug=True)) as llm:
         monkeypatch.setattr(tiers_of(llm)._rate, "add", lambda tokens, seconds: None)
         tiers_of(llm)._rate.value = 100.0  # tokens a second: a block takes 160 times as long
-        assert [ask(llm, tokens).num_loaded_tokens for tokens in PROMPTS] == [96] * 4
+        assert [generate(llm, tokens).num_loaded_tokens for tokens in PROMPTS] == [96] * 4
         assert disk.num_blocks == 24 and tiers_of(llm).stats.declined_tokens == 0
 
 
-def test_a_new_process_knows_what_computing_took_the_one_before(model: Path, kept: Path) -> None:
-    """It had no rate before its first prompt, and loaded every stored block."""
+def test_a_new_process_reads_the_rate_of_the_previous_one(model: Path, kept: Path) -> None:
+    """Regression: it had no rate before its first prompt, and loaded every stored block."""
     with closing(make_llm(model, cache_dir=str(kept))) as llm:
         tiers = tiers_of(llm)
         assert tiers._rate.value is None and 0 < tiers._chain.block_seconds < 10
         assert tiers._compute_rate == 16 / tiers._chain.block_seconds
         loader_of(tiers).rate = tiers._payload.nbytes / 60  # a minute for a block
-        assert ask(llm, PROMPTS[0]).num_loaded_tokens == 0
+        assert generate(llm, PROMPTS[0]).num_loaded_tokens == 0
         assert tiers.stats.declined_tokens == 96
 
 
-def test_what_is_faster_is_a_matter_of_both_rates() -> None:
+def test_the_decision_depends_on_both_rates() -> None:
     assert is_worth_loading(1000, 10_000, compute=100.0, load=2000.0)
     assert not is_worth_loading(1000, 10_000, compute=100.0, load=999.0)
     assert not is_worth_loading(1, 1, compute=1e6, load=1e9), "a load takes a moment of its own"

@@ -1,4 +1,4 @@
-"""Replies that outlive the process: a prompt that is repeated after a restart is drafted."""
+"""Replies outlive the process: a prompt that is repeated after a restart is drafted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Prefixes that outlive the process: the next one hits them, and answers the same."""
+"""Prefixes outlive the process: the next one hits them, and answers the same."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -39,23 +39,23 @@ def opened(model: Path, folder: Path | None, **options: Any) -> Iterator[LLM]:
         llm.close()
 
 
-def ask(llm: LLM, tokens: list[int], **options: Any) -> RequestOutput:
+def generate(llm: LLM, tokens: list[int], **options: Any) -> RequestOutput:
     [output] = llm.generate({"prompt_token_ids": tokens}, GREEDY, **options)
     return output
 
 
-def says(output: RequestOutput) -> tuple[Any, Any]:
-    """The tokens, and their log-probabilities to the last bit."""
+def content_of(output: RequestOutput) -> tuple[Any, Any]:
+    """Return the tokens, and their log-probabilities to the last bit."""
     return output.outputs[0].token_ids, output.outputs[0].logprobs
 
 
 def test_a_second_process_hits_what_the_first_computed(model: Path, tmp_path: Path) -> None:
     with opened(model, None) as llm:
-        alone = [ask(llm, tokens) for tokens in PROMPTS]
+        alone = [generate(llm, tokens) for tokens in PROMPTS]
     with opened(model, tmp_path) as llm:
-        assert [ask(llm, tokens).num_cached_tokens for tokens in PROMPTS] == [0, 80, 80]
+        assert [generate(llm, tokens).num_cached_tokens for tokens in PROMPTS] == [0, 80, 80]
     with opened(model, tmp_path) as llm:
-        again = [ask(llm, tokens) for tokens in PROMPTS]
+        again = [generate(llm, tokens) for tokens in PROMPTS]
         assert [output.num_cached_tokens for output in again] == [96, 96, 96]
         assert [output.num_loaded_tokens for output in again] == [96, 16, 16]
         assert llm.engine.tiers is not None
@@ -75,22 +75,22 @@ def test_a_folder_that_cannot_be_written_is_read(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(model, tmp_path) as llm:
-        ask(llm, PROMPTS[0])
+        generate(llm, PROMPTS[0])
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK)
     with opened(model, tmp_path) as llm:
-        assert ask(llm, PROMPTS[0]).num_loaded_tokens == 96
-        assert ask(llm, TEXT[::-1]).num_loaded_tokens == 0
+        assert generate(llm, PROMPTS[0]).num_loaded_tokens == 96
+        assert generate(llm, TEXT[::-1]).num_loaded_tokens == 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
-def test_what_was_generated_is_kept_too(model: Path, tmp_path: Path) -> None:
+def test_generated_tokens_are_stored_too(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path) as llm:
         long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         [first] = llm.generate({"prompt_token_ids": TEXT}, long)
     spoken = TEXT + list(first.outputs[0].token_ids) + [5, 6]
     with opened(model, tmp_path) as llm:
-        assert ask(llm, spoken).num_cached_tokens == 112
+        assert generate(llm, spoken).num_cached_tokens == 112
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
@@ -98,60 +98,64 @@ def test_deterministic_answers_are_the_same_bit_for_bit(
     model: Path, tmp_path: Path, kv: str
 ) -> None:
     with opened(model, None, deterministic=True, kv_cache_dtype=kv) as llm:
-        alone = ask(llm, PROMPTS[0])
+        alone = generate(llm, PROMPTS[0])
     for expected in (0, 96):
         with opened(model, tmp_path, deterministic=True, kv_cache_dtype=kv) as llm:
-            output = ask(llm, PROMPTS[0])
+            output = generate(llm, PROMPTS[0])
             assert output.num_cached_tokens == expected
-            assert says(output) == says(alone)
+            assert content_of(output) == content_of(alone)
     with opened(model, tmp_path) as llm:
-        assert ask(llm, PROMPTS[0]).num_cached_tokens == 0, "other rounding is another identity"
+        assert generate(llm, PROMPTS[0]).num_cached_tokens == 0, (
+            "other rounding is another identity"
+        )
 
 
 def test_other_weights_under_the_same_path_hit_nothing(tmp_path: Path) -> None:
     model, kept = save_smallest(tmp_path / "model"), tmp_path / "kept"
     with opened(model, kept) as llm:
-        ask(llm, PROMPTS[0])
+        generate(llm, PROMPTS[0])
     save_smallest(model, poison=140)  # one row of one matrix differs
     with opened(model, kept) as llm:
-        assert ask(llm, PROMPTS[0]).num_cached_tokens == 0
+        assert generate(llm, PROMPTS[0]).num_cached_tokens == 0
     save_smallest(model)
     with opened(model, kept) as llm:
-        assert ask(llm, PROMPTS[0]).num_cached_tokens == 96
+        assert generate(llm, PROMPTS[0]).num_cached_tokens == 96
 
 
 @pytest.mark.parametrize(
     "other", [{"dtype": "bfloat16"}, {"block_size": 8}, {"kv_cache_dtype": "int8"}]
 )
-def test_other_rows_are_another_identity(model: Path, tmp_path: Path, other: Any) -> None:
+def test_blocks_of_other_options_have_another_identity(
+    model: Path, tmp_path: Path, other: Any
+) -> None:
     with opened(model, tmp_path) as llm:
-        ask(llm, PROMPTS[0])
+        generate(llm, PROMPTS[0])
     with opened(model, tmp_path, **other) as llm:
-        assert ask(llm, PROMPTS[0]).num_cached_tokens == 0
+        assert generate(llm, PROMPTS[0]).num_cached_tokens == 0
 
 
-def test_salts_do_not_see_one_another(model: Path, tmp_path: Path) -> None:
+def test_salts_do_not_share_stored_blocks(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path) as llm:
-        ask(llm, PROMPTS[0], cache_salt="a")
+        generate(llm, PROMPTS[0], cache_salt="a")
     with opened(model, tmp_path) as llm:
         for salt, hit in (("b", 0), (None, 0), ("a", 96)):
-            assert ask(llm, PROMPTS[0], cache_salt=salt).num_cached_tokens == hit
+            assert generate(llm, PROMPTS[0], cache_salt=salt).num_cached_tokens == hit
 
 
-def test_a_small_pool_hits_as_one_that_holds_everything(model: Path, tmp_path: Path) -> None:
+def test_a_small_pool_hits_like_a_large_one(model: Path, tmp_path: Path) -> None:
     texts = [
         [3 + (at * 7 + position * position) % 140 for position in range(200)] for at in range(5)
     ]
     prompts = [texts[at % 5] + [at % 150] * 8 for at in range(50)]
     with opened(model, None, num_blocks=400) as llm:
-        large = [ask(llm, tokens) for tokens in prompts]
+        large = [generate(llm, tokens) for tokens in prompts]
     with opened(model, tmp_path, num_blocks=16) as llm:
         small = []
         for tokens in prompts:
-            small.append(ask(llm, tokens))
+            small.append(generate(llm, tokens))
             assert llm.engine.tiers is not None and llm.engine.tiers.flush(10)
         assert llm.engine.manager.num_free_blocks == 16
-    assert [says(out)[0] for out in small] == [says(out)[0] for out in large]
+    assert [content_of(out)[0] for out in small] == [content_of(out)[0] for out in large]
     rates = [sum(out.num_cached_tokens for out in outputs) for outputs in (small, large)]
     whole = sum(out.num_cached_tokens // 16 * 16 for out in large)
     assert rates[0] >= whole, rates
@@ -159,7 +163,7 @@ def test_a_small_pool_hits_as_one_that_holds_everything(model: Path, tmp_path: P
 
 def test_requests_that_begin_alike_share_a_load(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path) as llm:
-        ask(llm, PROMPTS[0])
+        generate(llm, PROMPTS[0])
     with opened(model, tmp_path) as llm:
         outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in PROMPTS], GREEDY)
         assert [output.num_cached_tokens for output in outputs] == [96, 80, 80]
@@ -173,9 +177,9 @@ def test_a_request_waits_for_the_rest_of_its_prefix(
     """A part of it is loaded; a cold prompt makes no other request wait."""
     limits(chunk_bytes=1)
     with opened(model, tmp_path) as llm:
-        alone = [ask(llm, tokens) for tokens in PROMPTS]
+        alone = [generate(llm, tokens) for tokens in PROMPTS]
     with opened(model, None) as llm:
-        cold = ask(llm, TEXT[::-1])
+        cold = generate(llm, TEXT[::-1])
     rest = Event()
 
     def load_slowly(_: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
@@ -197,20 +201,20 @@ def test_a_request_waits_for_the_rest_of_its_prefix(
         engine.submit(group)
         while not group.finished:
             engine.step()
-        assert group.output().outputs[0].token_ids == says(cold)[0]
+        assert group.output().outputs[0].token_ids == content_of(cold)[0]
         assert engine.has_unfinished
         rest.set()
         while engine.has_unfinished:
             engine.step()
         assert [group.output().num_cached_tokens for group in groups] == [96, 80, 80]
         answers = [group.output().outputs[0].token_ids for group in groups]
-        assert answers == [says(output)[0] for output in alone]
+        assert answers == [content_of(output)[0] for output in alone]
 
 
-def test_after_the_last_request_was_aborted_all_is_saved_and_no_block_is_held(
+def test_an_abort_of_the_last_request_saves_and_releases_all_blocks(
     model: Path, tmp_path: Path, limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
-    """Computed blocks, and the blocks of a cancelled load, stayed until the next request."""
+    """Regression: computed blocks and those of a cancelled load stayed until the next request."""
     limits(chunk_bytes=1)
     with opened(model, tmp_path) as llm:
         engine = llm.engine
@@ -253,14 +257,14 @@ def test_an_abort_without_memory_to_copy_blocks_ends_the_request(
             engine.abort(group.request_id)
         assert not engine.has_unfinished and group.requests[0].finish_reason == "abort"
     with opened(model, tmp_path) as llm:
-        assert ask(llm, TEXT).num_loaded_tokens == 64, "they were saved later"
+        assert generate(llm, TEXT).num_loaded_tokens == 64, "they were saved later"
 
 
-def test_whoever_is_loaded_is_bypassed_no_more_than_others(model: Path, tmp_path: Path) -> None:
-    """Its prefix had come, the pool had no room for it, and small requests went past for ever."""
+def test_a_loading_request_is_bypassed_no_more_than_others(model: Path, tmp_path: Path) -> None:
+    """Regression: it waited for space after its load, and small requests overtook it for ever."""
     large = [3 + at * 7 % 140 for at in range(220)]
     with opened(model, tmp_path) as llm:
-        ask(llm, large)
+        generate(llm, large)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with opened(model, tmp_path, num_blocks=20) as llm:
         engine, sent = llm.engine, 0
@@ -291,9 +295,9 @@ def test_whoever_is_loaded_is_bypassed_no_more_than_others(model: Path, tmp_path
         assert group.output().num_loaded_tokens == 208
 
 
-def test_who_reads_no_cache_loads_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_request_that_skips_the_cache_loads_nothing(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path) as llm:
-        ask(llm, PROMPTS[0])
+        generate(llm, PROMPTS[0])
     with opened(model, tmp_path) as llm:
         params = SamplingParams(temperature=0, max_tokens=2, skip_reading_prefix_cache=True)
         [output] = llm.generate({"prompt_token_ids": PROMPTS[0]}, params)
@@ -301,59 +305,61 @@ def test_who_reads_no_cache_loads_nothing(model: Path, tmp_path: Path) -> None:
         assert llm.engine.tiers is not None and not llm.engine.tiers.stats.loaded_tokens
 
 
-def test_a_damaged_store_costs_time_alone(model: Path, tmp_path: Path) -> None:
+def test_a_damaged_store_costs_only_time(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path) as llm:
-        first = ask(llm, PROMPTS[0])
+        first = generate(llm, PROMPTS[0])
     for damage in (lambda data: data[: len(data) // 2], lambda data: bytes(len(data))):
         for file in [*tmp_path.glob("*.kv"), *tmp_path.glob("index*")]:
             file.write_bytes(damage(file.read_bytes()))
         with opened(model, tmp_path) as llm:
-            output = ask(llm, PROMPTS[0])
-            assert says(output)[0] == says(first)[0] and output.num_cached_tokens < 96
+            output = generate(llm, PROMPTS[0])
+            assert content_of(output)[0] == content_of(first)[0] and output.num_cached_tokens < 96
         with opened(model, tmp_path) as llm:
-            assert ask(llm, PROMPTS[0]).num_cached_tokens == 96, "it was computed and kept again"
+            assert generate(llm, PROMPTS[0]).num_cached_tokens == 96, (
+                "it was computed and kept again"
+            )
 
 
 def test_a_reset_may_forget_the_disk_too(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path) as llm:
-        assert [ask(llm, tokens).num_cached_tokens for tokens in PROMPTS] == [0, 80, 80]
+        assert [generate(llm, tokens).num_cached_tokens for tokens in PROMPTS] == [0, 80, 80]
         assert llm.reset_prefix_cache()
-        assert ask(llm, PROMPTS[0]).num_loaded_tokens == 96
+        assert generate(llm, PROMPTS[0]).num_loaded_tokens == 96
         assert llm.reset_prefix_cache(reset_connector=True)
-        assert ask(llm, PROMPTS[0]).num_cached_tokens == 0
+        assert generate(llm, PROMPTS[0]).num_cached_tokens == 0
         assert llm.reset_prefix_cache(reset_connector=True)
     with opened(model, tmp_path) as llm:
-        assert ask(llm, PROMPTS[0]).num_cached_tokens == 0
+        assert generate(llm, PROMPTS[0]).num_cached_tokens == 0
 
 
-def test_memory_is_got_ahead_for_what_a_folder_has_and_no_more(
+def test_memory_is_prefaulted_for_the_blocks_of_the_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first blocks of the pool: as many as are kept, or as the longest prompt has."""
-    asked: list[int] = []
-    monkeypatch.setattr(PagedKVMemory, "prefault", lambda self, count: asked.append(count))
+    """The first blocks of the pool: as many as are stored, or as the longest prompt has."""
+    counts: list[int] = []
+    monkeypatch.setattr(PagedKVMemory, "prefault", lambda self, count: counts.append(count))
     with opened(model, None):
-        assert asked == [], "nothing is kept"
+        assert counts == [], "nothing is kept"
     for blocks in (0, 6):
         with opened(model, tmp_path) as llm:
-            assert asked.pop() == blocks
-            ask(llm, PROMPTS[0])
+            assert counts.pop() == blocks
+            generate(llm, PROMPTS[0])
     with opened(model, tmp_path, max_model_len=40):
-        assert asked == [3]
+        assert counts == [3]
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])
-def test_a_load_under_way_keeps_nobody_from_forgetting_all(
+def test_a_running_load_does_not_prevent_a_reset(
     model: Path,
     tmp_path: Path,
     is_aborted: bool,
     limits: Callable[..., None],
     disk_loads: Callable[..., None],
 ) -> None:
-    """Its blocks were held until the next step without a request."""
+    """Regression: its blocks were held until the next step without a request."""
     limits(chunk_bytes=1)
     with opened(model, tmp_path) as llm:
-        alone = ask(llm, PROMPTS[0])
+        alone = generate(llm, PROMPTS[0])
     rest = Event()
 
     def load_slowly(_: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
@@ -380,24 +386,24 @@ def test_a_load_under_way_keeps_nobody_from_forgetting_all(
         rest.set()
         while engine.has_unfinished:
             engine.step()
-        assert ask(llm, PROMPTS[0]).outputs[0].token_ids == says(alone)[0]
+        assert generate(llm, PROMPTS[0]).outputs[0].token_ids == content_of(alone)[0]
         if not is_aborted:
             assert [group.output().num_loaded_tokens for group in groups] == [0, 0]
-            assert groups[0].output().outputs[0].token_ids == says(alone)[0]
+            assert groups[0].output().outputs[0].token_ids == content_of(alone)[0]
 
 
-def test_angles_of_all_that_a_load_may_bring_are_there_before_the_first_request(
+def test_angles_of_loaded_positions_are_computed_before_the_first_request(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(DenseDecoder, "prepare", lambda self, count: asked.append(count))
+    counts: list[int] = []
+    monkeypatch.setattr(DenseDecoder, "prepare", lambda self, count: counts.append(count))
     with opened(model, tmp_path) as llm:
-        ask(llm, PROMPTS[0])
-        assert asked == [0]
+        generate(llm, PROMPTS[0])
+        assert counts == [0]
     with opened(model, tmp_path):
-        assert asked == [0, 96]
+        assert counts == [0, 96]
     with opened(model, tmp_path, max_model_len=40):
-        assert asked == [0, 96, 48]
+        assert counts == [0, 96, 48]
     monkeypatch.setattr("headstart.engine.parts._MOST_PREPARED", 32)
     with opened(model, tmp_path):
-        assert asked == [0, 96, 48, 32], "a large folder delays no start"
+        assert counts == [0, 96, 48, 32], "a large folder delays no start"

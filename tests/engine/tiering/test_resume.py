@@ -54,7 +54,7 @@ def test_the_next_turn_hits_what_was_generated(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("token_ids", ["no list", [1, -2], [1.5], [True], [10**9], [3] * 500])
-def test_token_ids_that_are_another_model_s_change_nothing(
+def test_token_ids_of_another_model_change_nothing(
     model: Path, tmp_path: Path, token_ids: object
 ) -> None:
     conversation = Conversation(turns=[Turn("Hello.", "A reply of some length.")])
@@ -76,7 +76,7 @@ def test_token_ids_that_are_another_model_s_change_nothing(
     assert output.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
-def test_a_conversation_that_is_none_is_refused(model: Path, tmp_path: Path) -> None:
+def test_an_invalid_conversation_is_refused(model: Path, tmp_path: Path) -> None:
     llm = open_llm(model, tmp_path)
     with pytest.raises(RequestError):
         llm.recall_chat([{"content": "no role"}, {"role": "assistant", "content": "a"}], {1: [3]})

@@ -223,7 +223,7 @@ class FairLru:
     only one owner has free cached blocks.
 
     An owner retains at most half of its share of the pool. Its retained blocks are taken after its
-    other blocks. Retention does not change from which owner a block is taken.
+    other blocks. Retention does not change the owner from which a block is taken.
 
     Cached blocks that are released together belong to one prefix. Public blocks at its beginning
     have a separate owner. When an owner is added, the existing blocks of its salts move to its

@@ -21,7 +21,7 @@ class UnsavedBlock(NamedTuple):
 
     name: the hash of the prefix that ends with the block. parent: the hash of the prefix before
     it. depth: the number of blocks before it in its prompt. requested_at: see `UnsavedBlocks.note`.
-    token_ids: its tokens; empty if the block belongs to a tenant. node: its identity.
+    token_ids: its tokens; empty if `UnsavedBlocks` does not report them. node: its identity.
     """
 
     block_id: int
@@ -40,7 +40,7 @@ class UnsavedBlock(NamedTuple):
 class UnsavedBlocks:
     """Blocks of a pool that no tier has stored yet. Must receive every event of the pool.
 
-    with_tokens: report the tokens of blocks that do not belong to a single tenant.
+    with_tokens: report the tokens of blocks without a salt and of public blocks.
     """
 
     def __init__(self, hasher: BlockHasher, *, with_tokens: bool = False) -> None:

@@ -62,7 +62,7 @@ def choose_adapters(
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     count: int,
 ) -> list[str | LoRARequest | None]:
-    """Return the adapters of `count` prompts, from one adapter for all or one for each."""
+    """Return an adapter for each of `count` prompts; a single adapter applies to all of them."""
     if adapter is not None and lora_request is not None:
         raise RequestError("adapter and lora_request are both set; allowed: one of them")
     choices = adapter if lora_request is None else lora_request

@@ -2,7 +2,7 @@
 
     named      `load` has read and checked the adapter; requests may use it
     resident   the matrices are in memory; at most `max_loras` adapters, evicted in LRU order
-    running    a running request uses the adapter, which is not evicted, even without a name
+    running    a running request uses the adapter; it is not evicted, even after `unload`
 
 A name is resolved when a request is prepared, so later changes of the name do not affect the
 request. If the adapter is not resident when its request could run, it is read from disk again while

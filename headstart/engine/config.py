@@ -58,7 +58,7 @@ class EngineConfig(CacheOptions):
     )
     share_attention: bool = option(True, "attend once to prefixes that running requests share")
     deterministic: bool = option(False, "bitwise equal logits for any cache hits and any batch")
-    encoder_cache_rows: int = option(8192, "cached image embeddings, one per placeholder", _COUNTS)
+    encoder_cache_rows: int = option(8192, "maximum rows of cached image embeddings", _COUNTS)
     max_images: int = option(16, "maximum images in a prompt", _COUNTS)
     max_image_pixels: int = option(2**25, "maximum width times height of an image", _COUNTS)
     num_threads: int | None = option(None, "torch threads; default: this process's cores", _THREADS)
@@ -66,7 +66,7 @@ class EngineConfig(CacheOptions):
     max_loras: int = option(8, "maximum LoRA adapters in memory, and so in a step", _COUNTS)
     max_lora_rank: int = option(64, "maximum rank of a LoRA adapter", _COUNTS)
     cache_dir: str | None = option(None, "folder for K/V that outlive the process; off: no folder")
-    cache_dir_bytes: int = option(10 * 2**30, "bytes of the folder, for all models", _COUNTS)
+    cache_dir_bytes: int = option(10 * 2**30, "maximum bytes of the folder for all models", _COUNTS)
     cache_words: bool = option(
         False, "store the texts of blocks for headstart cache ls, except blocks with a cache salt"
     )

@@ -370,7 +370,7 @@ class LocalDriver:
             raise self.ended()
         self._require_thread()
         self._orders.put(order)
-        if self._ended is not None:  # the thread may have ended without this order
+        if self._ended is not None:  # the thread may have ended before it took the order
             self._refuse_orders()
             self._orders.put(None)  # wakes the thread if it still waits
 
@@ -481,7 +481,7 @@ class LocalDriver:
 
     def _end_request(self, inflight: _InflightRequest, error: BaseException) -> None:
         self._inflight.pop(inflight.group.request_id, None)
-        with suppress(Exception):  # the receiver is closed; a thread in `wait` gets an error
+        with suppress(Exception):  # the receiver is closed
             inflight.receive(error)
 
     def _end(self, reason: BaseException) -> None:

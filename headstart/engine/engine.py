@@ -86,8 +86,8 @@ class EngineCore:
         self._runner = Runner(parts, backend, self.adapters, deterministic=config.deterministic)
         self._sampler = Sampler(self.model.vocab_size)
         self._fair_share = FairShare(self.manager, config)
-        # Hooks and loads come first: the scheduler does not query the later limits for a request
-        # that waits for its inputs. Otherwise, a later limit could make other requests wait for it.
+        # Hooks and loads come first: while a request waits for its inputs, they return None, and
+        # any number of requests may bypass it. A later limit could restrict the bypasses.
         loads = self.tiers.loads if self.tiers is not None else None
         limits: list[Limit | None] = [hooks, loads, self.adapters, self.images, self._fair_share]
         self.drafting: Drafting | None = None
@@ -352,7 +352,7 @@ class EngineCore:
         number: int,
         now: float,
     ) -> None:
-        """Append the drafted tokens that the sampler also chooses, and its next token.
+        """Accept drafted tokens that the sampler also chooses; append its choice after each.
 
         token: the last token of the request. number: the part's index in the step. If K or V of
         drafted tokens are not finite, the draft is rejected without an error. If the sampler then

@@ -114,7 +114,7 @@ class AllowedTokens(TokenMask):
 
 
 class LogitBias(LogitsProcessor):
-    """A number added to the logits of some tokens: one scatter for all rows of a step."""
+    """A bias for the logits of some tokens. One scatter operation changes all rows of a step."""
 
     rank = 1
 

@@ -63,7 +63,7 @@ def _check_items(name: str, values: Iterable[Any], items: Allowed) -> None:
 
 
 def _read_bias(bias: object) -> object:
-    """Return a bias from JSON with integer keys, and with values limited to the allowed range.
+    """Return a JSON bias with its keys as integers and its values limited to the allowed range.
 
     Invalid keys and values stay, so that `check` refuses them.
     """

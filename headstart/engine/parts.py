@@ -252,7 +252,7 @@ def window_width(config: EngineConfig, decoder: DecoderModel) -> int:
 
 
 def _plan_windows(config: EngineConfig, decoder: DecoderModel, budget: int) -> tuple[int, int]:
-    """Return the numbers of blocks and of window blocks; 0 if window blocks save no memory.
+    """Return the numbers of blocks and of window blocks; the second is 0 if they save no memory.
 
     By default there is a window block for every ten blocks, but at least as many as the longest
     step reads and writes. Raises ConfigError if `num_window_blocks` is too few for this step.
@@ -338,8 +338,8 @@ def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) ->
 class ObservedManager(KVCacheManager):
     """A manager whose events are read twice: by the tiers, and by a router."""
 
-    def __init__(self, config: CacheConfig, names: BlockHasher | None = None) -> None:
-        super().__init__(config, names)
+    def __init__(self, config: CacheConfig, hasher: BlockHasher | None = None) -> None:
+        super().__init__(config, hasher)
         self._observed: list[CacheEvent] = []
 
     def take_events(self) -> list[CacheEvent]:
@@ -435,8 +435,8 @@ def make_engine_parts(
         states_at_borders=config.deterministic,
         **config.shared() | {"partial_hits": config.partial_hits and not config.deterministic},
     )
-    names = BlockHasher(config.block_size, "" if model is None else model.fingerprint)
-    manager = (ObservedManager if is_observed else KVCacheManager)(cache, names)
+    hasher = BlockHasher(config.block_size, "" if model is None else model.fingerprint)
+    manager = (ObservedManager if is_observed else KVCacheManager)(cache, hasher)
     tiers = state_stores = None
     if model is not None:
         payload, text = BlockPayload(memory, rows), block_text(tokenizer, config.cache_words)

@@ -193,7 +193,7 @@ class Sampler:
         return results
 
     def accept(self, token_id: int) -> SampledToken | EngineError:
-        """Return a greedy token as a result, or an error for -1: the logits are not finite."""
+        """Return the result for a greedy token; -1 means that the logits are not finite."""
         if token_id < 0:
             return EngineError(f"the request's logits {NOT_FINITE}")
         return SampledToken(token_id, None, ())

@@ -11,7 +11,7 @@ from headstart.errors import RequestError
 from headstart.validation import OneOf, check_fields, check_utf8, describe, option, shorten
 
 MAX_BYTES = 65_536
-# Larger, because the choices form one terminal, whose length does not slow masks down.
+# Larger than `MAX_BYTES`, since choices form one terminal, whose length does not slow masks.
 MAX_CHOICE_BYTES = 2**20
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _ANY_OBJECT = '{"type": "object"}'
@@ -21,7 +21,7 @@ limit prevents small models from writing white space forever."""
 
 
 class OutputConstraint(NamedTuple):
-    """A constraint as text. Compiled grammars are cached under it.
+    """A constraint as text. Compiled grammars are cached by constraint.
 
     kind: json, regex, choice (a JSON list), grammar or structural_tag. whitespace: a regular
     expression for the white space between JSON's tokens; "" allows no white space.

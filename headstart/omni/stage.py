@@ -147,8 +147,8 @@ class AlignmentDetector:
     def is_settled_by(self, num_tokens: float) -> bool:
         """Return True if a pass of one request with up to `num_tokens` tokens decides all outputs.
 
-        It decides a candidate if all passes that the candidate matched had more tokens, and at
-        least one of them had more tokens than requests.
+        A candidate is decided if it matched only passes with more than `num_tokens` tokens, and one
+        of these passes had more tokens than requests.
         """
         return all(
             name in self._dense and num_tokens < min(lengths)

@@ -204,8 +204,8 @@ class _Simulation:
         return result
 
     def _summarize(self, seconds: float) -> ReplayResult:
-        waits = sorted(job.first_token - job.arrived for job in self.jobs)
-        paces = sorted(
+        ttfts = sorted(job.first_token - job.arrived for job in self.jobs)
+        tpots = sorted(
             (job.finished - job.first_token) / (job.num_output - 1)
             for job in self.jobs
             if job.num_output > 1
@@ -218,11 +218,11 @@ class _Simulation:
             requests=len(self.jobs),
             prompt_tokens=num_tokens,
             hit_rate=sum(job.hit_tokens for job in self.jobs) / num_tokens,
-            ttft_mean=mean(waits),
-            ttft_p50=_percentile(waits, 0.5),
-            ttft_p99=_percentile(waits, 0.99),
-            tpot_mean=mean(paces),
-            tpot_p99=_percentile(paces, 0.99),
+            ttft_mean=mean(ttfts),
+            ttft_p50=_percentile(ttfts, 0.5),
+            ttft_p99=_percentile(ttfts, 0.99),
+            tpot_mean=mean(tpots),
+            tpot_p99=_percentile(tpots, 0.99),
             imbalance=max(work) / mean(work),
             load=mean(work) / self.replicas[0].speed.prefill_rate / seconds,
             evictions=sum(replica.manager.num_evictions for replica in self.replicas),

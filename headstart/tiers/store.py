@@ -1,4 +1,4 @@
-"""The protocol of a tier: a store of blocks outside the pool, by their hashes.
+"""The protocol of a tier: a store of blocks outside the pool, keyed by their hashes.
 
     pool ──offer──▶ saver's thread ──save──▶ store          a block is filled, or will be evicted
     pool ◀──bytes── loader's thread ◀──load── store         a lookup continues after the pool's hit
@@ -130,7 +130,7 @@ def payload_of(data: memoryview, name: BlockHash) -> memoryview | None:
 
 
 class Faults:
-    """Counts of faults by kind, logged at most once a minute. A fault causes a miss, no exception.
+    """Counts of faults by kind, logged at most once a minute. A fault is a miss, not an exception.
 
     num_unsaved: blocks that were not saved because the store failed or was paused.
     """

@@ -8,8 +8,8 @@ from headstart.cache import KVCacheManager, TokenSequence
 from headstart.tiers.worker import Job
 
 _BORDER = -1  # between the tokens of two requests
-_REPEATED = 2  # tokens that must occur before a draft that repeats what followed them
-_EXPECTED = 3  # tokens that must occur in an expected answer before a draft continues there
+_REPEATED = 2  # number of latest tokens whose earlier occurrence is looked up
+_EXPECTED = 3  # number of latest tokens that are searched for in an expected answer
 _DECAY = 0.8  # each compared token reduces the weight of earlier tokens by this factor
 
 

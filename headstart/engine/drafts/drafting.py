@@ -37,7 +37,7 @@ from headstart.engine.step import Batch
 
 _SHARED = 40  # tokens; a shorter prefix is attended to separately by each request
 _EARLIER = 2048  # tokens of another request that drafts are taken from
-# Lengths of drafts. With the last token, a request has 2, 4, 8 or 16 rows, as `RowCost` estimates.
+# Draft lengths. With the last token, a request has 2, 4, 8 or 16 rows: the sizes of `RowCost`.
 _LENGTHS = (1, 3, 7, 15)
 # If several requests run, a draft must raise the tokens per second by this factor. A smaller gain
 # is lost later: requests with drafts finish first, and the steps of the remaining requests take

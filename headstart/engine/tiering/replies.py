@@ -58,7 +58,7 @@ class Replies:
         return False
 
     def save(self, request: Request, seconds: float) -> None:
-        """Save a finished request's reply. seconds: time to compute as many prompt tokens."""
+        """Save a finished reply. seconds: the time to compute a prompt of the reply's length."""
         reply, tokens = request.group.reply, request.sampling.output_token_ids
         if reply is None or reply.tokens or request.index or not request.group.params.is_stored:
             return

@@ -36,25 +36,25 @@ class Registers:
 
     def __init__(self, sizes: dict[str, int], later: dict[str, str], width: int) -> None:
         self.width = width
-        self.places: dict[str, slice] = {}
+        self.slices: dict[str, slice] = {}
         first = 0
         for name, count in sizes.items():
-            self.places[name] = slice(first, first + count)
+            self.slices[name] = slice(first, first + count)
             first += count
         if first > width:
             raise ValueError(f"the registers need a width of {first}, the model has {width}")
-        self.places |= {name: self.places[before] for name, before in later.items()}
+        self.slices |= {name: self.slices[before] for name, before in later.items()}
 
     def rows(self, name: str) -> Tensor:
         """Return the rows `[count, width]` that read a register."""
-        return torch.eye(self.width)[self.places[name]]
+        return torch.eye(self.width)[self.slices[name]]
 
     def form(self, form: Form) -> Tensor:
-        """Return the row `[width]` of a weighted sum of coordinates; "name.3" selects one."""
+        """Return the row `[width]` of a weighted sum; "NAME.3" is coordinate 3 of a register."""
         row = torch.zeros(self.width)
         for key, factor in form.items():
             name, _, offset = key.partition(".")
-            row[self.places[name].start + int(offset or 0)] += factor
+            row[self.slices[name].start + int(offset or 0)] += factor
         return row
 
     def forms(self, *forms: Form) -> Tensor:
@@ -93,7 +93,7 @@ class Wirer:
         for layer in self.layers:
             for norm in (layer.input_layernorm, layer.post_attention_layernorm):
                 norm.weight.fill_(LOUD / self.width**0.5)
-                norm.weight[self.at.places["ONE"]] = self.width**-0.5
+                norm.weight[self.at.slices["ONE"]] = self.width**-0.5
         model.model.norm.weight.copy_(self.layers[0].input_layernorm.weight)
 
     def span(self, index: int) -> slice:
@@ -128,9 +128,9 @@ class Wirer:
         half, weight = self.size // 2, self.layers[layer].self_attn.q_proj.weight
         gate = self.at.form({"ONE": 1.0}) if gate is None else gate
         scale = self.size**0.5 / 8.0
-        for place, pair in enumerate(pairs):
-            weight[head * self.size + pair] = amplitude[place] * scale * gate
-            weight[head * self.size + pair + half] = amplitude[place + len(pairs)] * scale * gate
+        for index, pair in enumerate(pairs):
+            weight[head * self.size + pair] = amplitude[index] * scale * gate
+            weight[head * self.size + pair + half] = amplitude[index + len(pairs)] * scale * gate
 
     def latest(self, layer: int, head: int, group: int, marker: Form, gate: Form | None = None
                ) -> None:  # fmt: skip
@@ -161,7 +161,7 @@ class Wirer:
         self.layers[layer].self_attn.v_proj.weight[self.span(group)][: len(read)] = read
 
     def write(self, layer: int, head: int, first: int, rows: Tensor, gain: float = 1.0) -> None:
-        """Write the head's values from `first` on to the residual stream through `rows`."""
+        """Write the head's values, from index `first`, to the residual stream through `rows`."""
         weight = self.layers[layer].self_attn.o_proj.weight
         start = head * self.size + first
         weight[:, start : start + len(rows)] += gain * rows.T
@@ -169,8 +169,8 @@ class Wirer:
     def neurons(self, layer: int, condition: Form, read: Tensor, write: Tensor) -> None:
         """Add `write.T @ read @ x`, for the normed stream x, where `condition` is positive.
 
-        The addition is proportional to the condition, a sum of flags minus a threshold. With a
-        condition of 0.5, the factor is 1. read, write: `[n, width]`.
+        The condition is a sum of flags minus a threshold. The addition is scaled by twice the
+        condition. read, write: `[n, width]`.
         """
         start, count = self.next_neuron[layer], len(read)
         self.next_neuron[layer] += count

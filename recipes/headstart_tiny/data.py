@@ -11,9 +11,9 @@ A query is asked in a chat or, as in the reference, in a text to complete. In bo
 restates the question ("The age of John Doe is 29"). If a question asks for a person, the answer
 is "The person is ...". If the document does not contain the value, the answer ends in `UNKNOWN`.
 
-Names come from Faker's lists and, in training, from syllables. Streets and towns use the same words
-and fixed lists. A fifth of the names, and all words of the reference's own table, are held out:
-the training split has no such names, and the evaluation split has no others.
+Names come from Faker's lists and, in training, from syllables. Streets and towns come from these
+names and from fixed lists. A fifth of the names, and all words of the reference's table, are held
+out: only the evaluation split uses them, and it uses no other names.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class People:
 
 
 def table(records: list[Record], columns: tuple[str, ...], rng: random.Random) -> str:
-    """Return a Markdown table, with a rule of varying width."""
+    """Return a Markdown table; the width of its delimiter row varies."""
     rule = [3 if rng.random() < 0.3 else max(3, max(len(r[c]) for r in records)) for c in columns]
     lines = [
         columns,

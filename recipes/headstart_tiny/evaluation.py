@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "headstart" / "assets" / "headstart_tiny"
-PEOPLE = FOLDER.parent / "people.md"  # the reference's table
+PEOPLE = FOLDER.parent / "people.md"  # the table of the reference, see `data.py`
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Margin:
 
 
 def smallest(margins: Iterable[Margin | None]) -> Margin | None:
-    """Return the smallest lead of all margins."""
+    """Return the smallest lead in each unit."""
     known = [margin for margin in margins if margin is not None]
     if not known:
         return None
@@ -65,8 +65,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A kind of case, the share that must be right (None for no limit), and its generator."""
+class CaseKind:
+    """A kind of case: its generator, and the share that must be right (None for no target)."""
 
     name: str
     target: float | None
@@ -168,19 +168,19 @@ def document_case(world: data.World, make: Callable[[data.World], data.Document]
     return Case((data.USER if chat else "") + document.text, [query], chat)
 
 
-def bars() -> list[Bar]:
+def case_kinds() -> list[CaseKind]:
     """Return all kinds of cases, those with a target first."""
     return [
-        Bar("look-up, 30 rows", 0.99, lambda w: table_case(w, 30, "forward")),
-        Bar("look-up, 60 rows", 0.97, lambda w: table_case(w, 60, "forward")),
-        Bar("third turn, 20 rows", 0.95, lambda w: table_case(w, 20, "forward", 3, chat=True)),
-        Bar("not in the document, 30 rows", 0.90, lambda w: table_case(w, 30, "missing")),
-        Bar("look-up, 5 rows", None, lambda w: table_case(w, 5, "forward")),
-        Bar("look-up, 10 rows", None, lambda w: table_case(w, 10, "forward")),
-        Bar("who has, 30 rows", None, lambda w: table_case(w, 30, "reverse")),
-        Bar("cards and prose, 8 people", None,
+        CaseKind("look-up, 30 rows", 0.99, lambda w: table_case(w, 30, "forward")),
+        CaseKind("look-up, 60 rows", 0.97, lambda w: table_case(w, 60, "forward")),
+        CaseKind("third turn, 20 rows", 0.95, lambda w: table_case(w, 20, "forward", 3, chat=True)),
+        CaseKind("not in the document, 30 rows", 0.90, lambda w: table_case(w, 30, "missing")),
+        CaseKind("look-up, 5 rows", None, lambda w: table_case(w, 5, "forward")),
+        CaseKind("look-up, 10 rows", None, lambda w: table_case(w, 10, "forward")),
+        CaseKind("who has, 30 rows", None, lambda w: table_case(w, 30, "reverse")),
+        CaseKind("cards and prose, 8 people", None,
             lambda w: document_case(w, lambda v: data.card_document(v, 8))),
-        Bar("settings, 20 lines", None,
+        CaseKind("settings, 20 lines", None,
             lambda w: document_case(w, lambda v: data.settings_document(v, 20))),
     ]  # fmt: skip
 
@@ -230,21 +230,21 @@ def main() -> int:
     results: dict[str, float] = {"reference": judge.judge(cases)}
     print(f"{'the reference, 29 and 30':32} {' '.join(repr(case.answers[0]) for case in cases)}")
     met = results["reference"] == 1.0
-    for bar in bars():
-        if options.only not in bar.name:
+    for kind in case_kinds():
+        if options.only not in kind.name:
             continue
         start = time.monotonic()
-        world = data.World(random.Random(f"{options.seed} {bar.name}"), evaluation=True)
-        cases = [bar.make(world) for _ in range(options.cases)]
-        share = results[bar.name] = judge.judge(cases)
-        met = met and (bar.target is None or share >= bar.target)
-        goal = f"bar {bar.target:.0%}" if bar.target else "no bar"
+        world = data.World(random.Random(f"{options.seed} {kind.name}"), evaluation=True)
+        cases = [kind.make(world) for _ in range(options.cases)]
+        share = results[kind.name] = judge.judge(cases)
+        met = met and (kind.target is None or share >= kind.target)
+        goal = f"target {kind.target:.0%}" if kind.target else "no target"
         cost = f"{len(cases)} cases, {time.monotonic() - start:.0f} s"
         margin = smallest(case.margin for case in cases)
-        print(f"{bar.name:32} {share:7.2%}  {goal:7}  {cost}, margin {margin}", flush=True)
-        if bar.name.startswith(("look-up", "third")):
+        print(f"{kind.name:32} {share:7.2%}  {goal:10}  {cost}, margin {margin}", flush=True)
+        if kind.name.startswith(("look-up", "third")):
             print(f"    {by_label(cases)}", flush=True)
-        report_mistakes(bar.name, cases, options.mistakes)
+        report_mistakes(kind.name, cases, options.mistakes)
     print(json.dumps({"met": met, **{k: round(v, 4) for k, v in results.items()}}))
     return 0 if met else 1
 

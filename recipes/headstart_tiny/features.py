@@ -4,7 +4,7 @@ A token's code has 64 coordinates. The first 10 distinguish tokens roughly, for 
 preceding tokens. They differ for each digit, and are equal for all openers (tokens before a value
 or a name). The first 32 are equal for "number" and "number ". All 64 identify the token in the
 output. Tokens that close a value have the code of the end of an answer, so that copying stops at
-the end of a cell. A label or "the" before a token counts as an opener: "age 29" is found as "| 29".
+the end of a cell. A label or "the" counts as an opener of the next token: "age 29" matches "| 29".
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def flags_of(text: str) -> set[str]:
 
 
 def label_of(text: str) -> dict[int, float]:
-    """Return factors of the columns that a token names; NULL if no column applies after it."""
+    """Return the columns that a token names, with factors; NULL if no column applies after it."""
     word = text.strip()
     if text in ("\n", "\n\n", "The ", data.USER):
         return {NULL: 1.0}
@@ -124,10 +124,10 @@ def label_of(text: str) -> dict[int, float]:
     column = word if word in data.COLUMNS else titles.get(word, COLUMN_WORDS.get(word, ""))
     if not column:
         return {}
-    place = {data.COLUMNS.index(column): 1.0}
+    factors = {data.COLUMNS.index(column): 1.0}
     if text == "lives ":  # who lives in Rome, or in Italy?
-        place[data.COLUMNS.index("Country")] = 1.0
-    return place
+        factors[data.COLUMNS.index("Country")] = 1.0
+    return factors
 
 
 def unit(rows: Tensor) -> Tensor:
@@ -168,20 +168,20 @@ def embedding(tokenizer: Tokenizer, at: Registers) -> tuple[Tensor, Tensor]:
     size = tokenizer.get_vocab_size()
     texts = [tokenizer.decode([i], skip_special_tokens=False) for i in range(size)]
     rows = torch.zeros(size, at.width)
-    rows[:, at.places["ONE"]] = LOUD
+    rows[:, at.slices["ONE"]] = LOUD
     code = codes(texts)
     sinks = torch.tensor([text in SINKS for text in texts])
-    rows[:, at.places["CODE"]] = torch.where(sinks[:, None], 0.0, code)
+    rows[:, at.slices["CODE"]] = torch.where(sinks[:, None], 0.0, code)
     opener = code[texts.index(" | "), :MATCH]
     breaks = torch.tensor(["BREAKS" in flags_of(text) for text in texts])
-    rows[:, at.places["BEFORE"]] = torch.where(breaks[:, None], opener, code[:, :MATCH])
+    rows[:, at.slices["BEFORE"]] = torch.where(breaks[:, None], opener, code[:, :MATCH])
     for token, text in enumerate(texts):
         for flag in flags_of(text):
-            rows[token, at.places[flag]] = 1.0
+            rows[token, at.slices[flag]] = 1.0
         for name, labels in (("LABEL", label_of(text)), ("ASKS", asks_for(text))):
             for label, factor in labels.items():
-                rows[token, at.places[name].start + label] = factor
+                rows[token, at.slices[name].start + label] = factor
     out = torch.zeros(size, at.width)
     closing = torch.tensor([text in CLOSERS for text in texts])
-    out[:, at.places["CODE"]] = torch.where(closing[:, None], 0.0, code)
+    out[:, at.slices["CODE"]] = torch.where(closing[:, None], 0.0, code)
     return rows, out

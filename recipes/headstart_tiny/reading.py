@@ -153,8 +153,8 @@ class Reading:
         for length in (1, 2, 3):
             digits = {f"DIGIT{k}": 1.0 for k in range(1, length + 1)}
             where = digits | {f"OPEN{length + 1}": 1.0, "ONE": -0.5 - length}
-            read = [at.rows(f"B{length - place}") for place in range(length)]
-            write = [part("ID", MATCH * place, MATCH, at) for place in range(length)]
+            read = [at.rows(f"B{length - index}") for index in range(length)]
+            write = [part("ID", MATCH * index, MATCH, at) for index in range(length)]
             missing = [part("ID", 3 * MATCH + k, 1, at) for k in range(2) if length < k + 2]
             reads = torch.cat(read + [one] * len(missing))
             self.wire.neurons(0, where, reads, torch.cat(write + missing))
@@ -196,7 +196,7 @@ class Reading:
         self.forget(1, "B1", "B2", "B3", "B4", "BLANK2", "BLANK3", "BLANK4", "SPAN", "SPANSQUARE")
 
     def forget(self, layer: int, *names: str) -> None:
-        """Clear registers at sinks such as "The ", so that they score only as sinks."""
+        """Clear registers at sinks such as "The ", so that these tokens score only as sinks."""
         read = torch.cat([self.at.rows(name) for name in names])
         self.wire.neurons(layer, {"SINK": 1, "ONE": -0.5}, read, -read)
 

@@ -117,7 +117,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Batch:
-    """Token rows `[batch, length]`, the targets of each position, and where each value begins.
+    """Token rows `[batch, length]`, with the target and the value of each position.
 
     targets: the next token where the loss counts, otherwise `IGNORE`. answer: the number (1, 2,
     ...) of the value to which a position's target belongs, 0 outside of values.
@@ -184,7 +184,7 @@ class BatchMaker:
     def fresh(
         self, document: data.Document, rng: random.Random, seen: set[str], count: int
     ) -> list[data.Query]:
-        """Return `count` queries; a few attempts are made to find new ones for the episode."""
+        """Return `count` queries. Draw each up to five times, until it is new in the episode."""
         queries = []
         for _ in range(count):
             query = document.draw(rng)

@@ -258,11 +258,11 @@ class Trainer:
         flat = torch.cat([g.flatten() for g in gradients] + [numbers])
         dist.all_reduce(flat)
         flat /= self.s.workers
-        place = 0
+        start = 0
         for gradient in gradients:
-            gradient.copy_(flat[place : place + gradient.numel()].view_as(gradient))
-            place += gradient.numel()
-        *parts, self.spent = flat[place:].tolist()
+            gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
+            start += gradient.numel()
+        *parts, self.spent = flat[start:].tolist()
         return Score(*parts)
 
     def run(self) -> None:

@@ -12,7 +12,7 @@ training can refine them. The architecture is an unchanged Llama.
               this name); the latest label ("age"), and whether its question requests a person
     layer 2   the bag of a name: the mean of the codes of its tokens so far, found by their common
               signature; the signature of the latest name, which identifies a row; the ID of the
-              row; a cell's column: the label in the header after the label of the previous cell
+              row; a cell's column: in the header, the label after the label of the previous cell
     layer 3   the bag of the latest name, for every cell of its row; the cell's column at the token
               that closes the cell; at the end of "who has ...?": the signature of the row with
               this value in this column
@@ -23,10 +23,9 @@ training can refine them. The architecture is an unchanged Llama.
 
 Bags are compared by their squared distance |q - k|^2 = |q|^2 - 2qk + |k|^2, which distinguishes
 names that differ in one token. Signatures are compared in the same way. Attention is causal, so the
-tokens of a name cannot depend on the values after it. But these tokens and all later tokens can
-depend on the tokens before the name, so the signature is a hash of the tokens before. A head that
-finds nothing attends to a sink such as "The " or ": ", which has only the flag for the answer "not
-in the document".
+tokens of a name cannot depend on the values after it. So its signature is a hash of the tokens
+before it. A head that finds nothing attends to a sink such as "The " or ": ", which has only the
+flag for the answer "not in the document".
 
 A key of a list ("door code: 4711") is a name whose values have no column. In an answer ("The door
 code is"), a value follows "is"; in a question ("what is"), a name follows it. The latest "The "
@@ -43,9 +42,9 @@ from reading import ADDRESS, COUNTRY, ID, NUMBER, SIGN, Reading, part
 from torch import Tensor
 
 SURE = 36.0  # score of an equal column
-SLACK = 13.0  # the sink wins if a match scores less than a full match by more than this
+SLACK = 13.0  # the sink wins over matches that score this much less than a full match
 OFF = 150.0  # changes a sink's score so much that the sink always or never wins
-LOUDLY = 6.0  # strength of an answer, relative to the code of the token at which it is output
+OUTPUT_GAIN = 6.0  # strength of an answer, relative to the code of the token at which it is output
 APART = 400.0  # score per squared distance of bags
 STEPS = (30.0, 26.0, 22.0)  # scores of equal previous tokens, the last one first
 
@@ -165,7 +164,7 @@ class Wiring(Reading):
                       ROWSQUARE=APART),
         ])  # fmt: skip
         wire.values(4, 0, torch.cat([at.rows("CODE"), at.rows("SINK")]))
-        wire.write(4, 0, 0, LOUDLY * at.rows("CODE"))
+        wire.write(4, 0, 0, OUTPUT_GAIN * at.rows("CODE"))
         wire.write(4, 0, CODE, at.rows("NOTHING"))
         wire.latest(4, 3, 1, {"ENDS": 1.0})
         wire.match(4, 2, 1, [
@@ -178,24 +177,24 @@ class Wiring(Reading):
         wire.write(4, 2, 0, torch.cat([at.rows("FOUND"), at.rows("NOID")]))
         into = ("WHOM", "WHOMSQUARE", "NOBODY")
         wire.write(4, 3, NUMBER + 1, torch.cat([at.rows(name) for name in into]))
-        self.say()
+        self.output_ids()
 
-    def spoken(self, *texts: str) -> Tensor:
+    def output_rows(self, *texts: str) -> Tensor:
         """Return the rows `[len(texts), width]` that output these tokens."""
         tokens = [self.tokenizer.encode(t, add_special_tokens=False).ids[0] for t in texts]
         rows = torch.zeros(len(texts), self.at.width)
-        rows[:, self.at.places["CODE"]] = LOUDLY * self.out[tokens][:, self.at.places["CODE"]]
+        rows[:, self.at.slices["CODE"]] = OUTPUT_GAIN * self.out[tokens][:, self.at.slices["CODE"]]
         return rows
 
-    def say(self) -> None:
+    def output_ids(self) -> None:
         """Output the digits of an ID one by one, and "not in the document" (layer 4)."""
         at, wire = self.at, self.wire
-        digits, one = self.spoken(*map(str, range(MATCH))), self.at.forms({"ONE": 1.0})
-        end = self.spoken(data.END)
+        digits, one = self.output_rows(*map(str, range(MATCH))), self.at.forms({"ONE": 1.0})
+        end = self.output_rows(data.END)
         asked = {f"COLUMN.{ID}": 1.0, "BACKWARDS": -1.0, "INNAME": -1.0, "ONE": -1.5}
-        for place, state in enumerate(("STATE", "STATE1", "STATE2")):
-            read = [part("FOUND", MATCH * place, MATCH, at)]
-            read += [part("FOUND", 3 * MATCH + place - 1, 1, at)] if place else []
+        for index, state in enumerate(("STATE", "STATE1", "STATE2")):
+            read = [part("FOUND", MATCH * index, MATCH, at)]
+            read += [part("FOUND", 3 * MATCH + index - 1, 1, at)] if index else []
             write = [digits, end][: len(read)]
             wire.neurons(4, asked | {state: 1.0}, torch.cat(read), torch.cat(write))
         found = asked | {"STATE3": 1.0, "NOT2": -1.0}
@@ -203,14 +202,14 @@ class Wiring(Reading):
         nothing = {"STATE": 1.0, "NOTHING": 1.0, "NOID": 1.0, "BACKWARDS": -1.0, "ONE": -2.5}
         nobody = {"STATE": 1.0, "BACKWARDS": 1.0, "NOBODY": 1.0, "ONE": -2.5}
         for where in (nothing, nobody):
-            wire.neurons(4, where, one, self.spoken("not "))
+            wire.neurons(4, where, one, self.output_rows("not "))
         for flag, text in (
             ("NOT", "in "),
             ("NOT1", "the "),
             ("NOT2", "document"),
             ("NOT3", data.END),
         ):
-            wire.neurons(4, {flag: 1.0, "ONE": -0.5}, one, self.spoken(text))
+            wire.neurons(4, {flag: 1.0, "ONE": -0.5}, one, self.output_rows(text))
 
     def name_of_row(self) -> None:
         """Wire look-ups of a person (layer 5)."""
@@ -223,11 +222,11 @@ class Wiring(Reading):
                       SAYING=-OFF, WHOMSQUARE=20.0, NOBODY=OFF),
         ])  # fmt: skip
         wire.values(5, 0, torch.cat([at.rows("CODE"), at.rows("SINK")]))
-        wire.write(5, 0, 0, LOUDLY * at.rows("CODE"))
+        wire.write(5, 0, 0, OUTPUT_GAIN * at.rows("CODE"))
         wire.write(5, 0, CODE, at.rows("NAMEEND"))
-        said = {"NAMEEND": 1.0, "BACKWARDS": 1.0, "SAYING": 1.0, "INSTATE": 1.0, "STATE": -1.0}
-        said |= {"NOBODY": -1.0, "ONE": -3.5}
-        wire.neurons(5, said, self.one(ONE=1.0), self.spoken(data.END))
+        condition = {"NAMEEND": 1.0, "BACKWARDS": 1.0, "SAYING": 1.0, "INSTATE": 1.0, "STATE": -1.0}
+        condition |= {"NOBODY": -1.0, "ONE": -3.5}
+        wire.neurons(5, condition, self.one(ONE=1.0), self.output_rows(data.END))
         self.repeat_name()
 
     def repeat_name(self) -> None:
@@ -245,7 +244,7 @@ class Wiring(Reading):
             self.sink(SURE + sum(STEPS) - SLACK - 8.0 + 3 * OFF, INNAME=-3 * OFF, SINK=OFF),
         ])  # fmt: skip
         wire.values(5, 1, torch.cat([at.rows("CODE"), at.rows("SINK")]))
-        wire.write(5, 2, 0, LOUDLY * at.rows("CODE"))
+        wire.write(5, 2, 0, OUTPUT_GAIN * at.rows("CODE"))
         wire.write(5, 2, CODE, at.rows("NONAME"))
         self.after_name()
         self.lead_to_answer()
@@ -253,16 +252,16 @@ class Wiring(Reading):
     def after_name(self) -> None:
         """Output " is " after a name, and " of " after the label of "Bob's shoe size" (layer 5)."""
         one, words = self.one(ONE=1.0), (" is ", " of ", "is ", "of ")
-        spoken = dict(zip(words, self.spoken(*words)[:, None], strict=True))
+        rows = dict(zip(words, self.output_rows(*words)[:, None], strict=True))
         for space, spaced in ((" ", -1.0), ("", 1.0)):
             after = {"PART": 1.0, "NONAME": 1.0, "SPACED": spaced, "ONE": -2 - spaced / 2}
-            self.wire.neurons(5, after, one, spoken[f"{space}is "])
-            of = spoken[f"{space}of "] - spoken[f"{space}is "]
+            self.wire.neurons(5, after, one, rows[f"{space}is "])
+            of = rows[f"{space}of "] - rows[f"{space}is "]
             label = {"INTHE": 1.0, "ASKEDHIS": 1.0, "ONE": after["ONE"] - 2}
             self.wire.neurons(5, after | label, one, of)
 
     def lead_to_answer(self) -> None:
-        """Output "The", the requested label (by the word of its column), "of" (layer 5)."""
+        """Output "The", the label of the requested column, and "of" (layer 5)."""
         at, wire, one = self.at, self.wire, self.at.forms({"ONE": 1.0})
         wire.latest(5, 1, 0, {"LABELWORD": 1.0})
         attention = wire.layers[5].self_attn
@@ -270,13 +269,13 @@ class Wiring(Reading):
         sink = attention.k_proj.weight[hop] @ at.form({"SINK": 1.0})
         away = at.form({"ONE": 2 * SOUGHT, "SAYS": -2 * SOUGHT})
         attention.q_proj.weight[spare] += (sink / sink.norm() ** 2)[:, None] * away * wire.size**0.5
-        wire.write(5, 1, 0, LOUDLY * at.rows("CODE"))
-        self.wire.neurons(5, {"REPLIES": 1.0, "ONE": -0.5}, one, self.spoken("The "))
+        wire.write(5, 1, 0, OUTPUT_GAIN * at.rows("CODE"))
+        self.wire.neurons(5, {"REPLIES": 1.0, "ONE": -0.5}, one, self.output_rows("The "))
         for kind, label in enumerate(data.LABELS.values()):
-            said = {f"ASKED.{kind}": 1.0, "SAYS": 1.0, "ASKEDBACK": -1.0, "ONE": -1.5}
-            self.wire.neurons(5, said, one, 2 * self.spoken(label + " "))
+            named = {f"ASKED.{kind}": 1.0, "SAYS": 1.0, "ASKEDBACK": -1.0, "ONE": -1.5}
+            self.wire.neurons(5, named, one, 2 * self.output_rows(label + " "))
             asked = {f"ASKS.{kind}": 1.0, "SAYS1": 1.0, "ONE": -1.5}
-            self.wire.neurons(5, asked, one, self.spoken("of "))
+            self.wire.neurons(5, asked, one, self.output_rows("of "))
         who = {"ASKEDBACK": 1.0, "SAYS": 1.0, "ONE": -1.5}
-        self.wire.neurons(5, who, one, 2 * self.spoken("person "))
-        self.wire.neurons(5, {"PERSON": 1, "SAYS1": 1, "ONE": -1.5}, one, self.spoken("is "))
+        self.wire.neurons(5, who, one, 2 * self.output_rows("person "))
+        self.wire.neurons(5, {"PERSON": 1, "SAYS1": 1, "ONE": -1.5}, one, self.output_rows("is "))

@@ -172,10 +172,10 @@ def test_an_evicted_prompt_says_so(client: httpx.Client) -> None:
     assert advice["memory"]["more_blocks"] > 0 and advice["memory"]["more_bytes"] > 0
     assert advice["memory"]["tokens_saved"] == advice["memory"]["tokens_computed_again"] > 0
     again = advice["memory"]["tokens_computed_again"]
-    [regretted] = re.findall(
-        r"headstart:regretted_tokens_total{.*} (.*)", client.get("/metrics").text
+    [recomputed] = re.findall(
+        r"headstart:recomputed_evicted_tokens_total{.*} (.*)", client.get("/metrics").text
     )
-    assert float(regretted) >= again
+    assert float(recomputed) >= again
 
 
 def test_advice_names_the_fork_that_costs_most(client: httpx.Client) -> None:

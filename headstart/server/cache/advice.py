@@ -53,10 +53,10 @@ class Adviser:
             text += f"{closest.num_common:,} of {len(tokens):,} tokens"
             if closest.num_common < len(tokens):
                 difference = self._difference(tokens, closest)
-            num_lost = closest.num_lost(missed.position, missed, now)
-            if num_lost >= self._block_size:
+            num_evicted = closest.num_evicted_tokens(missed.position, missed, now)
+            if num_evicted >= self._block_size:
                 missed = MissExplanation(MissReason.EVICTED, missed.position)
-                text += f"; {num_lost:,} of these tokens were evicted since then"
+                text += f"; {num_evicted:,} of these tokens were evicted since then"
             elif difference.looks_like not in (None, ENDS):
                 text += f"; the difference looks like {difference.looks_like}"
             text = f"{missed}; {text}"
@@ -109,7 +109,7 @@ class Adviser:
                 closest = prompt.closest
                 if closest is None or not prompt.num_repeated:
                     continue
-                if prompt.num_lost < self._block_size:
+                if prompt.num_evicted_tokens < self._block_size:
                     head = prompt.tokens[: self._word_start(prompt.tokens, closest.num_common)]
                     by_head[tenant, prompt.namespace.adapter, head.tobytes()].append(prompt)
         # A cause that occurred once is reported only if no cause occurred twice.
@@ -360,7 +360,7 @@ def _reuse_distances(
     last_dropped: float,
     block_size: int,
 ) -> Iterator[tuple[int, int]]:
-    """Yield the reuse distance in blocks and the lost tokens of each sample's evicted prefix.
+    """Yield the reuse distance in blocks and the evicted tokens of each sample's evicted prefix.
 
     The reuse distance is the number of other blocks that were used between two uses of a prefix,
     plus the prefix's blocks. An LRU pool of this size would not have evicted the prefix.
@@ -377,7 +377,7 @@ def _reuse_distances(
             prefix = last_used[numbers[: prompt.closest.num_common // block_size]]
             if prefix[-1] > last_dropped:
                 since = np.count_nonzero(last_used > prefix[-1])
-                yield int(since + np.count_nonzero(prefix <= prefix[-1])), prompt.num_lost
+                yield int(since + np.count_nonzero(prefix <= prefix[-1])), prompt.num_evicted_tokens
         last_used[numbers] = np.maximum(last_used[numbers], prompt.ended)
 
 
@@ -390,20 +390,20 @@ def advise_memory(
     if no known reuse distance is larger than the pool. A distance is unknown if the earlier use
     ended before `last_dropped`.
     """
-    evicted = [prompt for prompt in prompts if prompt.num_lost >= pool.block_size]
+    evicted = [prompt for prompt in prompts if prompt.num_evicted_tokens >= pool.block_size]
     samples = evicted[:: -(-len(evicted) // _MOST_SAMPLES) or 1]
     more_blocks = saved = None
     if samples:
         all_distances = _reuse_distances(prompts, samples, last_dropped, pool.block_size)
         distances = sorted(entry for entry in all_distances if entry[0] > pool.num_blocks)
         if distances:
-            sums = np.cumsum([lost for _, lost in distances])
+            sums = np.cumsum([tokens for _, tokens in distances])
             index = int(np.searchsorted(sums, _SHARE * sums[-1]))
             more_blocks = distances[index][0] - pool.num_blocks
             saved = int(sums[index]) * len(evicted) // len(samples)
     return {
         "evicted_prompts": len(evicted),
-        "tokens_computed_again": sum(prompt.num_lost for prompt in evicted),
+        "tokens_computed_again": sum(prompt.num_evicted_tokens for prompt in evicted),
         "more_blocks": more_blocks,
         "more_bytes": more_blocks * pool.bytes_per_block if more_blocks is not None else None,
         "tokens_saved": saved,

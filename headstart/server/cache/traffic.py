@@ -66,11 +66,11 @@ class PastPrompt:
     ended: float
 
     @property
-    def num_lost(self) -> int:
+    def num_evicted_tokens(self) -> int:
         """Return how many of the tokens shared with the closest prompt were evicted."""
         if self.closest is None:
             return 0
-        return self.closest.num_lost(self.num_cached, self.missed, self.times.looked_up)
+        return self.closest.num_evicted_tokens(self.num_cached, self.missed, self.times.looked_up)
 
 
 class Closest(NamedTuple):
@@ -79,7 +79,9 @@ class Closest(NamedTuple):
     prompt: PastPrompt
     num_common: int
 
-    def num_lost(self, num_cached: int, missed: MissExplanation | None, looked_up: float) -> int:
+    def num_evicted_tokens(
+        self, num_cached: int, missed: MissExplanation | None, looked_up: float
+    ) -> int:
         """Return how many of the common tokens were evicted: all beyond `num_cached`, or none.
 
         The cache remembers only some evictions. For other evicted prefixes it reports another

@@ -39,7 +39,10 @@ _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 1310
 _COUNTERS = {
     "prompt": ("vllm:prompt_tokens", "Prompt tokens of ended requests"),
     "cached": ("headstart:cached_prompt_tokens", "Cached prompt tokens of ended requests"),
-    "regretted": ("headstart:regretted_tokens", "Prompt tokens computed again after eviction"),
+    "evicted": (
+        "headstart:recomputed_evicted_tokens",
+        "Prompt tokens computed again after eviction",
+    ),
     "generated": ("vllm:generation_tokens", "Generated tokens of ended requests"),
 }
 _TIMES = {
@@ -137,15 +140,15 @@ class Metrics(_Registry):
             self.count(self._ends, reason, 0)
 
     def finished(
-        self, request: RequestGroup, output: RequestOutput, age: float | None, num_regretted: int
+        self, request: RequestGroup, output: RequestOutput, age: float | None, num_evicted: int
     ) -> None:
         """Count an answered request.
 
-        age: seconds since the arrival of the prompt that the request hit, or None. num_regretted:
+        age: seconds since the arrival of the prompt that the request hit, or None. num_evicted:
         computed tokens that had been cached and were evicted.
         """
         self._count(request)
-        self._counters["regretted"].inc(num_regretted)
+        self._counters["evicted"].inc(num_evicted)
         self._tokens["prompt"].observe(len(output.prompt_token_ids))
         for answer in output.outputs:
             self.count(self._ends, str(answer.finish_reason))
@@ -284,7 +287,7 @@ class Watch:
             return
         metrics, missed = output.metrics, output.why_missed
         num_generated = sum(len(answer.token_ids) for answer in output.outputs)
-        age, num_lost = None, 0
+        age, num_evicted = None, 0
         if request.params.is_stored:
             arrived = time.monotonic() - end + (metrics.total or 0.0)  # seconds ago
             looked_up = arrived - (metrics.queue or 0.0)
@@ -298,10 +301,10 @@ class Watch:
                 Times(arrived, looked_up, computed),
                 num_generated,
             )
-            num_lost = prompt.num_lost
+            num_evicted = prompt.num_evicted_tokens
             if prompt.num_cached and prompt.closest is not None:
                 age = prompt.times.arrived - prompt.closest.prompt.times.arrived
-        self.metrics.finished(request, output, age, num_lost)
+        self.metrics.finished(request, output, age, num_evicted)
         self._recent.append(
             {
                 "id": output.request_id,

@@ -55,9 +55,9 @@ def test_the_closest_of_the_last_prompts_is_found(
         assert found.num_common == count_common(np.array(prompt), found.prompt.tokens)
 
 
-@pytest.mark.parametrize("waited, num_lost", [(4.0, 0), (2.5, 0), (1.5, 6), (0.0, 6)])
+@pytest.mark.parametrize("waited, num_evicted", [(4.0, 0), (2.5, 0), (1.5, 6), (0.0, 6)])
 def test_what_was_looked_up_before_it_was_computed_was_not_evicted(
-    waited: float, num_lost: int
+    waited: float, num_evicted: int
 ) -> None:
     """The page showed an eviction in an empty pool for two requests with one document."""
     now = 10.0
@@ -67,7 +67,7 @@ def test_what_was_looked_up_before_it_was_computed_was_not_evicted(
     tokens = [1, 2, 3, 4, 5, 6, 8]
     seen = traffic.add("second", PLAIN, tokens, 0, MISSED, Times(waited + 1, waited, 0.0))
     assert seen.closest is not None and seen.closest.num_common == 6
-    assert seen.num_lost == num_lost
+    assert seen.num_evicted_tokens == num_evicted
 
 
 def test_what_the_cache_says_was_evicted_was() -> None:
@@ -76,7 +76,8 @@ def test_what_the_cache_says_was_evicted_was() -> None:
     traffic.add("first", PLAIN, [1, 2, 3, 4, 5, 6, 7], 0, MISSED, Times(5.0, 4.0, 1.0))
     evicted = MissExplanation(MissReason.EVICTED, 0)
     tokens = [1, 2, 3, 4, 5, 6, 8]
-    assert traffic.add("second", PLAIN, tokens, 0, evicted, Times(4.0, 3.0, 0.0)).num_lost == 6
+    seen = traffic.add("second", PLAIN, tokens, 0, evicted, Times(4.0, 3.0, 0.0))
+    assert seen.num_evicted_tokens == 6
 
 
 @pytest.mark.parametrize("reason", MissReason)

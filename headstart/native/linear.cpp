@@ -50,12 +50,12 @@ void tile(const uint32_t* rows, const uint32_t* panel, int64_t pairs, float* sum
         rows += TALL;
         panel += PANEL;
     };
-    const int64_t own = FETCH == 2 ? std::max<int64_t>(pairs - AHEAD, 0) : 0;
+    const int64_t panel_fetches = FETCH == 2 ? std::max<int64_t>(pairs - AHEAD, 0) : 0;
 #pragma GCC unroll 4
-    for (int64_t k = 0; k < own; k++) step();
+    for (int64_t k = 0; k < panel_fetches; k++) step();
     fetch = next;
 #pragma GCC unroll 4
-    for (int64_t k = own; k < pairs; k++) step();
+    for (int64_t k = panel_fetches; k < pairs; k++) step();
     for (int r = 0; r < TALL; r++)
         for (int h = 0; h < 2; h++)
             _mm512_store_si512(sums + r * PANEL + 16 * h, reinterpret_cast<__m512i>(c[r][h]));

@@ -121,7 +121,7 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
         const int64_t row0 = start(block), count = start(block + 1) - row0;
         const int64_t tiles = (count + kind.tallest - 1) / kind.tallest;
         // For one row, which needs little arithmetic, the hardware prefetcher is fastest.
-        const int alone = count == 1 ? 0 : 2;
+        const int single_fetch = count == 1 ? 0 : 2;
         const auto edge = [&](int64_t tile) { return count * tile / tiles; };
         for (int64_t t = 0; t < tiles && ready != block; t++) {
             const int tall = static_cast<int>(edge(t + 1) - edge(t));
@@ -154,7 +154,7 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
                     for (int64_t t = 0; t < tiles; t++) {
                         const int tall = static_cast<int>(edge(t + 1) - edge(t));
                         const int fetch = weights.weight->kind < BF16 ? 0
-                                          : tiles == 1                ? alone
+                                          : tiles == 1                ? single_fetch
                                                                       : t < 2;
                         kind.multiply(packed + count * k + edge(t) * some, tall, range, some,
                                       target + edge(t) * PANEL, k > 0,

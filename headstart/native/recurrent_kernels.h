@@ -220,7 +220,7 @@ struct DeltaBlock {
 
     float* state;  // [key_dim, WIDTH]
     int64_t key_dim;
-    Floats found[VECTORS];  // product of the next token's key and the state
+    Floats key_product[VECTORS];  // the next token's key times the state
 
     // Separate sums over even and odd rows, so that additions need not wait for each other.
     struct Sums {
@@ -247,7 +247,7 @@ struct DeltaBlock {
     }
 
     // Reads the first `count` columns of [key_dim, stride] (zeros if `from` is null), and sets
-    // `found` for a token. Prefetches a block at `following`.
+    // `key_product` for a token. Prefetches a block at `following`.
     void read(const float* from, int64_t stride, int64_t count, const float* key,
               const float* following) {
         Sums sums;
@@ -270,7 +270,7 @@ struct DeltaBlock {
             each_row([&](int64_t r, auto part) { copy(r, part, std::true_type()); });
         else
             each_row([&](int64_t r, auto part) { copy(r, part, std::false_type()); });
-        sums.total(found);
+        sums.total(key_product);
     }
 
     void write(float* to, int64_t stride, int64_t count) const {
@@ -281,7 +281,7 @@ struct DeltaBlock {
     }
 
     // Computes one token: the state decays, and the outer product of `key` and `written` is added.
-    // out [WIDTH] is the product of `query` and the state. With MORE, sets `found` for `next`.
+    // out [WIDTH] = `query` times the state. With MORE, sets `key_product` for `next`.
     template <bool MORE>
     void step(float decay, const Floats* written, const float* key, const float* query,
               const float* next, float* out) {
@@ -303,7 +303,7 @@ struct DeltaBlock {
         Floats sums[VECTORS];
         returned.total(sums);
         for (int c = 0; c < VECTORS; c++) Kind::store(out + c * LANES, sums[c]);
-        if constexpr (MORE) following.total(found);
+        if constexpr (MORE) following.total(key_product);
     }
 };
 
@@ -404,7 +404,7 @@ class DeltaHead {
             float* out = out_ + t * value_width_ + column;
             typename Kind::Floats written[Block::VECTORS];
             for (int c = 0; c < Block::VECTORS; c++) {
-                const auto missing = Kind::fnmadd(Kind::set(decay_[t]), block.found[c],
+                const auto missing = Kind::fnmadd(Kind::set(decay_[t]), block.key_product[c],
                                                   Kind::load(value + c * LANES));
                 written[c] = Kind::multiply(Kind::set(beta_[t]), missing);
             }

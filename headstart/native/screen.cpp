@@ -28,17 +28,18 @@ void quantize(const uint32_t* pairs, const Screen& screen, int64_t panel, int ha
         boundless |= _mm512_cmp_ps_mask(w, _mm512_set1_ps(LARGE), _CMP_NLE_UQ);
         most = _mm512_max_ps(most, w);
     }
-    const __mmask16 kept = _mm512_cmp_ps_mask(most, _mm512_set1_ps(SMALL), _CMP_GE_OQ) & ~boundless;
+    const __mmask16 nonzero =
+        _mm512_cmp_ps_mask(most, _mm512_set1_ps(SMALL), _CMP_GE_OQ) & ~boundless;
     const __m512 full = _mm512_set1_ps(127.0f);
-    const __m512 scale = _mm512_maskz_div_ps(kept, most, full);
-    const __m512 inverse = _mm512_maskz_div_ps(kept, full, most);
+    const __m512 scale = _mm512_maskz_div_ps(nonzero, most, full);
+    const __m512 inverse = _mm512_maskz_div_ps(nonzero, full, most);
     __m512 squares = _mm512_setzero_ps(), errors = _mm512_setzero_ps();
     uint8_t* out = screen.panel(panel) + 64 * half;
     for (int64_t q = 0; q < screen.quads(); q++) {
         __m512i four = _mm512_setzero_si512();
         for (int i = 3; i >= 0; i--) {
             const __m512 w = weights(pairs, screen.inputs, 4 * q + i);
-            const __m512i integer = _mm512_maskz_cvtps_epi32(kept, w * inverse);
+            const __m512i integer = _mm512_maskz_cvtps_epi32(nonzero, w * inverse);
             const __m512 error = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(integer), scale, w);
             squares = _mm512_fmadd_ps(w, w, squares);
             errors = _mm512_fmadd_ps(error, error, errors);

@@ -47,12 +47,12 @@ inline float largest_lane(__m256 x) {
 // True if a number is infinite or NaN: its exponent is all ones.
 inline bool has_nonfinite(const float* row, int dim) {
     const __m256i exponent = _mm256_set1_epi32(0x7f800000);
-    __m256i found = _mm256_setzero_si256();
+    __m256i nonfinite = _mm256_setzero_si256();
     for (int d = 0; d < dim; d += LANES) {
         const __m256i bits = _mm256_castps_si256(load(row + d, dim - d)) & exponent;
-        found |= _mm256_cmpeq_epi32(bits, exponent);
+        nonfinite |= _mm256_cmpeq_epi32(bits, exponent);
     }
-    return _mm256_testz_si256(found, found) == 0;
+    return _mm256_testz_si256(nonfinite, nonfinite) == 0;
 }
 
 // Transposes the 8 x 8 matrix in r.

@@ -23,10 +23,10 @@ void attend_few(const Rows<bf16>& rows, const Chunk* next);
 // True if a number is infinite or NaN: its exponent is all ones.
 inline bool has_nonfinite(const bf16* row, int dim) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    __mmask32 found = 0;
+    __mmask32 nonfinite = 0;
     for (int d = 0; d < dim; d += 32)
-        found |= _mm512_cmpeq_epi16_mask(load_pairs(row + d, dim - d) & exponent, exponent);
-    return found != 0;
+        nonfinite |= _mm512_cmpeq_epi16_mask(load_pairs(row + d, dim - d) & exponent, exponent);
+    return nonfinite != 0;
 }
 
 constexpr Constant<bf16> NAN_KEY(0x7fc0);

@@ -44,9 +44,9 @@ struct alignas(64) ChunkState : Softmax<CHUNK, Avx2, Stored> {
 // address of a thread-local object in inner loops.
 template <class Stored>
 ChunkState<Stored>& chunk_state() {
-    static thread_local const std::unique_ptr<ChunkState<Stored>> made =
+    static thread_local const std::unique_ptr<ChunkState<Stored>> state =
         std::make_unique<ChunkState<Stored>>();
-    return *made;
+    return *state;
 }
 
 template <class Stored>

@@ -38,10 +38,10 @@ inline bool write_int8_row(int8_t* to, float* scale, const float* from, int dim)
         return !is_finite;
     }
     for (int d = 0; d < dim; d += LANES) {
-        const __m256i found =
+        const __m256i integers =
             _mm256_cvtps_epi32(_mm256_div_ps(load(from + d, dim - d), _mm256_set1_ps(step)));
-        const __m128i words =
-            _mm_packs_epi32(_mm256_castsi256_si128(found), _mm256_extracti128_si256(found, 1));
+        const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(integers),
+                                              _mm256_extracti128_si256(integers, 1));
         const int64_t bytes = _mm_cvtsi128_si64(_mm_packs_epi16(words, words));
         std::memcpy(to + d, &bytes, std::min(LANES, dim - d));
     }

@@ -20,18 +20,18 @@ template <class Kernel, class Number, class Stored>
 void write_rows(const AttentionStep& step, const Call<Number, Stored>& call, int from, int to) {
     const auto scale = [](float* scales, int64_t at) { return scales ? scales + at : nullptr; };
     for (int64_t token = from; token < to; ++token) {
-        bool found = false;
+        bool has_nonfinite = false;
         for (int64_t head = 0; head < call.kv_heads; ++head) {
             const int64_t at = step.slots[token] * call.kv_heads + head;
-            found |= Kernel::write_row(
+            has_nonfinite |= Kernel::write_row(
                 call.keys + at * call.key_dim, scale(call.key_scales, at),
                 call.key + token * call.key_strides[0] + head * call.key_strides[1], call.key_dim);
-            found |= Kernel::write_row(
+            has_nonfinite |= Kernel::write_row(
                 call.values + at * call.value_dim, scale(call.value_scales, at),
                 call.value + token * call.value_strides[0] + head * call.value_strides[1],
                 call.value_dim);
         }
-        if (found) step.nonfinite[token] = 1;
+        if (has_nonfinite) step.nonfinite[token] = 1;
     }
 }
 

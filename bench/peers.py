@@ -1,4 +1,4 @@
-"""headstart compared with other engines: the loads of `cpu.py`, in turns, in one run.
+"""headstart compared with other engines: the loads of `cpu.py`, interleaved in one run.
 
     python bench/peers.py [--threads 1] [--loads 1,2,3,4,ready] [--rounds 3] [--venvs build/peers]
                           [--weights auto|int8|int4] [--shape qwen3.5-0.8b] [--cpu-clock]

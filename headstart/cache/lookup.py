@@ -54,8 +54,8 @@ class ComputedBlocks(NamedTuple):
 
     known_tokens: the number of tokens with cached K/V. For a model with recurrent layers or sliding
     windows, the sequence resumes at `num_tokens`, and `known_tokens` and `blocks` may reach
-    further. state: the checkpoint at `num_tokens`, for recurrent layers. is_fork: True if the
-    prompt forks at `known_tokens`: no request is computing the next block.
+    further. state: the checkpoint at `num_tokens`, for recurrent layers. is_fork: True if no
+    request is computing the next block, so the prompt forks at `known_tokens`.
     """
 
     sequence: TokenSequence

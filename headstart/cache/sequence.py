@@ -207,7 +207,7 @@ class TokenSequence:
         return add_salt(key, salt) if salt and 0 < index <= self.num_public else key
 
     def cut_partial(self, stop: int, block_size: int) -> BlockKey:
-        """Return the key of the tokens between the last block border before `stop` and `stop`.
+        """Return the key of the tokens from the last block border before `stop` to `stop`.
 
         A partial block is never public. So if it is the first block, its root is `namespace`, which
         may differ from `root`.

@@ -15,7 +15,7 @@ MAX_DRAFT = 15  # tokens
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _COUNTS = Number(int, 1)
-_THREADS = Number(int, 1, 1024)  # with far more, the process cannot start them and aborts
+_THREADS = Number(int, 1, 1024)  # far more threads cannot be started, and the process aborts
 _SHARES = Number(float, 0, 1, above_low=True)
 _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 _WEIGHTS = OneOf(("auto", "int8", "int5", "int4"))

@@ -137,7 +137,7 @@ class BadWords(TokenMask):
     """A ban of words, given as token ids.
 
     When the answer ends with all tokens of a word but the last, the last token is banned. As in
-    vLLM, a word is tokenized at the beginning of a string and after a space; other tokens may still
+    vLLM, a word is tokenized at the beginning of a string and after a space. Other tokens may still
     spell the word. Words are looked up by their second to last token, so a step checks only a few.
     """
 

@@ -29,7 +29,7 @@ _IDLE = "vllm:kv_block_idle_before_evict_seconds"
 MEANINGS: Mapping[str, str] = {
     "vllm:prefix_cache_queries": "Prompt tokens looked up in the cache",
     "vllm:prefix_cache_hits": "Prompt tokens found cached",
-    "vllm:num_preemptions": "Times that a running request gave its blocks to another",
+    "vllm:num_preemptions": "Times that a running request was preempted",
     "vllm:spec_decode_num_drafts": "Drafts that were verified",
     "vllm:spec_decode_num_draft_tokens": "Drafted tokens that were verified",
     "vllm:spec_decode_num_accepted_tokens": "Drafted tokens that were accepted",

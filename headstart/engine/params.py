@@ -23,7 +23,7 @@ MAX_BAD_WORDS = 1024
 MAX_LOGPROBS = 1000
 MAX_ANSWERS = 64
 MAX_STOPS = 1024
-MAX_STOP_CHARACTERS = 2**14  # of all stop strings; the text is searched for them at each token
+MAX_STOP_CHARACTERS = 2**14  # of all stop strings, which are searched for at each token
 _MIN_TEMPERATURE = 1e-5
 
 SEEDS = Number(int, -(2**63), 2**63 - 1)
@@ -120,7 +120,7 @@ class SamplingParams:
     for the prompt. Without a seed, a request takes the engine's next seed. With
     skip_storing_prefix_cache, a request reads the cache, and no other request hits its blocks. With
     similar_images, an image may be replaced by a similar image of an earlier request. Both requests
-    must set the field and have the same cache salt; `images` of the output reports the replacement.
+    must set the field and have the same cache salt. The output's `images` reports the replacement.
     prediction, a string or token ids, is the answer that the caller expects. Drafts are taken from
     it, and the answer is the same without it.
 

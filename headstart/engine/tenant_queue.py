@@ -29,7 +29,7 @@ class _Job(NamedTuple):
                 result = self.call()
             except BaseException as error:  # the caller handles it
                 self.future.set_exception(error)
-                del self  # breaks a cycle of error and job, which holds the arguments
+                del self  # breaks the reference cycle of error and job, so that arguments are freed
             else:
                 self.future.set_result(result)
 

@@ -21,7 +21,7 @@ class Drafter(Protocol):
 
 
 class TreeDrafter:
-    """Drafter of the tokens that followed the same tokens in an earlier request of the tenant."""
+    """Drafter of the tokens after the same prefix in an earlier request of the tenant."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager

@@ -220,8 +220,8 @@ class Load:
     K/V the pool has; more than `start` if the pool has K/V beyond its deepest state. next: index of
     the block that is written to the pool next. written: the tiers of the blocks written so far.
     state_tier: the tier of the state that was written to the pool. sequence: holds the blocks; None
-    before anything has arrived. requests: the requests that wait for the load. lacks_space: the
-    free blocks do not suffice for its request.
+    before anything has arrived. requests: the requests that wait for the load. lacks_space: too few
+    blocks are free for `request`.
     """
 
     def __init__(self, request: Request, key: BlockHash, computed: ComputedBlocks, job: LoadJob):

@@ -28,7 +28,7 @@ _QUEUE_SHARE = 4  # a queue's limit is the pool's bytes divided by this, within 
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
 _LAST_SAVES = 10.0  # seconds that `close` may take, and that `clear` waits for a save
 _TRY_AGAIN = 16  # one of 16 loads that seem too slow is made, to measure the rate
-_SLOWEST = 16.0  # tokens per second that computing is assumed to reach before it is measured
+_SLOWEST = 16.0  # compute rate that is assumed until it is measured, in tokens per second
 _OVERHEAD = 0.002  # seconds of a load, besides the time for its bytes
 
 

@@ -7,10 +7,10 @@ Eight requests decode in one batch, then eight prompts of 256 tokens are compute
 variants: an engine without adapters, an engine with eight loaded adapters of which none is used,
 one adapter for all requests, and eight different adapters. Steps of the variants are interleaved,
 so that other load on the machine affects all alike. Figures are medians. Limits: unused adapters
-1.02 times no adapters, eight adapters 1.3 times one. An adapter changes every linear layer of the
-decoder. Its cost is reading its matrices (2.5 % of the weights at rank 16) and two small products
-per layer. `--cpu-clock` measures the CPU seconds of the process, for one thread only: other
-processes affect them little. Ends in one JSON line.
+take 1.02 times as long as no adapters; eight adapters take 1.3 times as long as one. An adapter
+changes every linear layer of the decoder. Its cost is reading its matrices (2.5 % of the weights at
+rank 16) and two small products per layer. `--cpu-clock` measures the CPU seconds of the process,
+for one thread only: other processes affect them little. Ends in one JSON line.
 """
 
 import argparse

@@ -80,7 +80,7 @@ def measure(shape: str, threads: int) -> dict[str, list[float]]:
             for llm in engines.values():
                 first_token(llm, 100, rng)  # warm up
             for length in LENGTHS if order[0] else ():
-                progress.print(f"first token behind {length} tokens")
+                progress.print(f"first token after {length} tokens")
                 cold, warm = first_token(engines[True], length, rng)
                 found["cold_s"].append(round(cold, 4))
                 found["warm_s"].append(round(warm, 4))
@@ -88,7 +88,7 @@ def measure(shape: str, threads: int) -> dict[str, list[float]]:
             for llm in engines.values():
                 decode_rate(llm, document, 1, rng)
             for users in SHARERS:
-                progress.print(f"{users} decode, sharing and each for itself")
+                progress.print(f"{users} requests decode, with and without shared attention")
                 for _ in range(TURNS):
                     for share, llm in engines.items():
                         rates[share][users].append(decode_rate(llm, document, users, rng))

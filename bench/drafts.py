@@ -6,10 +6,10 @@
     python bench/drafts.py qwen2.5-0.5b
 
 The model is a chat model, or a shape with random weights, for which only repeated, fresh and
-concurrent requests are meaningful. Both engines answer in turn; each line has the median of the
-ratios of seconds, without to with drafts, the tokens per second, and the tokens per step. With one
-thread the seconds are those of the CPU, which other processes change little. llama.cpp's server
-answers the same chats once for each kind of its n-gram drafts, with that kind's own settings.
+concurrent requests are meaningful. Engines with and without drafts answer alternately. Each line
+has the median speedup, the tokens per second with drafts, and the tokens per step. With one thread,
+CPU time is measured, which other processes change little. llama.cpp's server answers the same chats
+once for each kind of its n-gram drafts, with that kind's own settings.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def format_speed(answers: list[Answer]) -> str:
     speed = median(answer.tokens / answer.seconds for answer in answers)
     tokens = sum(answer.tokens for answer in answers)
     per_step = tokens / (tokens - sum(answer.accepted for answer in answers))
-    return f"{speed:6.1f} tokens a second  {per_step:4.1f} a step"
+    return f"{speed:6.1f} tokens/s  {per_step:4.1f} per step"
 
 
 def run_llama(program: str, model: str, threads: int, load: Load, rounds: int, count: int) -> None:
@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", default="auto", help="of rows, K and V")
+    parser.add_argument("--dtype", default="auto", help="dtype of activations, K and V")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--llama-server", help="llama.cpp's program, to compare with")

@@ -1,4 +1,4 @@
-"""Pairs of screens and scenes; the second picture has an additional small point on an even ground.
+"""Pairs of screens and scenes; the second picture has one more small point on a plain background.
 
 Codecs erase many of these points, so they test how a comparison handles lost details.
 """

@@ -1,8 +1,8 @@
 """Charts, meters, slanted labels, textures and icons, in pairs that differ in one small detail.
 
 No limit of `similar_images` was chosen with these pictures, but 30 of them helped to fix a bug of
-its search. Digits are strokes, bitmap letters or slanted letters. Grounds are gradients, grain and
-weave.
+its search. Digits are strokes, bitmap letters or slanted letters. Backgrounds are gradients, grain
+and weave.
 """
 
 from collections.abc import Callable

@@ -5,7 +5,8 @@
 1 to 128 greedy requests of 512 tokens decode together, with a vocabulary of 32,000. A step consists
 of scheduling, cache, batch assembly and outputs. There is no tokenizer and no text. Limiting
 resource: the interpreter. The figure is the mean CPU time of 64 steps, in which every request fills
-four blocks, and the least of all repeats. Its limit is 150 us plus 5 us per running request.
+four blocks. The lowest mean of all repeats counts. The limit is 150 us plus 5 us per running
+request.
 
 The first figure is for models that return greedy tokens (bfloat16 on compiled kernels). The second
 is for models that return logits, whose maximum the engine computes. With many requests, memory

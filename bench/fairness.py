@@ -187,7 +187,7 @@ def main() -> None:
         f"lost {lost:.1%} (limit {HITS:.0%}), "
         + ", ".join(f"{name} x {ratio:.2f}" for name, ratio in slower.items())
         + f" (limit {TIMES:g} of p99); the clients took {figures['keys_client_cores']:.0%} of a "
-        f"core, and the machine's load is {os.getloadavg()[0]:.1f} on {os.cpu_count()} of them"
+        f"core, and the machine's load is {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
     figures |= {"lost": round(lost, 4), "p99_ratio": round(slower["p99"], 2)}
     figures |= {"load": os.getloadavg()[0]}

@@ -3,9 +3,9 @@
 Token ids are random with fixed seeds; loads 1 to 3 are for the shape of Qwen2.5-0.5B, load 4 for a
 small Llama:
 
-    1  long document: 3,000 tokens, 16 questions of 40 in sequence, 16 output tokens
+    1  long document: 3,000 tokens, 16 questions of 40 tokens in sequence, 16 output tokens
     2  chat: 8 conversations in parallel, 4 turns of 120 tokens with 40 output tokens
-    3  shared prefix: 16 parallel requests on 2,000 cached tokens, 20 own, 64 output tokens
+    3  shared prefix: 16 parallel requests with 2,000 cached, 20 unique and 64 output tokens
     4  overhead: 32 parallel requests of 512 tokens, 256 of them shared, 64 output tokens
 """
 

@@ -10,8 +10,8 @@ each stage; medians. Limiting resource when cold: the prefill of the document. W
 (one step per token in thinker and talker) and the vocoder, which caching hardly affects: it hits
 only if all codes of an answer are equal.
 
-Then the cost of a miss: the share of a cold answer's time in thinker and talker that is spent on
-storing rows and on block identities; at most 2 %. Last, the store is compared with another layout:
+Then the cost of a miss: storing rows and computing block identities may take 2 % of the time of
+thinker and talker in a cold answer. Last, the store is compared with another layout:
 one tensor `[num_blocks * block_size, D]` that mirrors the KV slots, for rows of a large model
 (bf16, D = 3584). Ends in one JSON line.
 """

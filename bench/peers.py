@@ -121,7 +121,7 @@ class Bench:
     peers: list[Peer]
     clock: str
     wrong: set[str] = field(default_factory=set)
-    """Engines that answer otherwise than transformers: timed, but not compared with."""
+    """Engines whose answers differ from those of transformers. They are timed only."""
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def add(self, key: str, peer: Peer, seconds: float) -> None:
@@ -234,7 +234,7 @@ def check(engines: list[Running], shape: str) -> dict[str, float]:
             logits = model(ids, logits_to_keep=chosen.shape[1] + 1).logits[:, :-1]
         below = logits.amax(-1) - logits.gather(-1, chosen[..., None])[..., 0]
         gaps[engine.peer.name] = float((below / logits.std(-1)).max())
-        progress.print(f"{engine.peer.name}: chosen logits {gaps[engine.peer.name]:.3f} below")
+        progress.print(f"{engine.peer.name}: logits up to {gaps[engine.peer.name]:.3f} too low")
     if gaps.get(OURS, 0.0) > GAP and engines[0].peer.weights == "auto":
         raise RuntimeError(f"{OURS}'s answers differ from transformers'")
     return gaps

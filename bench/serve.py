@@ -14,11 +14,11 @@ In each round, one client runs a load eight times, eight clients four times each
 
 Each load runs with the cache and without it. The bare engine (`AsyncLLM` in a process without HTTP)
 gets the same requests; the server may take 1.10 times the engine's time, in the median round. All
-are loaded at the same time and measured in turns, with new prompts in each round, so that other
-load on the machine affects all alike. `--beside` names a virtual environment with vLLM, whose
-server gets the same requests. The limits are 0.8 of its median time to first token, and less than
-its 99th percentile and its total time. Limiting resource for a small model: the interpreter, for
-the engine's steps and for one event per token. Ends in one JSON line.
+measurements are interleaved, with new prompts in each round, so that other load on the machine
+affects all alike. `--beside` names a virtual environment with vLLM, whose server gets the same
+requests. The limits are 0.8 of its median time to first token, and less than its 99th percentile
+and its total time. Limiting resource for a small model: the interpreter, for the engine's steps and
+for one event per token. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -306,8 +306,8 @@ def show(results: dict[str, dict[str, dict[str, float]]]) -> None:
         "hit rate": "hit_rate",
     }
     table = Table(
-        *("load", "", *columns, f"of engine's time (<= {ADDED})"),
-        f"of vLLM's first (<= {FIRST}), p99, time (< 1)",
+        *("load", "", *columns, f"time relative to engine (<= {ADDED})"),
+        f"relative to vLLM: first token (<= {FIRST}), p99, total (< 1)",
     )
     for cell, by_kind in results.items():
         for kind, row in by_kind.items():

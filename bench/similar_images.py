@@ -3,17 +3,17 @@
     python bench/similar_images.py [--pairs 2000] [--only screens|scenes|points]
 
 Look-alikes are pairs of drawn pictures that differ in one small detail. In every second pair, one
-of the pictures is also saved or scaled again, as a copy would be. A third each come from
-`drawn_screens`, with which the limits were chosen, from `drawn_scenes`, with which no limit was
-chosen, and from `drawn_points`. The copies are made of the same pictures, except points.
+of the pictures is also saved or scaled again, as a copy would be. One third comes from each of
+`drawn_screens`, with which the limits were chosen, `drawn_scenes`, with which no limit was chosen,
+and `drawn_points`. The copies are made of the same pictures, except points.
 
 Limits: no look-alike matches, and at least 90 % of the copies match for each kind of copy in
 COPIES. The copies in OTHER_COPIES are measured without a limit.
 
 Pairs whose pixels differ by less than MIN_CHANGE levels of 255 are left out: their detail is not
-visible. A codec may erase the detail. If both pictures of a pair have the same copy in every pixel,
-it is a true copy of the picture without the detail. Such a copy is compared with the other picture
-and counted. No picture is a photograph, and all codecs are Pillow's.
+visible. A codec may erase the detail, so that both pictures of a pair have the same copy. It is
+then compared with the second picture and counted as usual. No picture is a photograph, and all
+codecs are Pillow's.
 """
 
 import argparse

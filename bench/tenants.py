@@ -6,12 +6,12 @@ The prompts are texts, texts after a public prefix that all tenants share, image
 the prefix whose answers are drafted.
 
 A victim sends half of a set of prompts. A prober then sends all of them in random order, and
-guesses which ones the victim has sent: by the time to first token, and by `cached_tokens`; for
-answers by their time, the number of events of their stream, and the accepted tokens. AUC is
-the probability that a sent prompt looks more cached than another one (or less cached, if that is
-larger): 0.5 is a random guess, 1 is certainty. With keys all AUCs must be below 0.55. Without keys
-all tenants share one cache; the AUCs must then be above 0.95, or the attack is too weak. The server
-is a separate process; requests go over a socket.
+guesses which ones the victim has sent. It uses the time to first token and `cached_tokens`; for
+answers, their time, the number of stream events and the accepted tokens. AUC is the probability
+that a random prompt of the victim looks more cached than a random other prompt (or less, if that is
+likelier): 0.5 is a random guess, 1 is certainty. With keys all AUCs must be below 0.55. Without
+keys all tenants share one cache; the AUCs must then be above 0.95, or the attack is too weak. The
+server is a separate process; requests go over a socket.
 
 Limiting factor: the standard error of a random guess, which is printed; for 300 + 300 prompts it is
 0.024. Ends in one JSON line.
@@ -107,13 +107,13 @@ def attack(server: Server, ask: Ask, count: int, progress: Progress) -> dict[str
     """Run an attack; return its AUCs."""
     for tenant, number in (("victim", 10**6), ("prober", 10**6 + 1)):
         ask(server, tenant, number)  # warm up; caches the public prefix
-    for number in progress.track(range(count), description="the victim asks"):
+    for number in progress.track(range(count), description="the victim sends"):
         ask(server, "victim", number)
     order = list(range(2 * count))
     random.Random(0).shuffle(order)
     answers = {
         number: ask(server, "prober", number)
-        for number in progress.track(order, description="the prober asks")
+        for number in progress.track(order, description="the prober sends")
     }
     signs = ANSWER_SIGNS if ask is ask_answer else PROMPT_SIGNS
     values = {by: [sign(answers[n]) for n in range(2 * count)] for by, sign in signs.items()}

@@ -19,9 +19,9 @@ Two figures are limited relative to `plain_read`, the disk's own speed: `cold_re
 checking and the copy into the pool. `cold_disk` has no limit, as it also contains the computation
 of the tokens after the border.
 
-`--beside` names a virtual environment with llama.cpp (`peers.py` explains how to make it). It gets
-the same document and questions in turns, with weights and K/V of 16 bits: computed, restored in a
-new process from its saved sequence, and from memory.
+`--beside` names a virtual environment with llama.cpp (`peers.py` explains how to make it). Its
+measurements are interleaved, with weights and K/V of 16 bits. The document is computed, restored
+from a file in a new process, and then hit in memory.
 
 Other programs distort wall times. So CPU seconds of all threads are printed too (`*_cpu_s`), and
 the time of decoding without the time that the engine's thread waited for a core (`beside_running`).

@@ -4,8 +4,8 @@
 
 For `tiers.py`: reads {"document": ids, "question": ids, "other": ids} and prints the seconds to the
 first token of the document and a question. If the file SAVED does not exist, the document is
-computed and saved there. Otherwise it is restored from the file, and then hit in memory with
-another question.
+computed and saved there. Otherwise it is restored from the file; then another question hits it in
+memory.
 """
 
 import ctypes

@@ -18,7 +18,7 @@ from headstart.cluster.router import POLICIES, Choice, ReplicaLoad, RouteRequest
 
 ABSOLUTE, RELATIVE, LEAST_MATCH = 32, 1.0001, 0.5
 MAX_BLOCKS = 1 << 16
-"""Most blocks per replica in the tree; the least recently sent are forgotten first."""
+"""Maximum blocks per replica in the tree; the least recently sent are forgotten first."""
 
 
 @dataclass(eq=False, slots=True)

@@ -238,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, default=64)
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--blocks", type=int, default=20_000, help="that each replica holds")
+    parser.add_argument("--blocks", type=int, default=20_000, help="blocks that each replica holds")
     parser.add_argument("--store", choices=["none", "each", "shared"], default="none")
     options = parser.parse_args()
     figures = measure(options)

@@ -1,4 +1,4 @@
-"""The load for cache managers, and the measurement of several managers in turns.
+"""The load for cache managers, and the interleaved measurement of several managers.
 
 Each manager runs in a separate process, in its own environment. The clock rate of the machine may
 change by a factor of two within a second, so managers alternate in turns of a few milliseconds. A

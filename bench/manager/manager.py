@@ -10,9 +10,9 @@ thread. Limiting resource: the interpreter, which per block makes an object, unl
 and stores a few attributes.
 
 `--beside` names a virtual environment with vLLM (`peers.py` explains how to make it). vLLM's
-manager then gets the same load, in alternating turns. The limits are a fifth of its figure per
+manager then gets the same load, in alternating turns. The limits are a fifth of its time per
 request and a tenth per decode step. `--compiled` names a folder with this manager compiled (by
-`make compiled`), which is measured in turns too. Ends in one JSON line.
+`make compiled`), which also takes turns. Ends in one JSON line.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 It prints its port. For each line that it reads, it checks the pool, and prints the numbers of all
 blocks and of free blocks, its memory in MB, and for a model with recurrent layers its slots for
 states. With 0 replicas the engine is in this process. Otherwise it prints the process ids of the
-running replicas, and the free blocks of the replica with the fewest, as last reported.
+running replicas, and the least number of free blocks in a replica, as last reported.
 
 MODEL: a folder instead of headstart-tiny.
 """

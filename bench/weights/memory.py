@@ -58,8 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="a folder; default: a generated model")
     folder = parser.parse_args().model or str(model_folder("qwen2.5-0.5b"))
-    sizes = ("weights MB", "before MiB", "at most MiB", "stays MiB")
-    table = Table("kind", *sizes, f"most / stays (<= {LIMIT})")
+    sizes = ("weights MB", "before MiB", "peak MiB", "final MiB")
+    table = Table("kind", *sizes, f"peak / final (<= {LIMIT})")
     figures = {}
     for kind in KINDS:
         figures[kind] = measure(folder, kind)

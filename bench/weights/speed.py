@@ -1,6 +1,6 @@
 """Weights in 8, 5 and 4 bits: time of a token and of a prefill, compared with float.
 
-All kinds run in one process, in turns, so that other load on the machine affects all alike. With
+All kinds are interleaved in one process, so that other load on the machine affects all alike. With
 one thread, CPU time of the process is measured. Limiting resource: memory for decoding, which
 reads fewer bytes with fewer bits; multiplications for a prefill. Prints a table, and one JSON line.
 

@@ -9,7 +9,7 @@ from tests.tiers.stores import Clock
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Stop the time of pauses. Event loops of servers in other threads have their own."""
+    """Stop the time of pauses; event loops of servers in other threads have separate clocks."""
     clock = Clock()
     module = SimpleNamespace(monotonic=lambda: clock.now)
     monkeypatch.setattr("headstart.tiers.store.time", module)

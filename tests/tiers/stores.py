@@ -1,4 +1,4 @@
-"""Stores for tests: blocks whose names and bytes follow from a number."""
+"""Stores for tests, and blocks whose names and bytes follow from a number."""
 
 import hashlib
 from pathlib import Path
@@ -42,8 +42,8 @@ def names(numbers: range) -> list[BlockHash]:
 def held(store: BlockStore, numbers: range) -> int:
     """Load these blocks, check each against what was saved, and return their number."""
     loaded = list(store.load(names(numbers)))
-    for number, found in zip(numbers, loaded, strict=False):
-        assert bytes(found.payload) == payload(number), f"block {number} is another's"
+    for number, loaded_block in zip(numbers, loaded, strict=False):
+        assert bytes(loaded_block.payload) == payload(number), f"block {number} is another's"
     return len(loaded)
 
 

@@ -24,7 +24,7 @@ def address(view: memoryview) -> int:
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
 
 
-def test_a_buffer_is_used_again_once_nobody_has_a_part_of_it() -> None:
+def test_a_buffer_is_reused_once_no_view_of_it_exists() -> None:
     buffers = ReadBuffers(SIZE, most=4)
     first = buffers.take(SIZE)
     place, part = address(first), first[100:200]
@@ -38,8 +38,8 @@ def test_a_buffer_is_used_again_once_nobody_has_a_part_of_it() -> None:
     assert address(buffers.take(SIZE)) == place
 
 
-def test_buffers_that_were_made_ready_are_used_first() -> None:
-    """Their pages are there before the first request of a new process asks for its prefix."""
+def test_prepared_buffers_are_used_first() -> None:
+    """Their pages are allocated before the first request of a new process looks up its prefix."""
     buffers = ReadBuffers(SIZE, most=3)
     for _ in range(2):
         buffers.fill()
@@ -51,8 +51,8 @@ def test_buffers_that_were_made_ready_are_used_first() -> None:
     assert len(unused(buffers)) == 3 and ready & unused(buffers)
 
 
-def test_what_is_larger_or_much_smaller_has_memory_of_its_own() -> None:
-    """A block of 16 KB that waits to be taken does not keep 2 MB."""
+def test_much_larger_or_smaller_blocks_get_separate_memory() -> None:
+    """A block of 16 KB that waits to be taken does not hold 2 MB."""
     buffers = ReadBuffers(SIZE, most=4)
     for nbytes in (SIZE + 1, SIZE // 4 - 1):
         view = buffers.take(nbytes)
@@ -61,7 +61,7 @@ def test_what_is_larger_or_much_smaller_has_memory_of_its_own() -> None:
 
 @given(orders=st.lists(st.integers(0, 5), max_size=30))
 def test_views_in_use_never_share_bytes(orders: list[int]) -> None:
-    """Order 0 takes a buffer; another order lets go of the view of that number."""
+    """Order 0 takes a buffer; another order releases the view of that number."""
     buffers = ReadBuffers(SIZE, most=2)
     views: list[tuple[int, memoryview]] = []
     for number, order in enumerate(orders):
@@ -76,7 +76,7 @@ def test_views_in_use_never_share_bytes(orders: list[int]) -> None:
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_a_store_that_has_blocks_makes_its_buffers_ready(
+def test_a_store_with_blocks_prepares_its_buffers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_empty: bool
 ) -> None:
     with closing(disk(tmp_path)) as store:

@@ -1,4 +1,4 @@
-"""A process that ends at any write to a disk store: what the index lists is not damaged."""
+"""A process that ends at any write to a disk store leaves no damaged block in the index."""
 
 import os
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def evict(store: DiskStore) -> None:
 
 
 def evict_another_model(store: DiskStore) -> None:
-    """Take the room of another model, whose last blocks move."""
+    """Take the space of another model, whose last blocks move."""
     with closing(disk(store.folder, BUDGET, OTHER)) as other:
         other.save([block(number, 9.0, OTHER) for number in range(500, 512)])
 
@@ -45,9 +45,9 @@ def shrink(store: DiskStore) -> None:
 
 
 def end_at(number: int, work: Callable[[], object]) -> bool:
-    """Do the work in a process that ends at a write; False if it has fewer writes.
+    """Do the work in a process that ends at a write; return False if it has fewer writes.
 
-    Each write is three: before it, in its middle and after it.
+    Each write counts as three: before it, in its middle and after it.
     """
     left = number
 
@@ -62,11 +62,11 @@ def end_at(number: int, work: Callable[[], object]) -> bool:
                 os.lseek(fd, offset, os.SEEK_SET)
                 os.write(fd, data[: len(data) // 2])
                 os._exit(9)
-            found = real(*arguments, **options)
+            result = real(*arguments, **options)
             if left in (1, 2):
                 os._exit(9)
             left -= 3
-            return found
+            return result
 
         return call
 
@@ -89,7 +89,10 @@ def end_at(number: int, work: Callable[[], object]) -> bool:
 def test_no_block_is_damaged_wherever_a_process_ends(
     tmp_path: Path, change: Callable[[DiskStore], None]
 ) -> None:
-    """`verify` called blocks damaged whose slots were overwritten before the index forgot them."""
+    """Regression:
+
+    `verify` reported blocks whose slots were overwritten before the index forgot them.
+    """
     number, ended = 0, True
     while ended:
         folder = tmp_path / str(number)

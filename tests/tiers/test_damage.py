@@ -1,4 +1,4 @@
-"""Damage to the folder of a disk store, one kind a test: what it cost before, and must not cost."""
+"""Damage to the folder of a disk store, one kind a test, and the limit of its cost."""
 
 import errno
 import fcntl
@@ -30,7 +30,7 @@ def total(folder: Path) -> int:
 
 
 def works(store: DiskStore, first: int = 9000) -> None:
-    """New blocks are saved and loaded, at the latest at the second try."""
+    """Return True if new blocks are saved and loaded, at the latest at the second try."""
     if store.save(blocks(range(first, first + 3), used=1e9)) < 3:
         store.save(blocks(range(first, first + 3), used=1e9))
     assert held(store, range(first, first + 3)) == 3
@@ -38,10 +38,10 @@ def works(store: DiskStore, first: int = 9000) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[DiskStore]:
-    """A store with forty blocks of two prompts."""
-    with closing(disk(tmp_path)) as made:
-        made.save(blocks(range(20)) + blocks(range(100, 120)))
-        yield made
+    """Return a store with forty blocks of two prompts."""
+    with closing(disk(tmp_path)) as store:
+        store.save(blocks(range(20)) + blocks(range(100, 120)))
+        yield store
 
 
 def change(folder: Path, statement: str, *values: Any) -> None:
@@ -72,7 +72,7 @@ def test_an_index_that_is_empty_lists_the_blocks_again(store: DiskStore, content
         works(again)
 
 
-def test_an_index_of_other_tables_is_made_anew(store: DiskStore) -> None:
+def test_an_index_with_other_tables_is_rebuilt(store: DiskStore) -> None:
     (store.folder / INDEX).unlink()
     change(store.folder, "CREATE TABLE blocks (something TEXT)")
     held(store, range(20))
@@ -109,7 +109,7 @@ def test_an_index_of_other_tables_is_made_anew(store: DiskStore) -> None:
         "DROP INDEX slots",
     ],
 )
-def test_whatever_the_index_says_new_blocks_are_kept(tmp_path: Path, statement: str) -> None:
+def test_new_blocks_are_stored_whatever_the_index_contains(tmp_path: Path, statement: str) -> None:
     with closing(disk(tmp_path, 40 * SLOT)) as store:
         store.save(blocks(range(20)) + blocks(range(100, 120)))
         change(tmp_path, statement)
@@ -118,7 +118,7 @@ def test_whatever_the_index_says_new_blocks_are_kept(tmp_path: Path, statement: 
         assert total(tmp_path) <= 40 * SLOT
 
 
-def test_rows_that_no_index_of_the_database_finds_do_not_hang(tmp_path: Path) -> None:
+def test_rows_missing_from_a_database_index_cause_no_hang(tmp_path: Path) -> None:
     """The order of eviction has a block that the table does not have."""
     with closing(disk(tmp_path, 40 * SLOT)) as store:
         store.save(blocks(range(100, 140)))
@@ -129,7 +129,7 @@ def test_rows_that_no_index_of_the_database_finds_do_not_hang(tmp_path: Path) ->
         works(store)
 
 
-def test_an_index_that_is_older_than_the_blocks_bounds_them(tmp_path: Path) -> None:
+def test_an_index_older_than_the_blocks_limits_them(tmp_path: Path) -> None:
     old = tmp_path / "old"
     kept = tmp_path / "kept"
     with closing(disk(kept, 30 * SLOT)) as store:
@@ -174,7 +174,7 @@ def test_a_file_that_is_removed_or_replaced_is_opened_again(
         assert held(again, range(100, 120)) == (20 if replace else 0)
 
 
-def test_a_folder_that_is_removed_is_made_again(store: DiskStore) -> None:
+def test_a_removed_folder_is_created_again(store: DiskStore) -> None:
     shutil.rmtree(store.folder)
     assert held(store, range(20)) == 0
     works(store)
@@ -185,21 +185,21 @@ def test_a_folder_that_is_removed_is_made_again(store: DiskStore) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[1]", "[" * 50_000, '{"fingerprint": "a"', "Infinity", "null"]
 )
-def test_a_description_that_is_damaged_is_written_again(store: DiskStore, content: str) -> None:
+def test_a_damaged_description_is_written_again(store: DiskStore, content: str) -> None:
     [path] = store.folder.glob("*.json")
-    told = json.loads(path.read_text())
+    original = json.loads(path.read_text())
     path.write_text(content)
     (store.folder / INDEX).write_bytes(b"nothing of it")
     held(store, range(20))
     assert held(store, range(20)) == 20
-    assert json.loads(path.read_text()) == told
-    path.write_text(json.dumps({**told, "block_bytes": float("inf")}))
+    assert json.loads(path.read_text()) == original
+    path.write_text(json.dumps({**original, "block_bytes": float("inf")}))
     with closing(disk(store.folder)) as again:
         assert held(again, range(20)) == 20
-    assert json.loads(path.read_text()) == told
+    assert json.loads(path.read_text()) == original
 
 
-def test_a_file_that_nothing_describes_takes_no_room(store: DiskStore) -> None:
+def test_an_unknown_file_takes_no_space(store: DiskStore) -> None:
     store.close()
     for path in (*store.folder.glob("*.json"), store.folder / INDEX):
         path.unlink()
@@ -217,25 +217,25 @@ def test_one_model_in_blocks_of_two_sizes_has_a_file_for_each(tmp_path: Path) ->
         assert b.find(names(range(500, 520))) == len(list(b.load(names(range(500, 520))))) == 20
 
 
-def test_a_block_that_is_offered_twice_takes_one_slot(store: DiskStore) -> None:
+def test_a_block_offered_twice_takes_one_slot(store: DiskStore) -> None:
     assert store.save(blocks(range(200, 203)) + blocks(range(200, 203))) == 3
     assert total(store.folder) <= 43 * SLOT
 
 
-def test_a_block_of_another_size_overwrites_nobody(store: DiskStore) -> None:
+def test_a_block_of_another_size_overwrites_no_block(store: DiskStore) -> None:
     large = MODEL._replace(block_bytes=9000)
     assert store.save([block(300, model=large)]) == 0
     assert held(store, range(100, 120)) == 20
 
 
-def test_a_smaller_budget_is_held_from_the_next_save_on(store: DiskStore) -> None:
+def test_a_smaller_budget_applies_from_the_next_save_on(store: DiskStore) -> None:
     with closing(disk(store.folder, 10 * SLOT)) as small:
         assert small.save(blocks(range(300, 302), used=2.0)) == 2
         assert total(store.folder) <= 10 * SLOT
         assert held(small, range(300, 302)) == 2
 
 
-def test_a_clock_that_was_set_back_stops_nothing(
+def test_a_clock_that_was_set_back_stops_no_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(disk(tmp_path, 10 * SLOT)) as store:
@@ -247,8 +247,8 @@ def test_a_clock_that_was_set_back_stops_nothing(
         assert store.save(blocks(range(200, 210), used=now)) == 10
 
 
-def test_blocks_that_were_costly_go_in_the_end(tmp_path: Path) -> None:
-    """A machine that was slow once fills the store; it then is ten times as fast."""
+def test_costly_blocks_are_evicted_in_the_end(tmp_path: Path) -> None:
+    """A machine that was slow once fills the store, and then is ten times as fast."""
     with closing(disk(tmp_path, 10 * SLOT)) as store:
         store.save([one._replace(seconds=5.0) for one in blocks(range(100, 110))])
         for first in range(200, 6000, 100):
@@ -259,8 +259,8 @@ def test_blocks_that_were_costly_go_in_the_end(tmp_path: Path) -> None:
         assert held(store, range(100, 110)) == 0
 
 
-def test_a_prefix_goes_from_its_end_though_its_end_was_of_more_use(tmp_path: Path) -> None:
-    """The pool has the beginning, so the store is only asked for the end."""
+def test_a_prefix_is_evicted_from_its_end_even_if_that_was_used_more(tmp_path: Path) -> None:
+    """The pool has the beginning, so only the end is read from the store."""
     with closing(disk(tmp_path, 20 * SLOT)) as store:
         store.save(blocks(range(100, 110)))
         store.touch(names(range(105, 110)))
@@ -271,7 +271,7 @@ def test_a_prefix_goes_from_its_end_though_its_end_was_of_more_use(tmp_path: Pat
             assert left == list(range(100, 100 + len(left)))
 
 
-def test_a_disk_without_room_replaces_what_is_there(
+def test_a_full_disk_replaces_stored_blocks(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a quota the disk is full although there seems to be free space."""
@@ -288,10 +288,13 @@ def test_a_disk_without_room_replaces_what_is_there(
     assert total(store.folder) <= size
 
 
-def test_a_reader_that_never_ends_locks_nobody_out(
+def test_a_reader_that_never_ends_locks_out_no_call(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transaction that cannot be committed is rolled back; it left the index locked."""
+    """Regression: a transaction that could not be committed left the index locked.
+
+    It is rolled back.
+    """
     monkeypatch.setattr("headstart.tiers.index._TIMEOUT", 0.01)
     with closing(disk(store.folder)) as other:
         with closing(sqlite3.connect(store.folder / INDEX, isolation_level=None)) as reader:
@@ -303,7 +306,7 @@ def test_a_reader_that_never_ends_locks_nobody_out(
         works(store)
 
 
-def test_the_lock_of_whoever_makes_the_index_anew_is_not_waited_for_long(
+def test_the_lock_of_a_rebuild_is_not_waited_for_long(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headstart.tiers.index._TIMEOUT", 0.01)
@@ -317,7 +320,7 @@ def test_the_lock_of_whoever_makes_the_index_anew_is_not_waited_for_long(
             assert held(again, range(20)) == 20
 
 
-def test_blocks_that_are_moved_while_they_are_loaded_still_come(store: DiskStore) -> None:
+def test_blocks_moved_during_a_load_are_loaded(store: DiskStore) -> None:
     loading = store.load(names(range(100, 120)))
     next(loading)
     store.remove(names(range(1, 12)))
@@ -325,7 +328,7 @@ def test_blocks_that_are_moved_while_they_are_loaded_still_come(store: DiskStore
     assert not store.faults.counts
 
 
-def test_a_record_whose_cost_is_no_number_is_left_out(tmp_path: Path) -> None:
+def test_a_record_with_an_invalid_cost_is_skipped(tmp_path: Path) -> None:
     with closing(disk(tmp_path)) as store:
         store.save(blocks(range(5)))
         store.save([block(6)._replace(seconds=float("nan"))])
@@ -333,16 +336,16 @@ def test_a_record_whose_cost_is_no_number_is_left_out(tmp_path: Path) -> None:
         assert held(store, range(5)) == 5
 
 
-def test_a_save_takes_the_place_of_nothing_of_its_own_prefix(tmp_path: Path) -> None:
-    """Block 3 is known when 4 needs room; it once was evicted for it."""
+def test_a_save_evicts_no_block_of_its_own_prefix(tmp_path: Path) -> None:
+    """Regression: block 3 is stored when 4 needs space, and was evicted for it."""
     with closing(disk(tmp_path, 3 * SLOT)) as store:
         store.save(blocks(range(3, 6), used=1.0))
         store.save(blocks(range(1, 5), used=2.0))
         assert held(store, range(1, 5)) == 3
 
 
-def test_a_block_whose_slot_is_another_one_to_each_of_two_ways_to_it(tmp_path: Path) -> None:
-    """One flipped byte. Taking that block out moved others to where still others lay, for ever."""
+def test_a_slot_that_differs_between_two_database_indexes(tmp_path: Path) -> None:
+    """Regression: after one flipped byte, removing that block moved others, for ever."""
     with closing(disk(tmp_path)) as store:
         store.save(blocks(range(20)))
         with closing(sqlite3.connect(tmp_path / INDEX)) as index:

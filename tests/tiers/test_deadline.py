@@ -1,4 +1,4 @@
-"""Stores that never answer: no call waits for ever, and they are not called for a while."""
+"""Stores that never answer: no call waits for ever, and they are paused for a while."""
 
 import socket
 import threading
@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 @pytest.fixture
 def short(limits: Callable[..., None]) -> None:
-    """Stores are late after a moment."""
+    """Make stores late after a moment."""
     limits(deadline=0.05, changing=0.05)
 
 
@@ -57,19 +57,19 @@ def save(store: GuardedStore, numbers: range) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("method", "ask", "miss", "hit"),
+    ("method", "operation", "miss", "hit"),
     [
         ("find", find, 0, 9),
         ("load", count_loaded, 0, 9),
         ("clear", lambda store: call(store.clear), False, True),
     ],
 )
-def test_a_call_that_is_never_answered_is_a_miss(
-    short: None, clock: Clock, method: str, ask: Any, miss: Any, hit: Any
+def test_an_unanswered_call_is_a_miss(
+    short: None, clock: Clock, method: str, operation: Any, miss: Any, hit: Any
 ) -> None:
     gate = Gate(method)
     store = GuardedStore(Store(gate))
-    assert ask(store) == miss
+    assert operation(store) == miss
     assert store.faults.counts == {"it does not answer": 1}
     gate.reached.clear()
     clock.now += 1000.0
@@ -81,11 +81,13 @@ def test_a_call_that_is_never_answered_is_a_miss(
     assert store.faults.counts == {"it does not answer": 1}
     gate.opened.set()
     wait_until(lambda: not store.is_stuck)
-    assert ask(store) == hit
+    assert operation(store) == hit
     assert save(store, range(3)) == 3
 
 
-def test_what_came_before_a_store_fell_silent_is_there(limits: Callable[..., None]) -> None:
+def test_blocks_that_arrived_before_a_store_fell_silent_are_loaded(
+    limits: Callable[..., None],
+) -> None:
     limits(chunk_bytes=1)
     gate, begun = Gate("fourth"), iter(["first", "second", "third", "fourth"])
     store = GuardedStore(Store(lambda method: gate(next(begun)) if method == "block" else None))
@@ -112,7 +114,7 @@ def test_a_pause_is_longer_after_each_failure(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("method", ["find", "load", "block"])
-def test_whoever_waits_for_a_load_that_never_comes_goes_on(
+def test_a_request_whose_load_never_arrives_continues(
     short: None, clock: Clock, method: str
 ) -> None:
     gate = Gate(method)
@@ -132,7 +134,7 @@ def test_whoever_waits_for_a_load_that_never_comes_goes_on(
         assert arrived(loader, loader.start(names(range(20)), everything)) == 20
 
 
-def test_a_store_that_was_late_is_left_alone_for_a_while(short: None, clock: Clock) -> None:
+def test_a_late_store_is_paused(short: None, clock: Clock) -> None:
     gate = Gate("find")
     store = GuardedStore(Store(gate))
     with loading(store) as loader:
@@ -148,7 +150,7 @@ def test_a_store_that_was_late_is_left_alone_for_a_while(short: None, clock: Clo
 def test_a_load_that_takes_longer_than_computing_ends(
     rate: float | None, limits: Callable[..., None]
 ) -> None:
-    """The first one soon, and others when computing all of it would have taken as long."""
+    """The first ends soon, others once computing all of it would have taken as long."""
     limits(chunk_bytes=1, trial=0.06, least_wait=0.01)
 
     def tick(method: str) -> None:
@@ -166,7 +168,7 @@ def test_a_load_that_takes_longer_than_computing_ends(
 
 
 class SlowServer:
-    """A Redis whose link is fast until it is slowed: an answer comes when it is let through."""
+    """A Redis whose link is fast until it is slowed; then each answer must be released."""
 
     def __init__(self) -> None:
         self.values = {name(n): make_header(block(n)) + payload(n) for n in range(200)}
@@ -188,11 +190,13 @@ class SlowServer:
 
 
 @pytest.mark.parametrize("seconds", [0.01, 0.1])
-def test_a_link_that_becomes_slow_costs_a_load_what_computing_takes(
+def test_a_load_over_a_link_that_becomes_slow_ends_in_time(
     seconds: float, limits: Callable[..., None]
 ) -> None:
-    """Requests in a row waited for 14 times as long as computing took, since the rate was an
-    average over the fast loads before."""
+    """Regression: consecutive requests waited for 14 times the computing time.
+
+    The rate was an average that included the fast loads before.
+    """
     pytest.importorskip("redis")
     limits(least_wait=0.05)
     server, remote = SlowServer(), RemoteStore("redis://127.0.0.1:1", MODEL)
@@ -201,10 +205,10 @@ def test_a_link_that_becomes_slow_costs_a_load_what_computing_takes(
 
     with loading(store, compute=lambda n: seconds * n / 20) as loader:
 
-        def choose(found: int) -> int:
-            tokens = found * MODEL.block_size
-            nbytes = found * MODEL.block_bytes
-            return found * is_worth_loading(tokens, nbytes, 320 / seconds, loader.rate)
+        def choose(count: int) -> int:
+            tokens = count * MODEL.block_size
+            nbytes = count * MODEL.block_bytes
+            return count * is_worth_loading(tokens, nbytes, 320 / seconds, loader.rate)
 
         for first in (0, 20, 40):
             job = loader.start(names(range(first, first + 20)), everything)
@@ -226,7 +230,7 @@ def test_a_link_that_becomes_slow_costs_a_load_what_computing_takes(
         assert arrived(loader, loader.start(names(range(20)), choose)) == 20, "it is fast again"
 
 
-def test_a_lookup_that_is_slower_than_computing_has_the_store_left_alone(
+def test_a_lookup_slower_than_computing_pauses_the_store(
     limits: Callable[..., None],
 ) -> None:
     limits(least_wait=0.02)
@@ -239,7 +243,7 @@ def test_a_lookup_that_is_slower_than_computing_has_the_store_left_alone(
         gate.opened.set()
 
 
-def test_an_object_that_never_comes_is_a_miss(short: None) -> None:
+def test_an_object_that_never_arrives_is_a_miss(short: None) -> None:
     gate = Gate("load")
     store = GuardedStore(Store(gate))
     saver = Saver(StoreChain([store]), 1 << 20, Faults("a test"))
@@ -248,7 +252,10 @@ def test_an_object_that_never_comes_is_a_miss(short: None) -> None:
 
 
 class Listener:
-    """A server that accepts connections. answer: called with each, in a separate thread."""
+    """A server that accepts connections.
+
+    answer: called with each connection, in a separate thread.
+    """
 
     def __init__(self, answer: Callable[[socket.socket, threading.Event], None]) -> None:
         self.closed = threading.Event()
@@ -272,13 +279,13 @@ class Listener:
 
 
 def never(connection: socket.socket, closed: threading.Event) -> None:
-    """Read all, and say nothing."""
+    """Read everything, and reply nothing."""
     with connection:
         closed.wait()
 
 
 def drip(connection: socket.socket, closed: threading.Event) -> None:
-    """Begin to say something long, a byte at a time, so that no read takes long."""
+    """Send the start of a long reply a byte at a time, so that no read takes long."""
     with connection:
         try:
             connection.sendall(b"$1000000000\r\n")
@@ -295,11 +302,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> Any:
-    return ask(make_llm(model))
+    return generate(make_llm(model))
 
 
-def ask(llm: Any) -> Any:
-    """The answer, within a number of steps that would be many for one that waits for nothing."""
+def generate(llm: Any) -> Any:
+    """Return the answer, within more steps than an engine needs that never waits."""
     group = llm.frontend.prepare(PROMPT, GREEDY)
     llm.engine.submit(group)
     for _ in range(400):  # 20 seconds, if each waits for a load
@@ -310,40 +317,40 @@ def ask(llm: Any) -> Any:
 
 
 @pytest.mark.parametrize("server", [never, drip])
-def test_a_server_that_never_replies_costs_no_answer(
+def test_a_server_that_never_replies_delays_no_answer(
     model: Path, alone: Any, server: Any, limits: Callable[..., None]
 ) -> None:
     pytest.importorskip("redis")
     limits(remote_patience=0.2, last_saves=0.1, deadline=0.3, changing=0.3)
     with closing(Listener(server)) as listener:
         llm = make_llm(model, remote_cache=listener.url)
-        assert [ask(llm) for _ in range(3)] == [alone] * 3
+        assert [generate(llm) for _ in range(3)] == [alone] * 3
         assert llm.engine.tiers is not None
         assert llm.engine.tiers.count_stored([name(1)]) == {"remote": 0}
         with pytest.raises(EngineError, match="Blocks may remain in a store"):
             llm.reset_prefix_cache(reset_connector=True)
-        assert ask(llm) == alone
+        assert generate(llm) == alone
         llm.close()
 
 
-def test_images_are_forgotten_though_the_store_of_prefixes_does_not_answer(
+def test_images_are_cleared_although_the_prefix_store_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, limits: Callable[..., None]
 ) -> None:
-    unblocked, asked = threading.Event(), threading.Event()
+    unblocked, cleared = threading.Event(), threading.Event()
     with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
         tiers = llm.engine.tiers
         assert tiers is not None
         limits(changing=0.05)
         with monkeypatch.context() as patch:
             patch.setattr(first_tier(tiers).store, "clear", lambda: unblocked.wait(FOREVER))
-            patch.setattr(tiers._object_tiers[0].store, "clear", lambda: asked.set() or True)
+            patch.setattr(tiers._object_tiers[0].store, "clear", lambda: cleared.set() or True)
             with pytest.raises(EngineError, match="Blocks may remain in a store"):
                 llm.reset_prefix_cache(reset_connector=True)
-        assert asked.is_set()
+        assert cleared.is_set()
         unblocked.set()
 
 
-def test_a_reset_during_a_slow_save_says_that_something_may_be_left(
+def test_a_reset_during_a_slow_save_reports_that_blocks_may_remain(
     monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, limits: Callable[..., None]
 ) -> None:
     saving, unblocked = threading.Event(), threading.Event()
@@ -356,7 +363,7 @@ def test_a_reset_during_a_slow_save_says_that_something_may_be_left(
 
     monkeypatch.setattr(DiskStore, "save", block)
     with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
-        ask(llm)
+        generate(llm)
         assert saving.wait(FOREVER)
         limits(last_saves=0.01)
         with pytest.raises(EngineError, match="Blocks may remain in a store"):
@@ -371,7 +378,7 @@ def test_a_reset_during_a_slow_save_says_that_something_may_be_left(
 
 
 @pytest.mark.parametrize("method", ["find", "load"])
-def test_a_disk_that_blocks_costs_no_answer(
+def test_a_disk_that_blocks_delays_no_answer(
     monkeypatch: pytest.MonkeyPatch,
     model: Path,
     tmp_path: Path,
@@ -380,7 +387,7 @@ def test_a_disk_that_blocks_costs_no_answer(
     limits: Callable[..., None],
 ) -> None:
     llm = make_llm(model, cache_dir=str(tmp_path))
-    ask(llm)
+    generate(llm)
     llm.close()
     unblocked = threading.Event()
     real = getattr(DiskStore, method)
@@ -393,7 +400,7 @@ def test_a_disk_that_blocks_costs_no_answer(
     monkeypatch.setattr(DiskStore, method, block)
     limits(deadline=0.2)
     llm = make_llm(model, cache_dir=str(tmp_path))
-    assert [ask(llm) for _ in range(3)] == [alone] * 3
+    assert [generate(llm) for _ in range(3)] == [alone] * 3
     assert llm.engine.tiers is not None
     assert llm.engine.tiers.stats.late_answers == 1, "it was left alone after that"
     limits(last_saves=0.1)

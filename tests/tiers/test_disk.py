@@ -1,4 +1,4 @@
-"""The disk store: what is saved comes back as it was, or not at all."""
+"""The disk store returns blocks exactly as saved, or not at all."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ from tests.tiers.stores import MODEL, block, blocks, disk, held, names
 SLOT = 2560  # bytes that a block of `MODEL` takes in its file
 
 
-def test_blocks_come_back_in_another_process_of_the_same_model(tmp_path: Path) -> None:
+def test_blocks_are_loaded_in_another_process_of_the_same_model(tmp_path: Path) -> None:
     with closing(disk(tmp_path)) as store:
         assert store.find(names(range(9))) == 0
         assert store.save(blocks(range(9))) == 9
@@ -38,10 +38,10 @@ def test_a_lookup_ends_before_the_first_block_that_is_missing(tmp_path: Path) ->
         assert store.find(names(range(6, 900))) == held(store, range(6, 900)) == 894
 
 
-def test_a_later_version_s_index_is_left_alone_and_an_earlier_one_s_made_anew(
+def test_a_later_index_version_is_not_touched_and_an_earlier_one_is_rebuilt(
     tmp_path: Path,
 ) -> None:
-    """Two versions on one folder each took the other's index for damaged."""
+    """Regression: two versions on one folder each took the other's index for damaged."""
 
     def mark(version: int) -> None:
         with closing(sqlite3.connect(tmp_path / "index.sqlite")) as index:
@@ -62,7 +62,7 @@ def test_a_later_version_s_index_is_left_alone_and_an_earlier_one_s_made_anew(
     assert "the folder cannot be used" not in store.faults.counts
 
 
-def test_what_was_used_longest_ago_goes_first_and_a_prefix_from_its_end(tmp_path: Path) -> None:
+def test_least_recently_used_prefixes_are_evicted_first_from_their_end(tmp_path: Path) -> None:
     with closing(disk(tmp_path, 20 * SLOT)) as store:
         store.save(blocks(range(100, 110), used=1.0))
         store.save(blocks(range(200, 210), used=2.0))
@@ -72,15 +72,15 @@ def test_what_was_used_longest_ago_goes_first_and_a_prefix_from_its_end(tmp_path
         assert (tmp_path / next(tmp_path.glob("*.kv")).name).stat().st_size <= 20 * SLOT
 
 
-def test_a_prompt_that_does_not_fit_keeps_its_beginning(tmp_path: Path) -> None:
+def test_the_beginning_of_a_prompt_that_does_not_fit_is_stored(tmp_path: Path) -> None:
     with closing(disk(tmp_path, 10 * SLOT)) as store:
         for first in range(100, 130, 6):
             store.save(blocks(range(first, first + 6), used=5.0))
         assert held(store, range(100, 130)) == 10
 
 
-def test_a_block_never_takes_its_parent_s_place(tmp_path: Path) -> None:
-    """A prompt comes in several saves, later ones with a later time, and others are worth more."""
+def test_a_block_never_replaces_its_parent(tmp_path: Path) -> None:
+    """A prompt arrives in several saves with increasing times; other blocks are worth more."""
     with closing(disk(tmp_path, 20 * SLOT)) as store:
         for number in range(100, 2100, 100):
             store.save([block(number)._replace(seconds=float(number))])
@@ -89,7 +89,7 @@ def test_a_block_never_takes_its_parent_s_place(tmp_path: Path) -> None:
         assert held(store, range(9000, 9006)) == 6
 
 
-def test_an_index_with_slots_that_cannot_be_is_made_anew(tmp_path: Path) -> None:
+def test_an_index_with_impossible_slots_is_rebuilt(tmp_path: Path) -> None:
     with closing(disk(tmp_path)) as store:
         store.save(blocks(range(9)))
     with closing(sqlite3.connect(tmp_path / "index.sqlite")) as index, index:
@@ -99,7 +99,7 @@ def test_an_index_with_slots_that_cannot_be_is_made_anew(tmp_path: Path) -> None
         assert held(store, range(12)) == 12
 
 
-def test_a_block_that_was_of_use_stays_longer(tmp_path: Path) -> None:
+def test_a_block_that_was_hit_stays_longer(tmp_path: Path) -> None:
     with closing(disk(tmp_path, 8 * SLOT)) as store:
         store.save(blocks(range(100, 104), used=1.0))
         store.save(blocks(range(200, 204), used=2.0))
@@ -110,9 +110,11 @@ def test_a_block_that_was_of_use_stays_longer(tmp_path: Path) -> None:
         assert held(store, range(300, 304)) == 4
 
 
-def test_what_may_not_go_is_not_looked_at_for_each_block_that_goes(tmp_path: Path) -> None:
-    """The ends of prompts are of use, and the pool has their beginnings: these are worth less, and
-    each eviction passed all of them, in 17 ms where a folder had 40,000 blocks."""
+def test_an_eviction_does_not_visit_blocks_that_must_stay(tmp_path: Path) -> None:
+    """Regression: with 40,000 blocks, each eviction visited all such blocks, in 17 ms.
+
+    The ends of prompts are hit, and the pool has their beginnings, so these are worth less.
+    """
     ticks = 0
 
     def tick() -> int:
@@ -134,7 +136,7 @@ def test_what_may_not_go_is_not_looked_at_for_each_block_that_goes(tmp_path: Pat
 
 
 def test_a_store_opens_no_files_of_other_models(tmp_path: Path) -> None:
-    """It kept one open for each that the folder has, and a server ran out of descriptors."""
+    """Regression: it opened a file for each model of the folder, until descriptors ran out."""
     for number in range(40):
         other = ModelRecord(f"weights {number}", "another model", 16, 700)
         with closing(disk(tmp_path, model=other)) as store:
@@ -144,7 +146,7 @@ def test_a_store_opens_no_files_of_other_models(tmp_path: Path) -> None:
         assert len(store._files) == 1
 
 
-def test_models_share_the_folder_and_see_nothing_of_one_another(tmp_path: Path) -> None:
+def test_models_share_the_folder_but_no_blocks(tmp_path: Path) -> None:
     other = ModelRecord("other weights", "another model", 16, 700)
     with (
         closing(disk(tmp_path, 10 * SLOT)) as store,
@@ -174,7 +176,7 @@ def test_a_damaged_block_is_a_miss_and_is_forgotten(tmp_path: Path, at: int) -> 
         assert held(store, range(6)) == 6
 
 
-def test_an_index_that_is_damaged_is_made_anew_from_the_blocks(tmp_path: Path) -> None:
+def test_a_damaged_index_is_rebuilt_from_the_blocks(tmp_path: Path) -> None:
     with closing(disk(tmp_path)) as store:
         store.save(blocks(range(40)))
     index = tmp_path / "index.sqlite"
@@ -188,7 +190,7 @@ def test_an_index_that_is_damaged_is_made_anew_from_the_blocks(tmp_path: Path) -
         assert held(again, range(50)) == 50
 
 
-def test_only_its_owner_reads_it(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "kept"
     with closing(disk(folder)) as store:
         store.save(blocks(range(2)))
@@ -199,16 +201,14 @@ def test_only_its_owner_reads_it(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in data} == {0o600}
 
 
-def test_a_folder_that_is_a_file_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         disk(tmp_path / "file")
 
 
-def test_a_full_disk_costs_nothing_of_what_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A block's slot was overwritten for a new one, which the index then had no room to list."""
+def test_a_full_disk_loses_no_stored_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a slot was overwritten by a new block that the full index could not list."""
     free = [1 << 28]
     monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_bavail=free[-1], f_frsize=1))
     with closing(disk(tmp_path)) as store:
@@ -223,7 +223,7 @@ def test_a_full_disk_costs_nothing_of_what_is_kept(
 
 
 def test_a_model_is_forgotten_with_its_last_block(tmp_path: Path) -> None:
-    """It stayed in the index for ever, and every save asked for the size of its empty file."""
+    """Regression: it stayed in the index, and every save read the size of its empty file."""
     other = ModelRecord("other weights", "another", 16, MODEL.block_bytes)
     slots = 3 * SLOT
 
@@ -250,7 +250,7 @@ def test_a_model_is_forgotten_with_its_last_block(tmp_path: Path) -> None:
     assert MODEL in described_models(tmp_path), "what it is stays known, for an import"
 
 
-def test_an_index_that_is_made_anew_has_no_models_without_blocks(tmp_path: Path) -> None:
+def test_a_rebuilt_index_has_no_models_without_blocks(tmp_path: Path) -> None:
     with closing(disk(tmp_path)) as store:
         slot_path(tmp_path, MODEL).touch()
         (tmp_path / INDEX).unlink()
@@ -262,8 +262,8 @@ def test_an_index_that_is_made_anew_has_no_models_without_blocks(tmp_path: Path)
         assert index.add_model(MODEL) >= first > 1_700_000_000, "a number from the time"
 
 
-def test_saves_and_evictions_for_ever_take_no_more_memory(tmp_path: Path) -> None:
-    """Neither the process nor the index grows with the blocks that came and went."""
+def test_endless_saves_and_evictions_do_not_grow_memory(tmp_path: Path) -> None:
+    """Neither the process nor the index grows with the blocks that are saved and evicted."""
 
     def measure() -> tuple[int, int, int]:
         gc.collect()

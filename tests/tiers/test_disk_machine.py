@@ -1,9 +1,9 @@
-"""Random operations on disk stores of one folder, held after every one against a naive model.
+"""Random operations on disk stores of one folder, compared with a naive model after each one.
 
-Two models, two stores of one of them, a budget for all. The naive model is a dict of what was
-saved and when it was used. What must hold: no wrong bytes, what `find` promises is loaded, the
-slots have no gaps, the files are as long as their slots and within the budget, and nothing goes
-but by need: what is gone was removed, or is the end of a prefix that others needed the room of.
+Two models, two stores of one of them, a budget for all. The naive model is a dict of the saved
+blocks and the times of their use. No bytes are wrong, whatever `find` promises is loaded, the slots
+have no gaps, the files are as long as their slots and within the budget, and blocks are evicted
+only by need: an evicted block was removed, or is the end of a prefix whose space others needed.
 """
 
 from contextlib import closing
@@ -32,8 +32,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(budget=st.sampled_from([0, 2000, 3 * 2560, 7 * 2560, 40 * 2560]))
     def start(self, budget: int) -> None:
-        self.made = TemporaryDirectory(prefix="headstart-machine-")
-        self.folder = Path(self.made.name)
+        self.temporary = TemporaryDirectory(prefix="headstart-machine-")
+        self.folder = Path(self.temporary.name)
         self.budget = budget
         self.stores: list[DiskStore] = [self.open(at) for at in range(3)]
         self.kept: dict[int, float] = {}  # when each block was used
@@ -43,10 +43,10 @@ class StoreMachine(RuleBasedStateMachine):
         return DiskStore(self.folder, OTHER if at == 2 else MODEL, self.budget)
 
     def teardown(self) -> None:
-        if hasattr(self, "made"):
+        if hasattr(self, "temporary"):
             for store in self.stores:
                 store.close()
-            self.made.cleanup()
+            self.temporary.cleanup()
 
     def numbers(self, at: int, prompt: int, first: int, count: int) -> list[int]:
         start = (5000 if at == 2 else 0) + 100 * prompt
@@ -61,7 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
             }
 
     def listed(self) -> set[int]:
-        names = {found for blocks in self.present().values() for found in blocks}
+        names = {block_name for blocks in self.present().values() for block_name in blocks}
         return {number for number in self.kept if name(number) in names}
 
     @rule(at=STORES, prompt=PROMPTS, first=st.integers(0, LENGTH), count=st.integers(1, LENGTH))
@@ -77,21 +77,21 @@ class StoreMachine(RuleBasedStateMachine):
         assert after - before <= set(new) and len(after - before) <= saved
         lost = next((n for n in numbers if n not in after), 1 << 30)
         assert max(after - before, default=-1) < lost, "no block is saved without those before it"
-        gone = before - after
+        removed = before - after
         room = self.budget - sum(SLOTS[OTHER if n >= 5000 else MODEL] for n in after)
         if saved < len(new):  # all that is left was used as late, or is too large
             assert room < SLOTS[model]
-        if gone:
+        if removed:
             assert room < max(SLOTS.values()) + SLOTS[model], "no more than needed"
-        self.check_ends_went_first(before, gone)
-        for n in gone:
+        self.check_ends_were_evicted_first(before, removed)
+        for n in removed:
             del self.kept[n]
         self.kept = {n: used for n, used in self.kept.items() if n in after}
 
-    def check_ends_went_first(self, before: set[int], gone: set[int]) -> None:
-        for number in gone:
+    def check_ends_were_evicted_first(self, before: set[int], removed: set[int]) -> None:
+        for number in removed:
             if (number + 1) % 100 and number + 1 in before:
-                assert number + 1 in gone, "a prefix goes from its end"
+                assert number + 1 in removed, "a prefix goes from its end"
 
     @rule(at=STORES, prompt=PROMPTS, first=st.integers(0, LENGTH))
     def load(self, at: int, prompt: int, first: int) -> None:
@@ -99,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
         names = [name(n) for n in numbers]
         expected = next((i for i, n in enumerate(numbers) if n not in self.kept), len(numbers))
         assert self.stores[at].find(names) == expected
-        loaded = [bytes(found.payload) for found in self.stores[at].load(names)]
+        loaded = [bytes(block.payload) for block in self.stores[at].load(names)]
         nbytes = (OTHER if at == 2 else MODEL).block_bytes
         assert loaded == [payload(n, nbytes) for n in numbers[:expected]]
 
@@ -126,14 +126,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_index(self) -> None:
-        """The order of use is lost with it, and no block."""
+        """Remove the index; the order of use is lost with it, but no block."""
         (self.folder / INDEX).unlink()
         self.stores[0].find([])
         assert self.listed() == set(self.kept)
 
     @invariant()
     def slots_have_no_gaps_and_fit(self) -> None:
-        if not hasattr(self, "made"):
+        if not hasattr(self, "temporary"):
             return
         total = 0
         present = self.present()
@@ -150,9 +150,10 @@ class StoreMachine(RuleBasedStateMachine):
             assert not store.faults.counts
 
 
-def test_a_block_that_was_used_since_stays_behind_a_prefix_that_has_no_room() -> None:
-    """Blocks 0 and 1 fit; the room of block 2 is taken by its successor, which was touched later
-    than the request came.
+def test_a_block_used_since_stays_although_its_prefix_does_not_fit() -> None:
+    """Blocks 0 and 1 fit.
+
+    The space of block 2 is taken by its successor, which was touched after the request arrived.
     """
     machine = StoreMachine()
     machine.start(budget=3 * 2560)

@@ -1,4 +1,4 @@
-"""Limits of what is more than one answer: an image, forgetting all, and closing."""
+"""Deadlines of operations with several calls: images, resets, and closing."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ from tests.tiers.test_threads import FOREVER, Gate, Store, call, everything
 def test_an_image_has_one_deadline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limits: Callable[..., None]
 ) -> None:
-    """Its parts are found and loaded by three calls, each of which waited for a deadline."""
+    """Regression: its parts are loaded by three calls, each of which waited for a deadline."""
     limits(deadline=0.3)
     with closing(DiskStore(tmp_path, OBJECTS, 1 << 30)) as disk:
         store = GuardedStore(disk)
@@ -42,13 +42,13 @@ def test_calls_that_are_late_together_are_a_miss(limits: Callable[..., None]) ->
     gate = Gate("load")
     limits(deadline=0.01)
     store = GuardedStore(Store(gate))
-    found = call(lambda job: store.call(job, lambda s: s.find([]) + len(list(s.load([]))), None))
-    assert found is None
+    result = call(lambda job: store.call(job, lambda s: s.find([]) + len(list(s.load([]))), None))
+    assert result is None
     assert store.faults.counts == {"it does not answer": 1} and store.is_stuck
     gate.opened.set()
 
 
-def test_forgetting_all_may_take_longer_than_a_lookup(limits: Callable[..., None]) -> None:
+def test_a_reset_may_take_longer_than_a_lookup(limits: Callable[..., None]) -> None:
     limits(deadline=0.01)
     gate = Gate("clear")
     store = GuardedStore(Store(gate))
@@ -56,7 +56,7 @@ def test_forgetting_all_may_take_longer_than_a_lookup(limits: Callable[..., None
     assert call(store.clear)
 
 
-def test_a_server_forgets_many_keys_at_once() -> None:
+def test_a_server_removes_many_keys_at_once() -> None:
     pytest.importorskip("redis")
     orders: list[tuple[bytes, ...]] = []
     store = RemoteStore("redis://127.0.0.1:1", MODEL)
@@ -95,8 +95,8 @@ def test_a_store_with_a_late_call_is_closed_once_that_returns(limits: Callable[.
     assert closed.wait(FOREVER)
 
 
-def test_a_store_is_not_closed_under_a_load() -> None:
-    """A file would be closed that a thread reads."""
+def test_a_store_is_not_closed_during_a_load() -> None:
+    """Otherwise a file would be closed while a thread reads it."""
     gate, closed = Gate("block"), threading.Event()
     inner = Store(lambda method: closed.set() if method == "close" else gate(method))
     store = GuardedStore(inner)
@@ -131,7 +131,7 @@ def test_closing_has_one_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert allowed == [10.0, 6.0, 2.0, 0.0, 0.0]
 
 
-def test_an_engine_that_is_closed_again_has_no_more_time_for_its_tiers(
+def test_repeated_closes_of_an_engine_share_one_deadline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its driver closes it twice, and the exit of Python once more: 30 s for a silent store."""

@@ -1,4 +1,4 @@
-"""Files that someone else put into the folder of a disk store are neither written nor read."""
+"""Files that another user puts into the folder of a disk store are neither written nor read."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def dangling(link: Path, target: Path) -> None:
 
 
 def names_of_files(folder: Path) -> list[str]:
-    """The files that a store writes; temporary names are those of this process."""
+    """Return the files that a store writes; temporary names are those of this process."""
     records = slot_path(folder, MODEL).name
     description = slot_path(folder, MODEL).with_suffix(f".{os.getpid()}.tmp").name
     return [
@@ -52,7 +52,7 @@ def names_of_files(folder: Path) -> list[str]:
 def test_no_file_is_written_through_a_link(
     tmp_path: Path, plant: Plant, number: int, has_blocks: bool
 ) -> None:
-    """Records overwrote the target of a link that had their file's name."""
+    """Regression: records overwrote the target of a link with their file's name."""
     folder, target = tmp_path / "kept", tmp_path / "mine"
     target.write_bytes(MINE)
     make_folder(folder)
@@ -71,7 +71,7 @@ def test_no_file_is_written_through_a_link(
 
 
 @pytest.mark.parametrize("plant", [symbolic, hard])
-def test_a_store_that_is_open_finds_the_link(tmp_path: Path, plant: Plant) -> None:
+def test_an_open_store_detects_a_link(tmp_path: Path, plant: Plant) -> None:
     folder, target = tmp_path / "kept", tmp_path / "mine"
     target.write_bytes(MINE)
     with closing(disk(folder)) as store:
@@ -96,7 +96,7 @@ def test_a_fingerprint_is_not_written_through_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [symbolic, hard, dangling])
-def test_links_are_found_where_the_system_cannot_refuse_them(
+def test_links_are_detected_where_the_system_cannot_refuse_them(
     tmp_path: Path, plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows has no O_NOFOLLOW."""

@@ -1,4 +1,4 @@
-"""Objects of any size over a store of blocks: whole, or not there."""
+"""Objects of any size over a store of blocks are loaded whole, or not at all."""
 
 from contextlib import closing
 from functools import partial
@@ -29,34 +29,34 @@ def save_all(folder: Path) -> None:
 
 
 def loaded(folder: Path) -> list[int]:
-    """The sizes of objects that are there, each as it was saved."""
-    found = []
+    """Return the sizes of stored objects, after a check of their bytes."""
+    sizes = []
     with closing(DiskStore(folder, OBJECTS, 1 << 30)) as store:
         saver = Saver(StoreChain([GuardedStore(store)]), 1 << 30, Faults("a test"))
         for size in SIZES:
             data = call(partial(ObjectStore([GuardedStore(store)], saver).load, b"%d" % size))
             if data is not None:
                 assert bytes(data) == payload(size, size)
-                found.append(size)
+                sizes.append(size)
         saver.close(60)
-    return found
+    return sizes
 
 
-def test_objects_come_back_as_they_were(tmp_path: Path) -> None:
+def test_objects_are_loaded_as_saved(tmp_path: Path) -> None:
     save_all(tmp_path)
     assert loaded(tmp_path) == SIZES
 
 
 @pytest.mark.parametrize("lost", [0, 2, 4])
-def test_an_object_that_lost_a_part_is_not_there(tmp_path: Path, lost: int) -> None:
+def test_an_object_that_lost_a_part_is_a_miss(tmp_path: Path, lost: int) -> None:
     save_all(tmp_path)
     with closing(DiskStore(tmp_path, OBJECTS, 1 << 30)) as store:
         assert store.remove([_name(b"300000", lost)]) == 1
     assert loaded(tmp_path) == SIZES[:-1]
 
 
-def test_what_a_farther_tier_had_is_kept_in_the_nearer_one(tmp_path: Path) -> None:
-    """Only blocks were shared: every process queried the server for an image."""
+def test_an_object_from_a_farther_tier_is_stored_in_the_nearer_one(tmp_path: Path) -> None:
+    """Regression: only blocks were shared, so every process queried the server for an image."""
     near, far = tmp_path / "near", tmp_path / "far"
     save_all(far)
     assert loaded(near) == []
@@ -67,8 +67,8 @@ def test_what_a_farther_tier_had_is_kept_in_the_nearer_one(tmp_path: Path) -> No
         saver = Saver(StoreChain([GuardedStore(disk)]), 1 << 30, Faults("a test"))
         both = ObjectStore([GuardedStore(disk), GuardedStore(server)], saver)
         for size in SIZES:
-            found = call(partial(both.load, b"%d" % size))
-            assert found is not None and bytes(found) == payload(size, size)
+            content = call(partial(both.load, b"%d" % size))
+            assert content is not None and bytes(content) == payload(size, size)
         assert call(partial(both.load, b"unknown")) is None
         saver.close(60)
     assert loaded(near) == SIZES

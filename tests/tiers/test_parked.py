@@ -1,4 +1,4 @@
-"""Loads that wait for room: others go past them, and each gets all of its blocks in the end."""
+"""Loads that wait for space: others overtake them, and each gets all of its blocks in the end."""
 
 import random
 from collections import Counter
@@ -27,7 +27,7 @@ def small_chunks(limits: Callable[..., None]) -> None:
 
 
 def settle(loader: Loader, *jobs: LoadJob) -> None:
-    """Wait until nothing more arrives before anything is taken."""
+    """Wait until no more blocks arrive before any is taken."""
     before = -1
     while (now := sum(job.num_loaded for job in jobs)) != before or not any(
         job.count or job.done for job in jobs
@@ -41,7 +41,7 @@ def taken(loader: Loader, job: LoadJob, most: int = 99) -> list[bytes]:
     return [bytes(block.payload) for block in loader.take(job, most)]
 
 
-def test_a_load_that_nobody_takes_keeps_no_other_from_coming() -> None:
+def test_a_load_that_is_not_taken_does_not_block_others() -> None:
     with loading(Store(), BOUND) as loader:
         first = loader.start(names(range(20)), everything)
         second = loader.start(names(range(20, 60)), everything)
@@ -53,7 +53,7 @@ def test_a_load_that_nobody_takes_keeps_no_other_from_coming() -> None:
         assert loader.queued_bytes == 0
 
 
-def test_a_load_that_is_preferred_no_more_continues_where_it_was() -> None:
+def test_a_load_that_lost_its_preference_continues() -> None:
     with loading(Store(), BOUND) as loader:
         first = loader.start(names(range(12)), everything)
         second = loader.start(names(range(20, 26)), everything)
@@ -68,7 +68,7 @@ def test_a_load_that_is_preferred_no_more_continues_where_it_was() -> None:
         assert got == [payload(number) for number in range(12)]
 
 
-def test_loads_by_the_hundred_in_any_order_get_each_its_blocks() -> None:
+def test_hundreds_of_loads_in_any_order_get_their_blocks() -> None:
     chance = random.Random(5)
     with loading(Store(), BOUND) as loader:
         jobs: dict[LoadJob, range] = {}
@@ -118,7 +118,7 @@ def submit(llm: LLM, tokens: list[int], params: SamplingParams = PARAMS) -> Requ
 
 
 def run_until(llm: LLM, *groups: RequestGroup) -> None:
-    """Step until these have ended, each time once what loads is there; and check the pool."""
+    """Step until these requests have ended, with arrived loads only; check the pool each time."""
     tiers = llm.engine.tiers
     assert tiers is not None
     for _ in range(3000):
@@ -139,7 +139,7 @@ def answer(group: RequestGroup) -> list[int]:
 def kept(
     model: Path, tmp_path: Path, loads_always: None, limits: Callable[..., None]
 ) -> tuple[Path, list[list[int]]]:
-    """A folder that has the three prompts, their answers; and room for four blocks of loads."""
+    """Return a folder that has three prompts, their answers, and space for four loading blocks."""
     limits(chunk_bytes=1)
     with closing(make_llm(model, cache_dir=str(tmp_path), num_blocks=60)) as llm:
         groups = [submit(llm, tokens) for tokens in (*LARGE, SMALL)]
@@ -150,10 +150,10 @@ def kept(
     return tmp_path, [answer(group) for group in groups]
 
 
-def test_a_load_without_room_in_the_pool_is_passed_by_the_next(
+def test_a_load_without_space_in_the_pool_is_overtaken(
     model: Path, kept: tuple[Path, list[list[int]]]
 ) -> None:
-    """The first request filled the waiting list, and no other load continued."""
+    """Regression: the first request filled the waiting list, and no other load continued."""
     folder, answers = kept
     long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
     with closing(make_llm(model, cache_dir=str(folder), num_blocks=20, debug=True)) as llm:
@@ -169,10 +169,10 @@ def test_a_load_without_room_in_the_pool_is_passed_by_the_next(
         assert llm.engine.manager.num_free_blocks == 20
 
 
-def test_loads_that_wait_for_one_another_all_come(
+def test_loads_that_wait_for_one_another_all_end(
     model: Path, kept: tuple[Path, list[list[int]]]
 ) -> None:
-    """Nothing runs, the pool has room for one of them, and each has blocks that wait."""
+    """No request runs, the pool has space for one of them, and each has blocks that wait."""
     folder, answers = kept
     with closing(make_llm(model, cache_dir=str(folder), num_blocks=16, debug=True)) as llm:
         groups = [submit(llm, tokens) for tokens in (*LARGE, SMALL)]

@@ -1,4 +1,4 @@
-"""A folder that cannot be written: its blocks are loaded, and nothing in it changes."""
+"""A folder without write permission: its blocks are loaded, and nothing in it changes."""
 
 import os
 import shutil
@@ -38,21 +38,21 @@ def as_user(work: Callable[[], None]) -> None:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Nine blocks in a folder that its owner may only read."""
-    made = Path(tempfile.mkdtemp())  # pytest's own folders are closed to other users
-    with closing(disk(made)) as store:
+    """Return nine blocks in a folder that its owner may only read."""
+    root = Path(tempfile.mkdtemp())  # pytest's own folders are closed to other users
+    with closing(disk(root)) as store:
         store.save(blocks(range(9)))
-    for path in (*made.iterdir(), made):
+    for path in (*root.iterdir(), root):
         if os.geteuid() == 0:
             os.chown(path, _USER, _USER)
         path.chmod(0o500 if path.is_dir() else 0o400)
-    yield made
-    made.chmod(0o700)
-    shutil.rmtree(made)
+    yield root
+    root.chmod(0o700)
+    shutil.rmtree(root)
 
 
 def content(folder: Path) -> dict[str, tuple[bytes, int, int]]:
-    """Every file with its bytes, time and mode."""
+    """Return every file with its bytes, time and mode."""
     return {
         path.name: (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_mode)
         for path in folder.iterdir()

@@ -1,4 +1,4 @@
-"""The remote store against a real server: what is saved comes back, and its faults are misses."""
+"""The remote store against a real server: blocks are loaded as saved, and faults are misses."""
 
 import shutil
 import subprocess
@@ -60,12 +60,12 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("server"))
-    yield made
-    made.stop()
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server
+    server.stop()
 
 
-def test_blocks_come_back_on_another_machine(server: Server) -> None:
+def test_blocks_are_loaded_on_another_machine(server: Server) -> None:
     with closing(RemoteStore(server.url, MODEL)) as store:
         assert store.save(blocks(range(30))) == 30
         assert store.save(blocks(range(20, 40))) == 10
@@ -98,10 +98,10 @@ def test_a_damaged_block_is_a_miss_and_is_forgotten(server: Server) -> None:
         assert held(store, range(10)) == 10
 
 
-def test_engines_of_two_versions_leave_each_other_s_blocks_alone(
+def test_engines_of_two_versions_do_not_touch_each_other_s_blocks(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each took the other's for damaged ones, and forgot them, one a lookup."""
+    """Regression: each took the other's blocks for damaged, and forgot one with each lookup."""
     with closing(RemoteStore(server.url, MODEL)) as store:
         store.save(blocks(range(10)))
     for module in (records, remote):
@@ -116,7 +116,7 @@ def test_engines_of_two_versions_leave_each_other_s_blocks_alone(
         assert held(store, range(10)) == 10 and not store.faults.counts
 
 
-def test_a_server_that_is_down_costs_a_miss_and_is_asked_again(
+def test_a_server_that_is_down_causes_a_miss_and_is_tried_again(
     server: Server, clock: Clock
 ) -> None:
     with closing(RemoteStore(server.url, MODEL)) as store:
@@ -136,10 +136,10 @@ def test_a_server_that_is_down_costs_a_miss_and_is_asked_again(
 
 
 @pytest.mark.parametrize("why", ["full", "replica", "reader"])
-def test_a_server_that_takes_no_blocks_still_gives_what_it_has(
+def test_a_server_that_refuses_saves_still_serves_loads(
     server: Server, why: str, clock: Clock
 ) -> None:
-    """Each save that it refused had it left alone by those who load, too."""
+    """Regression: each refused save paused the server for loads too."""
     orders = {
         "full": [("CONFIG SET maxmemory-policy", "noeviction"), ("CONFIG SET maxmemory", "1")],
         "replica": [("REPLICAOF", "127.0.0.1", "1")],
@@ -166,7 +166,7 @@ def test_a_server_that_takes_no_blocks_still_gives_what_it_has(
 
 
 @pytest.mark.parametrize("url", ["", "host", "http://host", "redis://host:port/x"])
-def test_a_wrong_url_is_an_error_of_ours(url: str) -> None:
+def test_a_wrong_url_is_a_clear_error(url: str) -> None:
     with pytest.raises(ConfigError, match="remote_cache"):
         RemoteStore(url, MODEL)
 
@@ -176,19 +176,19 @@ def prompt_names(llm: LLM, prompt: dict[str, Any]) -> list[BlockHash]:
     return llm.engine.manager.block_hashes(group.requests[0].sequence)
 
 
-def test_engines_share_what_any_of_them_computed(server: Server, tmp_path: Path) -> None:
+def test_engines_share_computed_blocks(server: Server, tmp_path: Path) -> None:
     """Remote blocks are stored on each machine's disk."""
     model = save_smallest(tmp_path / "model")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     prompt = {"prompt_token_ids": list(range(3, 103))}
-    tiers, answers, found = [], [], []
+    tiers, answers, stored = [], [], []
     for folder in (None, "one", "two", "two"):
         kept = str(tmp_path / folder) if folder is not None else None
         if len(tiers) == 3:
             server.stop()
         llm = make_llm(model, debug=True, remote_cache=server.url, cache_dir=kept)
         assert llm.engine.tiers is not None
-        found.append(llm.engine.tiers.count_stored(prompt_names(llm, prompt)))
+        stored.append(llm.engine.tiers.count_stored(prompt_names(llm, prompt)))
         [output] = llm.generate(prompt, params)
         tiers.append(dict(llm.engine.tiers.stats.loaded_tokens))
         answers.append(output.outputs[0].token_ids)
@@ -196,7 +196,7 @@ def test_engines_share_what_any_of_them_computed(server: Server, tmp_path: Path)
     assert tiers == [{}, {"remote": 96}, {"remote": 96}, {"disk": 96}]
     assert answers == [answers[0]] * 4
     disk = {"disk": 0, "remote": 96}
-    assert found == [{"remote": 0}, disk, disk, {"disk": 96, "remote": 0}]
+    assert stored == [{"remote": 0}, disk, disk, {"disk": 96, "remote": 0}]
 
 
 @pytest.mark.usefixtures("loads_always")

@@ -1,4 +1,4 @@
-"""Several tiers: each is left alone for itself, and the others go on."""
+"""Several tiers: each is paused separately, and the others continue."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -19,7 +19,7 @@ from tests.tiers.test_deadline import GREEDY, Listener, drip
 from tests.tiers.test_threads import FOREVER, Gate, Store, call
 
 
-def test_a_tier_that_does_not_answer_turns_no_other_off(limits: Callable[..., None]) -> None:
+def test_a_tier_that_does_not_answer_pauses_no_other(limits: Callable[..., None]) -> None:
     limits(deadline=0.01)
     gate, far = Gate("find"), Store()
     first = GuardedStore(Store(gate))
@@ -31,7 +31,7 @@ def test_a_tier_that_does_not_answer_turns_no_other_off(limits: Callable[..., No
     gate.opened.set()
 
 
-def test_a_store_that_never_ends_a_save_keeps_no_other_from_saving(
+def test_an_endless_save_does_not_block_saves_of_other_tiers(
     limits: Callable[..., None],
 ) -> None:
     limits(changing=0.05)
@@ -49,44 +49,46 @@ def test_a_store_that_never_ends_a_save_keeps_no_other_from_saving(
     saver.close(FOREVER)
 
 
-def test_a_prompt_on_disk_is_loaded_beside_a_server_that_never_replies(
+def test_a_prompt_on_disk_is_loaded_despite_a_silent_server(
     tmp_path: Path, limits: Callable[..., None]
 ) -> None:
-    """One pause for both had it computed, for up to five minutes."""
+    """Regression: one pause for both tiers made requests compute it, for up to five minutes."""
     pytest.importorskip("redis")
     limits(last_saves=0.1)
     model, kept = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
 
-    def ask(llm: object, first: int) -> RequestOutput:
+    def generate(llm: object, first: int) -> RequestOutput:
         tokens = {"prompt_token_ids": list(range(first, first + 100))}
         [output] = llm.generate(tokens, GREEDY)  # type: ignore[attr-defined]
         assert isinstance(output, RequestOutput)
         return output
 
     with closing(make_llm(model, cache_dir=kept)) as llm:
-        ask(llm, 3)
+        generate(llm, 3)
         assert llm.engine.tiers is not None and llm.engine.tiers.flush(FOREVER)
     limits(deadline=0.3)
     with (
         closing(Listener(drip)) as listener,
         closing(make_llm(model, cache_dir=kept, remote_cache=listener.url)) as llm,
     ):
-        assert ask(llm, 40).num_loaded_tokens == 0, "no tier has it, and the server says nothing"
+        assert generate(llm, 40).num_loaded_tokens == 0, (
+            "no tier has it, and the server says nothing"
+        )
         assert llm.engine.tiers is not None
         assert llm.engine.tiers.stats.late_answers == 1
-        assert ask(llm, 3).num_loaded_tokens == 96
+        assert generate(llm, 3).num_loaded_tokens == 96
 
 
 @pytest.mark.parametrize("rate", [1e5, 1e6, 1e9])
-def test_a_question_is_as_long_as_the_link_gives_in_a_moment(
+def test_the_size_of_a_read_fits_the_rate_of_the_link(
     monkeypatch: pytest.MonkeyPatch, rate: float
 ) -> None:
-    """8 MB on a slow link came too late to be an answer, and the server was left alone."""
+    """Regression: 8 MB over a slow link came too late, and the server was paused."""
     pytest.importorskip("redis")
     now, taken = 0.0, []
     large = MODEL._replace(block_bytes=200_000)
-    made = [block(number, model=large) for number in range(20)]
-    kept = {one.name: make_header(one) + bytes(one.payload) for one in made}
+    stored = [block(number, model=large) for number in range(20)]
+    kept = {one.name: make_header(one) + bytes(one.payload) for one in stored}
 
     def mget(keys: Sequence[bytes]) -> list[bytes]:
         nonlocal now

@@ -1,5 +1,4 @@
-"""The threads that save and load: nothing waits for ever, whatever the store does, and whenever
-somebody closes or cancels."""
+"""Threads that save and load: no call waits for ever, whatever stores, closes and cancels do."""
 
 import gc
 import logging
@@ -27,7 +26,10 @@ ERRORS = [RuntimeError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExi
 
 
 class Store(BlockStore):
-    """Has every block. before: called with a method's name when it begins, and with each block."""
+    """A store that has every block.
+
+    before: called with a method's name when it begins, and with each block.
+    """
 
     tier = "test"
     block_seconds = 0.0
@@ -67,7 +69,7 @@ class Store(BlockStore):
 
 
 class Gate:
-    """Holds a thread at a method until it is opened."""
+    """A gate that holds a thread at a method until it is opened."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -83,18 +85,18 @@ def fails_once(method: str, error: type[BaseException]) -> Callable[[str], None]
     errors = iter([error("on purpose")])
 
     def before(reached: str) -> None:
-        if reached == method and (found := next(errors, None)) is not None:
-            raise found
+        if reached == method and (error := next(errors, None)) is not None:
+            raise error
 
     return before
 
 
-def everything(found: int) -> int:
-    return found
+def everything(count: int) -> int:
+    return count
 
 
 def arrived(loader: Loader, job: LoadJob) -> int:
-    """Take all of a job, before all others; how many there were."""
+    """Take all blocks of a job, before all others; return how many there were."""
     loader.prefer(job)
     count = 0
     while True:
@@ -109,7 +111,7 @@ def arrived(loader: Loader, job: LoadJob) -> int:
 
 @contextmanager
 def ending(name: str) -> Iterator[None]:
-    """Wait for the threads of this name that began within the block, also those given up."""
+    """Wait for the threads of this name that began within the block, also abandoned ones."""
     earlier = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - earlier:
@@ -119,7 +121,7 @@ def ending(name: str) -> Iterator[None]:
 
 
 def call(work: Callable[[Job], Any]) -> Any:
-    """Return the result of calls of stores, done by a worker."""
+    """Return the result of store calls that a worker makes."""
     return Worker("a test", Faults("a test"), "a call failed").call(work, None)
 
 
@@ -163,16 +165,14 @@ def small_chunks(limits: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("method", ["find", "load", "block"])
-def test_a_load_that_fails_ends_and_the_next_one_comes(
-    method: str, error: type[BaseException]
-) -> None:
+def test_a_failed_load_ends_and_the_next_one_runs(method: str, error: type[BaseException]) -> None:
     with loading(Store(fails_once(method, error))) as loader:
         first, second = (loader.start(names(range(20)), everything) for _ in range(2))
         assert arrived(loader, first) < 20
         assert arrived(loader, second) == 20
 
 
-def test_whoever_chooses_may_fail(logged: list[logging.LogRecord]) -> None:
+def test_the_choice_of_blocks_may_fail(logged: list[logging.LogRecord]) -> None:
     with loading(Store()) as loader:
         assert arrived(loader, loader.start(names(range(9)), lambda found: 1 // 0)) == 0
         assert arrived(loader, loader.start(names(range(9)), lambda found: 4)) == 4
@@ -183,8 +183,8 @@ def fail(method: str) -> None:
     raise RuntimeError(f"{method}, on purpose")
 
 
-def test_what_a_store_raises_is_told_once_a_minute(logged: list[logging.LogRecord]) -> None:
-    """It had a line, with all that led to it, for every load and every save."""
+def test_errors_of_a_store_are_logged_once_a_minute(logged: list[logging.LogRecord]) -> None:
+    """Regression: every load and every save logged a line with its traceback."""
     faults = Faults("a test")
     with loading(Store(fail), faults=faults) as loader, saving(Store(fail), faults=faults) as saver:
         for number in range(20):
@@ -219,7 +219,7 @@ def test_a_loader_is_closed_while_it_waits_for_blocks_to_be_taken() -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1, SIZE, 5 * SIZE])
-def test_blocks_larger_than_the_bound_come_one_after_the_other(max_bytes: int) -> None:
+def test_blocks_larger_than_the_limit_arrive_one_by_one(max_bytes: int) -> None:
     with loading(Store(), max_bytes) as loader:
         for _ in range(5):
             assert arrived(loader, loader.start(names(range(20)), everything)) == 20
@@ -231,7 +231,7 @@ def test_blocks_larger_than_the_bound_come_one_after_the_other(max_bytes: int) -
             assert saver.flush(FOREVER)
 
 
-def test_jobs_by_the_thousand_that_are_cancelled_at_any_time() -> None:
+def test_thousands_of_jobs_are_cancelled_at_any_time() -> None:
     chance = random.Random(1)
     with loading(Store(), 4 * SIZE) as loader:
         jobs: list[LoadJob] = []
@@ -249,7 +249,7 @@ def test_jobs_by_the_thousand_that_are_cancelled_at_any_time() -> None:
         assert arrived(loader, loader.start(names(range(12)), everything)) == 12
 
 
-def test_threads_that_cannot_be_started_fail_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_cannot_be_started_fail_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -289,7 +289,7 @@ def test_a_saver_is_closed_while_the_store_blocks() -> None:
     assert store.saved == [name(0)]
 
 
-def test_what_is_dropped_is_not_saved_later() -> None:
+def test_dropped_blocks_are_not_saved_later() -> None:
     gate = Gate("save")
     with saving(store := Store(gate)) as saver:
         saver.offer([block(0)])
@@ -305,7 +305,7 @@ def test_what_is_dropped_is_not_saved_later() -> None:
     assert store.saved == [name(0), name(9)]
 
 
-def test_what_the_store_has_is_told_once_whether_it_was_new_or_not() -> None:
+def test_each_stored_block_is_reported_once() -> None:
     class Small(Store):
         """Has every second block already, and takes one."""
 
@@ -356,8 +356,8 @@ def test_a_process_that_was_forked_waits_for_no_saver() -> None:
         gate.opened.set()
 
 
-def test_a_queue_that_is_empty_again_returns_its_memory(limits: Callable[..., None]) -> None:
-    """Up to 400 MB stayed resident after all was saved."""
+def test_an_emptied_queue_returns_its_memory(limits: Callable[..., None]) -> None:
+    """Regression: up to 400 MB stayed resident after all blocks were saved."""
     limits(drain_bytes=6 * SIZE)
     alive: list[weakref.ref[np.ndarray[Any, Any]]] = []
     drained: list[int] = []
@@ -385,7 +385,7 @@ def test_a_queue_that_is_empty_again_returns_its_memory(limits: Callable[..., No
 
 
 def test_a_worker_gives_up_no_call_of_the_worker_that_its_job_moved_to() -> None:
-    """The other worker's thread ended then, and no thread did its jobs."""
+    """Regression: the other worker's thread ended, and no thread did its jobs."""
     changed, moved, gate = threading.Condition(), threading.Event(), Gate("find")
     first, second = (
         Worker(title, Faults("a test"), "a call failed", changed) for title in ("first", "second")

@@ -1,4 +1,4 @@
-"""Files of exported blocks that say what no export would: nothing that is kept suffers."""
+"""Damaged or hostile files of exported blocks harm no stored block."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from tests.tiers.stores import MODEL, block, blocks, disk, held, names
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[DiskStore]:
-    """Twenty blocks, five of which were hit."""
+    """Return a store of twenty blocks, five of which were hit."""
     with closing(disk(tmp_path / "kept")) as store:
         store.save(blocks(range(20)))
         store.touch(names(range(5)))
@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
 
 
 def write(path: Path, model: ModelRecord, kept: list[StoredBlock]) -> Path:
-    """A file as `export_blocks` writes it."""
+    """Write a file as `export_blocks` does."""
     head = b"headstart blocks %d\n%s\n" % (VERSION, json.dumps(model._asdict()).encode())
     records = b"".join(make_header(one) + bytes(one.payload) for one in kept)
     path.write_bytes(head + records + b"end" + len(kept).to_bytes(8, "little"))
@@ -40,11 +40,12 @@ def hits(store: DiskStore) -> list[int]:
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0])
-def test_a_block_whose_cost_is_no_time_is_damaged(
+def test_a_block_with_an_invalid_cost_is_damaged(
     store: DiskStore, tmp_path: Path, seconds: float
 ) -> None:
-    """With a NaN the index was made anew, and forgot what was hit and when; with an infinity the
-    block would never have gone.
+    """Regression: NaN made the index be rebuilt without its hits and times.
+
+    With infinity, the block would never have been evicted.
     """
     odd = block(101)._replace(seconds=seconds)
     path = write(tmp_path / "moved", MODEL, [block(100), odd, block(102)])
@@ -60,7 +61,7 @@ def test_a_block_whose_cost_is_no_time_is_damaged(
 def test_blocks_of_another_size_are_another_model_s(
     store: DiskStore, tmp_path: Path, other: dict[str, int | str]
 ) -> None:
-    """A file named the size of its blocks, so 512 GB were allocated for one block."""
+    """Regression: the file sets the size of its blocks, so 512 GB were allocated for one block."""
     path = write(tmp_path / "moved", MODEL._replace(**other), [block(100)])
     with pytest.raises(CacheError, match="of another model; allowed: a model"):
         import_blocks(store, path, 1.0)

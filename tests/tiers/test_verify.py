@@ -30,22 +30,22 @@ def file_of(folder: Path) -> Path:
     return max(folder.glob("*.kv"), key=lambda path: path.stat().st_size)
 
 
-def test_a_folder_that_is_whole(folder: Path) -> None:
-    told: list[tuple[int, int]] = []
-    report = verify(folder, progress=lambda done, count: told.append((done, count)))
+def test_an_intact_folder(folder: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    report = verify(folder, progress=lambda done, count: calls.append((done, count)))
     assert {one.model: one.counts for one in report.models} == {
         MODEL: Counts(intact=20),
         OTHER: Counts(intact=10),
     }
     assert report.total == Counts(intact=30) and report.is_whole and report.index_is_sound
-    assert told == [(at, 30) for at in range(1, 31)]
+    assert calls == [(at, 30) for at in range(1, 31)]
     with pytest.raises(ConfigError, match="there is no cache folder"):
         verify(folder / "none")
     (folder / "empty").mkdir()
     assert verify(folder / "empty") == (True, [])
 
 
-def test_blocks_that_are_damaged_or_lost_are_counted_and_forgotten(folder: Path) -> None:
+def test_damaged_and_lost_blocks_are_counted_and_forgotten(folder: Path) -> None:
     data = bytearray(file_of(folder).read_bytes())
     for slot in (3, 7):
         data[slot * SLOT + 500] ^= 1
@@ -73,7 +73,7 @@ def test_blocks_that_the_index_does_not_list(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing of it" * 1000, None])
-def test_an_index_that_is_damaged(folder: Path, content: bytes | None) -> None:
+def test_a_damaged_index(folder: Path, content: bytes | None) -> None:
     (folder / INDEX).unlink()
     if content is not None:
         (folder / INDEX).write_bytes(content)
@@ -83,7 +83,7 @@ def test_an_index_that_is_damaged(folder: Path, content: bytes | None) -> None:
     assert verify(folder).total == Counts(intact=30)
 
 
-def test_blocks_that_move_and_go_while_they_are_read_are_not_damaged(folder: Path) -> None:
+def test_blocks_moved_or_evicted_during_a_read_are_not_damaged(folder: Path) -> None:
     with closing(disk(folder)) as store:
 
         def change(done: int, count: int) -> None:

@@ -28,7 +28,7 @@ _TRUST = 2.0
 COMPUTE_WEIGHT = 4.0
 """Weight of a token to compute, compared with a queued token."""
 DECODE_TOKENS = 512
-"""Cost of a decoding request, as a number of tokens to compute."""
+"""Cost of a decoding request, as a number of queued tokens."""
 SLACK, SLACK_SECONDS = 0.05, 0.01
 """Costs up to `lowest * (1 + SLACK) + SLACK_SECONDS` count as equal to the lowest cost."""
 LOAD_RATE = 100_000.0

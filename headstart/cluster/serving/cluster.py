@@ -273,12 +273,12 @@ class ReplicaCluster:
             "raylet": f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}",
         }
 
-        def lose(reason: str) -> None:
+        def on_death(reason: str) -> None:
             _LOG.error("%s: no more requests are accepted; restart the server", reason)
             self._is_lost = True
             driver.fail_all(reason)
 
-        args = (processes, self._is_over, lose)
+        args = (processes, self._is_over, on_death)
         threading.Thread(target=watch_ray, args=args, name="headstart-ray", daemon=True).start()
 
     def _leave(self) -> None:

@@ -250,20 +250,20 @@ class ReplicaDriver:
         self._put = put
         self._dispatcher = dispatcher
         self._name = uuid.uuid4().hex  # name of this server in the replicas that it follows
-        self._orders: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
         self._running: dict[str, _Running] = {}  # by request id
         self._started: dict[str, _Running] = {}  # by name, until their tasks have ended
         self._attempts: dict[RequestKey, _Attempt] = {}
         self._feeds = Feeds(
-            self._replicas, dispatcher, self._name, self._take_progress, self._lose, clock
+            self._replicas, dispatcher, self._name, self._take_progress, self._mark_silent, clock
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="headstart-replicas")
         self._thread.daemon = True
         self._thread.start()
-        dispatcher.on_change = lambda: self._soon(self._feeds.follow_running)
-        dispatcher.on_route = lambda: self._soon(dispatcher.catch_up)
-        self._soon(self._feeds.follow_running)
+        dispatcher.on_change = lambda: self._call_soon(self._feeds.follow_running)
+        dispatcher.on_route = lambda: self._call_soon(dispatcher.catch_up)
+        self._call_soon(self._feeds.follow_running)
         for task in (send_heartbeats(handle, self._name, frontend.silence), self._feeds.watch()):
             asyncio.run_coroutine_threadsafe(task, self._loop)
 
@@ -279,9 +279,9 @@ class ReplicaDriver:
         """
         self._frontend.require_open()
         running = _Running(group, receive, every_step)
-        self._order(lambda: self._start(running))
+        self._enqueue(lambda: self._start(running))
         if self._frontend.why_closed is not None:  # closed meanwhile, so the thread may have ended
-            self._take_orders()
+            self._run_commands()
 
     def cancel(self, groups: Sequence[RequestGroup], *, wait: bool = True) -> None:
         """Cancel unfinished requests; return at once. Later requests may use their ids."""
@@ -294,7 +294,7 @@ class ReplicaDriver:
                     running.cancel()
                     self._release(running)
 
-        self._order(forget)
+        self._enqueue(forget)
 
     def abort(self, request_id: str) -> None:
 
@@ -304,7 +304,7 @@ class ReplicaDriver:
                 running.is_aborted = True
                 running.cancel()
 
-        self._order(abort)
+        self._enqueue(abort)
 
     def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` at once: this process runs no steps."""
@@ -325,7 +325,7 @@ class ReplicaDriver:
             asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            self._take_orders()  # refuses the remaining requests
+            self._run_commands()  # refuses the remaining requests
             self._loop.close()
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
@@ -360,24 +360,24 @@ class ReplicaDriver:
     def _closed_error(self) -> EngineError:
         return EngineError(self._frontend.why_closed or CLOSED)
 
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
-        self._soon(self._take_orders)
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._call_soon(self._run_commands)
 
-    def _soon(self, function: Callable[[], object]) -> None:
+    def _call_soon(self, function: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function)
 
     # In the thread
 
-    def _take_orders(self) -> None:
-        """Execute the orders that other threads queued, such as to start or abort a request."""
-        while self._orders:
+    def _run_commands(self) -> None:
+        """Run the commands that other threads queued, such as to start or abort a request."""
+        while self._commands:
             try:
-                order = self._orders.popleft()
-            except IndexError:  # another thread took the order
+                command = self._commands.popleft()
+            except IndexError:  # another thread took the command
                 return
-            order()
+            command()
 
     def _start(self, running: _Running) -> None:
         request_id = running.group.request_id
@@ -412,7 +412,7 @@ class ReplicaDriver:
     async def _answer(self, running: _Running) -> Update:
         """Send a request, and send it again if its replica is lost; return its last update."""
         try:
-            request = await self._describe(running)
+            request = await self._make_request(running)
             route = RouteRequest(
                 running.name,
                 PromptKeys(self._frontend.facts.hasher, running.group.requests[0].sequence),
@@ -472,7 +472,7 @@ class ReplicaDriver:
                 cancel(stream)
         raise EngineError("a replica ended the request, as this server sent no heartbeats")
 
-    def _lose(self, replica: str) -> None:
+    def _mark_silent(self, replica: str) -> None:
         names = self._dispatcher.mark_silent(replica)
         for attempt in self._attempts.values():
             if attempt.running.name in names:
@@ -490,7 +490,7 @@ class ReplicaDriver:
             except EngineError as error:
                 attempt.running.cancel(error)
 
-    async def _describe(self, running: _Running) -> AnswerRequest:
+    async def _make_request(self, running: _Running) -> AnswerRequest:
         group, facts, images = running.group, self._frontend.facts, self._frontend.images
         salt, sequence = group.namespace.salt, group.requests[0].sequence
         owner = facts.shares.owner(salt)
@@ -515,7 +515,7 @@ class ReplicaDriver:
 
     async def _end_all(self) -> None:
         self._feeds.end()
-        self._take_orders()
+        self._run_commands()
         for running in list(self._started.values()):
             running.cancel(self._closed_error())
         tasks = asyncio.all_tasks() - {asyncio.current_task()}  # feeds and calls of replicas

@@ -122,19 +122,19 @@ class Feeds:
         dispatcher: Dispatcher,
         follower: str,
         take_progress: Callable[[RequestKey, RequestDelta], None],
-        lose: Callable[[str], None],
+        on_silent: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare the feeds; `follow_running` starts them.
 
-        replicas: a streaming handle. follower: the name of this server. lose: called with the name
-        of a replica that stopped answering. clock: returns seconds.
+        replicas: a streaming handle. follower: the name of this server. on_silent: called with the
+        name of a replica that stopped answering. clock: returns seconds.
         """
         self._replicas = replicas
         self._dispatcher = dispatcher
         self._follower = follower
         self._take_progress = take_progress
-        self._lose = lose
+        self._on_silent = on_silent
         self._clock = clock
         self._beats = Heartbeats(2 * HEARTBEAT, clock)
         self._last_check = clock()
@@ -172,7 +172,7 @@ class Feeds:
             self.check_silence()
 
     def check_silence(self) -> None:
-        """Call `lose` for each replica that has been silent for too long."""
+        """Call `on_silent` for each replica that has been silent for too long."""
         now = self._clock()
         if now - self._last_check > HEARTBEAT:  # this process itself was suspended
             self._beats.restart()
@@ -181,7 +181,7 @@ class Feeds:
             _LOG.warning(
                 "replica %s stopped answering; its requests are moved to other replicas", name
             )
-            self._lose(name)
+            self._on_silent(name)
 
     def _drop(self, name: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(name) is task:
@@ -234,9 +234,9 @@ def cancel(stream: DeploymentResponseGenerator[Any]) -> None:
 
 
 def watch_ray(
-    processes: Mapping[str, str], is_over: threading.Event, lose: Callable[[str], object]
+    processes: Mapping[str, str], is_over: threading.Event, on_death: Callable[[str], object]
 ) -> None:
-    """Call `lose` with a message when one of Ray's processes has died; stop at `is_over`.
+    """Call `on_death` with a message when one of Ray's processes has died; stop at `is_over`.
 
     processes: `host:port` of each, by name. A process that hangs still accepts connections.
     """
@@ -246,7 +246,7 @@ def watch_ray(
                 check_port(address)
             except ConnectionRefusedError:
                 if not is_over.is_set():
-                    lose(f"Ray's process {name} died, and with it the replicas")
+                    on_death(f"Ray's process {name} died, and with it the replicas")
                 return
             except OSError as error:  # a cause in this process, such as too many open files
                 _LOG.info("Ray's process %s at %s: %s", name, address, error)

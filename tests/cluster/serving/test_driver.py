@@ -32,7 +32,7 @@ def server() -> Iterator[Server]:
 
 def run_soon(server: Server, work: Callable[[], object]) -> None:
     """Run work in the driver's loop."""
-    server.driver._soon(work)
+    server.driver._call_soon(work)
 
 
 def match_feeds(server: Server) -> None:

@@ -86,8 +86,8 @@ class Replicas:
         is_done = queue.SimpleQueue[None]()
         while self.now < now:
             self.now = min(now, self.now + 5)
-            self.server.driver._soon(self.server.driver._feeds.check_silence)
-            self.server.driver._soon(lambda: is_done.put(None))
+            self.server.driver._call_soon(self.server.driver._feeds.check_silence)
+            self.server.driver._call_soon(lambda: is_done.put(None))
             is_done.get(timeout=LIMIT)
 
     def _send(self, request: AnswerRequest) -> Stream:

@@ -1,4 +1,4 @@
-"""A model with recurrent layers: what caching saves, and how exact its hits are.
+"""A model with recurrent layers: time with a prefix cache, and the number of tokens hit.
 
     python bench/hybrid.py [--shape lfm2-1.2b] [--threads 2]
 

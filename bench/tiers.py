@@ -12,7 +12,7 @@ In these cases the system's page cache has the files, as after a restart of the 
 are dropped from it (`posix_fadvise`), so that the disk itself is read: `cold_disk` is the time to
 first token, and `cold_read` the time in which the store alone reads and checks the same blocks.
 `plain_read` reads as many bytes into used memory, and `direct_read` bypasses the page cache. Last,
-requests decode while the store always has blocks to write, and without that. Weights are random.
+requests decode while the store always has blocks to write, or never. Weights are random.
 
 Two figures are limited relative to `plain_read`, the disk's own speed: `cold_read`, and
 `cold_load`, the additional time to first token compared with `border`. That is lookup, reading,

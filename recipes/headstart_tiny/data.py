@@ -108,7 +108,7 @@ class World:
         self.firsts, self.lasts = name_pools(evaluation)
 
     def syllables(self) -> str:
-        """Return an invented capitalized word of two or three syllables."""
+        """Return an invented capitalized word of one to three syllables."""
         rng = self.rng
         parts = (
             rng.choice(words.ONSETS) + rng.choice(words.VOWELS) + rng.choice(words.CODAS)

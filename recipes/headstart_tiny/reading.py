@@ -24,18 +24,18 @@ PREVIOUS = {  # flags of the tokens 1 to 4 positions before
     4: ("OPEN", "DIGIT", "ROW", "NUMBERED"),
 }  # fmt: skip
 NUMBER = 3 * MATCH + 2  # an ID: three digits as codes, and whether the 2nd and 3rd are missing
-SIGN = 10  # coordinates of a signature, which is a hash of four tokens
+SIGNATURE = 10  # coordinates of a signature, which is a hash of four tokens
 SIZES = {
     "ONE": 1, "CODE": CODE, "BEFORE": MATCH, **dict.fromkeys(FLAGS, 1), "LABEL": TYPES + 1,
     "ASKS": TYPES,
     **{f"B{k}": MATCH for k in PREVIOUS}, "BLANK2": 1, "BLANK3": 1, "BLANK4": 1,
     **{f"{flag}{k}": 1 for k, flags in PREVIOUS.items() for flag in flags}, "HEAD2": TYPES,
     "KIND": TYPES, "HEADER": TYPES, "IDEND": 1, "ID": NUMBER, "LABELWORD": 1,
-    "BACK": 1, "HASH": SIGN, "KINDBEFORE": TYPES, "INNAME": 1, "INSTATE": 1, "INCELL": 1,
+    "BACK": 1, "HASH": SIGNATURE, "KINDBEFORE": TYPES, "INNAME": 1, "INSTATE": 1, "INCELL": 1,
     "INTHE": 1, "INIS": 1, "COLUMN": TYPES + 1, "BACKWARDS": 1, "SAYING": 1,
-    "SPAN": SIGN, "SPANSQUARE": 1,
+    "SPAN": SIGNATURE, "SPANSQUARE": 1,
     "PART": 1, "INSIDE": 1, "COPIED": 1, "NOVALUE": 1, "Q2": MATCH, "Q3": MATCH, "QBLANK3": 1,
-    "BAG": SHARED, "SQUARE": 1, "ROWID": NUMBER, "ROWSPAN": SIGN, "ROWSPANSQUARE": 1,
+    "BAG": SHARED, "SQUARE": 1, "ROWID": NUMBER, "ROWSPAN": SIGNATURE, "ROWSPANSQUARE": 1,
     "ROWBAG": SHARED, "ROWSQUARE": 1, "CLOSED": TYPES + 1, "HITSQUARE": 1, "MISS": 1,
     "ASKEDBACK": 1, "ASKEDHIS": 1,
     "NOBODY": 1, "NOTHING": 1, "NOID": 1, "NONAME": 1, "NAMEEND": 1,
@@ -94,7 +94,7 @@ class Reading:
             wire.values(0, group, read)
             self.back(0, head, group, k, 0.02)
             wire.write(0, head, 0, at.rows(f"B{k}"))
-            mixed, _ = torch.linalg.qr(torch.randn(SIGN, MATCH))
+            mixed, _ = torch.linalg.qr(torch.randn(SIGNATURE, MATCH))
             wire.write(0, head, 0, mixed @ at.rows("HASH"))
             for flag in seen:
                 wire.write(0, head, MATCH + flags.index(flag), self.one(**{f"{flag}{k}": 1.0}))

@@ -23,7 +23,7 @@ training can refine them. The architecture is an unchanged Llama.
 
 Bags are compared by their squared distance |q - k|^2 = |q|^2 - 2qk + |k|^2, which distinguishes
 names that differ in one token. Signatures are compared in the same way. Attention is causal, so the
-tokens of a name cannot depend on the values after it. So its signature is a hash of the tokens
+tokens of a name cannot depend on the values after it. So a name's signature is a hash of the tokens
 before it. A head that finds nothing attends to a sink such as "The " or ": ", which has only the
 flag for the answer "not in the document".
 
@@ -38,7 +38,7 @@ import data
 import torch
 from circuit import NEXT, SOUGHT, Match
 from features import CODE, MATCH, SHARED, TYPES, embedding
-from reading import ADDRESS, COUNTRY, ID, NUMBER, SIGN, Reading, part
+from reading import ADDRESS, COUNTRY, ID, NUMBER, SIGNATURE, Reading, part
 from torch import Tensor
 
 SURE = 36.0  # score of an equal column
@@ -131,7 +131,7 @@ class Wiring(Reading):
         carried = [at.rows(r) for r in ("ROWSPAN", "ROWSPANSQUARE", "SINK", "ASKS")]
         wire.values(3, 1, torch.cat([*carried, at.forms({"BACK": 1}, {"POSSESS1": 1})]))
         wire.write(3, 2, 0, torch.cat([at.rows(name) for name in found]))
-        wire.write(3, 3, SIGN + 2, torch.cat([at.rows(name) for name in asked]))
+        wire.write(3, 3, SIGNATURE + 2, torch.cat([at.rows(name) for name in asked]))
         ends = {"CLOSES": 1.0, "COMMA": -1.0, "ONE": -0.5}  # a closing token has the value's column
         wire.neurons(3, ends, at.rows("CLOSED") - at.rows("COLUMN"), at.rows("COLUMN"))
         self.forget(3, "ROWBAG", "ROWSQUARE", "COLUMN")

@@ -1,4 +1,4 @@
-"""Steps whose sequences share the beginnings of their block tables, at random."""
+"""Random steps whose sequences share the beginnings of their block tables."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ NUM_BLOCKS = 400
 
 
 def set_sharing_cost(patch: pytest.MonkeyPatch, cost: SharingCost) -> None:
-    """The cost of sharing with every backend, so that short prefixes are shared too."""
+    """Set the cost of sharing with every backend, so that short prefixes are shared too."""
     patch.setattr(native, "SHARING", dict.fromkeys(native.SHARING, cost))
     patch.setattr(torch_ops, "SHARING", cost)
 

@@ -1,4 +1,4 @@
-"""Recurrent layers written out in float64, token by token, and batches to try them with."""
+"""Recurrent layers written out in float64, token by token, and random batches for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Attention written out in float64, and sequences to try a backend with."""
+"""Attention written out in float64, and random sequences to test a backend with."""
 
 import ctypes
 from collections.abc import Callable
@@ -33,9 +33,9 @@ each_kernel = pytest.mark.parametrize(
         pytest.param(
             dtype,
             id=str(dtype),
-            marks=pytest.mark.skipif(found is None, reason="no compiled kernels for it here"),
+            marks=pytest.mark.skipif(library is None, reason="no compiled kernels for it here"),
         )
-        for dtype, found in LIBRARIES.items()
+        for dtype, library in LIBRARIES.items()
     ],
 )
 # The same, and in bfloat16 with AMX and without; for tests with the fixture `bf16_products`.
@@ -88,7 +88,10 @@ OPTIONS = {
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """Rows `q` `[rows, heads, dim]` at the end of a context `k`, `v` `[context, kv_heads, dim]`."""
+    """Attend with rows `q` `[rows, heads, dim]` at the end of a context of `k`, `v`.
+
+    `k` and `v` have the shape `[context, kv_heads, dim]`.
+    """
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), *(kept.double().repeat_interleave(group, 1) for kept in (k, v))
     keys = torch.arange(len(k))
@@ -107,12 +110,12 @@ def reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Ten
 
 
 def row_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a layer's rows where K and V are kept in `dtype`."""
+    """Return the dtype of a layer's rows whose K and V are stored in `dtype`."""
     return torch.float32 if dtype == torch.int8 else dtype
 
 
 def as_kept(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """K or V `[tokens, heads, width]` as a memory of this dtype rounds them, in `row_dtype`."""
+    """Round K or V `[tokens, heads, width]` as a memory of this dtype does, to `row_dtype`."""
     if dtype != torch.int8:
         return rows.to(dtype)
     codes, scales = quantize_rows(rows)
@@ -120,11 +123,11 @@ def as_kept(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def kernels(dtype: torch.dtype) -> ctypes.CDLL:
-    """The library with the kernel for K and V of this dtype; skips the test where there is none."""
-    found = LIBRARIES[dtype]
-    if found is None:
+    """Return the library with the kernel for K and V of this dtype; skip the test without it."""
+    library = LIBRARIES[dtype]
+    if library is None:
         pytest.skip("no compiled kernels for it here")
-    return found
+    return library
 
 
 def each_path(test: Callable[..., None]) -> Callable[..., None]:
@@ -133,12 +136,12 @@ def each_path(test: Callable[..., None]) -> Callable[..., None]:
     values = [pytest.param(path, with_amx.get(path), id=path) for path in PATHS]
     names = ("path", "bf16_products")
     parametrized = pytest.mark.parametrize(names, values, indirect=["bf16_products"])(test)
-    found: Callable[..., None] = pytest.mark.usefixtures("bf16_products")(parametrized)
-    return found
+    marked: Callable[..., None] = pytest.mark.usefixtures("bf16_products")(parametrized)
+    return marked
 
 
 def make_backend(path: str, memory: PagedKVMemory, share: bool = True) -> AttentionBackend:
-    """The backend of one of `PATHS`; skips the test where there is none."""
+    """Return the backend of one of `PATHS`; skip the test where there is none."""
     if path.startswith("native"):
         return NativeAttention(memory, kernels(memory.dtype), share=share)
     return TorchAttention(memory, share=share)
@@ -157,7 +160,7 @@ def spoil(memory: PagedKVMemory) -> None:
 
 
 def plan_of(counts: list[int], contexts: list[int], blocks: list[int]) -> StepPlan:
-    """The last `counts` tokens of sequences, which have four blocks each."""
+    """Plan the last `counts` tokens of sequences, which have four blocks each."""
     slots: list[int] = []
     spans = []
     for at, (count, context) in enumerate(zip(counts, contexts, strict=True)):
@@ -214,7 +217,7 @@ def run_step(
 
 
 def check(sequence: Sequence, out: Tensor, options: AttentionOptions) -> None:
-    """`out`, the rows of the last step, against the reference."""
+    """Compare `out`, the rows of the last step, with the reference."""
     end = sequence.done
     expected = reference(
         sequence.q[end - len(out) : end], sequence.k[:end], sequence.v[:end], options

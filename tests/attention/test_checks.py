@@ -1,4 +1,4 @@
-"""Arguments that compiled attention refuses before it reads an address: it has no other guard."""
+"""Arguments that compiled attention refuses before it reads an address, as its only guard."""
 
 from dataclasses import replace
 from typing import Any
@@ -52,7 +52,7 @@ def typed(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", LIBRARIES, ids=str)
 @pytest.mark.parametrize("size", [1, 3, 8, 12, 24])
 def test_block_sizes_of_any_kind_give_the_right_result(size: int, dtype: torch.dtype) -> None:
-    """Blocks of 24 went to the compiled kernel, which took them for blocks of 16."""
+    """Regression: blocks of 24 went to the compiled kernel, which took them for blocks of 16."""
     torch.manual_seed(0)
     memory = PagedKVMemory([LAYOUT], 60, size, dtype, "cpu")
     backend = make_backend(memory)
@@ -89,7 +89,7 @@ WRONG_PLANS: dict[str, dict[str, Any]] = {
 @each_kernel
 @pytest.mark.parametrize("text", WRONG_PLANS)
 def test_a_step_that_does_not_fit_the_memory_is_refused(text: str, dtype: torch.dtype) -> None:
-    """And the next step goes as if it had never been asked for."""
+    """The next step runs as if the refused one had not been called."""
     backend = make(dtype)
     with pytest.raises(EngineError, match=text):
         backend.begin_step(replace(PLAN, **WRONG_PLANS[text]))
@@ -124,15 +124,15 @@ def test_rows_that_do_not_fit_the_step_are_refused(name: str, dtype: torch.dtype
 
 
 @each_kernel
-def test_sinks_are_one_for_each_query_head(dtype: torch.dtype) -> None:
+def test_sinks_have_one_value_for_each_query_head(dtype: torch.dtype) -> None:
     backend = make(dtype)
     backend.begin_step(PLAN)
     with pytest.raises(EngineError, match=r"queries \[4, 6, 16\].* and 5 sinks do not fit"):
         backend.attend(0, *typed(rows(), dtype), AttentionOptions(1.0, sinks=torch.zeros(5)))
 
 
-def test_compiled_code_says_what_it_will_bring() -> None:
-    """Fused layers call the kernel by themselves, with rows that Python does not see."""
+def test_compiled_code_declares_its_rows() -> None:
+    """Fused layers call the kernel directly, with rows that Python does not see."""
     backend = make(BF16)
     backend.begin_step(PLAN)
     assert backend.compiled(0, (4, 6), AttentionOptions(1.0), BF16) is not None

@@ -1,4 +1,4 @@
-"""Rows in 8 bits: how far they are off, what is not finite, the same bits from every backend."""
+"""Rows in 8 bits: their error, values that are not finite, and equal bits from every backend."""
 
 import math
 
@@ -24,15 +24,15 @@ FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 def rows(
     elements: st.SearchStrategy[float], widths: tuple[int, int] = (1, 21)
 ) -> st.SearchStrategy:
-    """`[tokens, 2, width]`: widths that fill vectors of 8 and such that do not."""
+    """Draw rows `[tokens, 2, width]`, with widths that fill vectors of 8 and widths that do not."""
     shapes = st.tuples(st.integers(1, 4), st.just(2), st.integers(*widths))
     return shapes.flatmap(lambda shape: arrays.arrays(np.float32, shape, elements=elements))
 
 
-@given(given=rows(FINITE))
-def test_every_element_is_off_by_half_a_step_at_most(given: np.ndarray) -> None:
-    codes, scales = quantize_rows(torch.from_numpy(given))
-    exact, most = given.astype(np.float64), np.abs(given).max(-1).astype(np.float64)
+@given(numbers=rows(FINITE))
+def test_every_element_is_off_by_half_a_step_at_most(numbers: np.ndarray) -> None:
+    codes, scales = quantize_rows(torch.from_numpy(numbers))
+    exact, most = numbers.astype(np.float64), np.abs(numbers).max(-1).astype(np.float64)
     kept = codes.double().numpy() * scales.double().numpy()[..., None]
     assert codes.abs().max() <= 127
     for step, largest, off in zip(
@@ -48,23 +48,23 @@ def test_every_element_is_off_by_half_a_step_at_most(given: np.ndarray) -> None:
             assert off <= step / 2 * (1 + 1e-4)  # 127 steps of a rounded scale
 
 
-@given(given=rows(ANY))
-def test_a_head_that_is_not_finite_is_nan_and_no_other(given: np.ndarray) -> None:
-    codes, scales = quantize_rows(torch.from_numpy(given))
+@given(numbers=rows(ANY))
+def test_only_a_head_that_is_not_finite_is_nan(numbers: np.ndarray) -> None:
+    codes, scales = quantize_rows(torch.from_numpy(numbers))
     kept = scale_rows(codes.flatten(0, 1), scales.flatten(), torch.float32)
-    for head, found in zip(given.reshape(-1, given.shape[-1]), kept, strict=True):
+    for head, unpacked in zip(numbers.reshape(-1, numbers.shape[-1]), kept, strict=True):
         if np.isfinite(head).all():
-            assert found.isfinite().all()
+            assert unpacked.isfinite().all()
         else:
-            assert found.isnan().all()
+            assert unpacked.isnan().all()
 
 
-@given(given=rows(ANY), other=rows(ANY))
-def test_a_row_depends_on_itself_alone(given: np.ndarray, other: np.ndarray) -> None:
-    mine = torch.from_numpy(given)
-    beside = torch.from_numpy(np.resize(other, (3, *given.shape[1:])))
+@given(numbers=rows(ANY), other=rows(ANY))
+def test_a_row_depends_on_itself_alone(numbers: np.ndarray, other: np.ndarray) -> None:
+    mine = torch.from_numpy(numbers)
+    others = torch.from_numpy(np.resize(other, (3, *numbers.shape[1:])))
     alone = quantize_rows(mine)
-    together = quantize_rows(torch.cat([beside, mine, beside]))
+    together = quantize_rows(torch.cat([others, mine, others]))
     for one, many in zip(alone, together, strict=True):
         assert torch.equal(one.view(torch.int8), many[3:-3].contiguous().view(torch.int8))
 
@@ -83,17 +83,17 @@ def write(memory: PagedKVMemory, key: Tensor, value: Tensor) -> list[Tensor]:
 @settings(max_examples=200)
 @given(key=rows(ANY), value=rows(ANY))
 def test_compiled_code_writes_the_same_bits(key: np.ndarray, value: np.ndarray) -> None:
-    """So blocks that one backend wrote are those that another would have written."""
+    """Blocks of one backend are equal to those that another would have written."""
     k, v = torch.from_numpy(key), torch.from_numpy(np.resize(value, (len(key), *value.shape[1:])))
     layout = LayerLayout(2, k.shape[2], v.shape[2])
     memories = [PagedKVMemory([layout], 2, 4, torch.int8, "cpu") for _ in range(2)]
-    found = write(memories[0], k, v)
+    compiled = write(memories[0], k, v)
     memories[1].write(0, torch.arange(len(k)), k, v)
     expected = [
         *(memories[1].keys[0], memories[1].values[0]),
         *(memories[1].key_scales[0], memories[1].value_scales[0]),
     ]
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(compiled, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 

@@ -40,7 +40,7 @@ def test_shapes_and_zeros() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bytes_are_what_torch_counts(dtype: torch.dtype) -> None:
+def test_the_size_in_bytes_is_that_of_torch(dtype: torch.dtype) -> None:
     memory = make_memory(dtype)
     tensors = all_tensors(memory)
     assert memory.nbytes == sum(t.numel() * t.element_size() for t in tensors)
@@ -85,7 +85,7 @@ WINDOWS = (replace(LAYOUTS[0], window=6), LAYOUTS[1], replace(LAYOUTS[1], window
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layers_with_a_window_have_blocks_of_their_own(dtype: torch.dtype) -> None:
+def test_layers_with_a_window_have_separate_blocks(dtype: torch.dtype) -> None:
     memory = PagedKVMemory(WINDOWS, BLOCKS, SIZE, dtype, "cpu", 2)
     assert memory.window == 9
     assert [len(keys) for keys in memory.keys] == [9, 21, 9]
@@ -120,7 +120,7 @@ def test_without_window_blocks_all_layers_have_the_same() -> None:
 def test_blocks_are_read_and_written_as_bytes(
     dtype: torch.dtype, ids: list[int], to: list[int]
 ) -> None:
-    """Block `ids[i]` of one memory is `to[i]` of another then, and nothing else is written."""
+    """Block `ids[i]` of one memory becomes `to[i]` of another, and nothing else is written."""
     source, target = numbered(dtype), make_memory(dtype)
     rows = source.read_blocks(ids)
     assert rows.shape == (len(ids), source.block_bytes)
@@ -135,10 +135,10 @@ def test_blocks_are_read_and_written_as_bytes(
     several=st.booleans(),
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_are_written_from_wherever_they_lie(
+def test_blocks_are_written_from_any_buffers(
     dtype: torch.dtype, ids: list[int], to: list[int], places: list[int], several: bool
 ) -> None:
-    """In one buffer side by side, as a file has them, in any order and with gaps, or in several."""
+    """From one buffer, as in a file, in any order and with gaps, or from several buffers."""
     source, target = numbered(dtype), make_memory(dtype)
     nbytes = source.block_bytes
     slot = nbytes + 3
@@ -167,13 +167,13 @@ def test_a_run_of_blocks_is_written_at_once() -> None:
 
 
 def check_written(source: PagedKVMemory, target: PagedKVMemory, written: dict[int, int]) -> None:
-    """Block `written[i]` of one memory is `i` of the other, and nothing else was written."""
+    """Check that block `written[i]` of one memory is `i` of the other, and no other is written."""
     for theirs, ours in zip(all_tensors(source), all_tensors(target), strict=True):
         for block_id in range(BLOCKS):
-            found = ours[block_id * SIZE : (block_id + 1) * SIZE]
+            copied = ours[block_id * SIZE : (block_id + 1) * SIZE]
             at = written.get(block_id)
             expected = (
-                torch.zeros_like(found) if at is None else theirs[at * SIZE : (at + 1) * SIZE]
+                torch.zeros_like(copied) if at is None else theirs[at * SIZE : (at + 1) * SIZE]
             )
-            assert torch.equal(found, expected)
+            assert torch.equal(copied, expected)
         assert not ours[-1].any(), "the scratch row belongs to no block"

@@ -113,9 +113,9 @@ def cases(draw: st.DrawFn) -> tuple[LayerLayout, int, AttentionOptions]:
 def test_any_batch_whatever_others_left_in_the_memory(
     dtype: torch.dtype, data: st.DataObject, seed: int, threads: int, gather: bool
 ) -> None:
-    """Every slot that no row of these sequences has been written to is NaN or infinite.
+    """Every slot that no row of these sequences was written to is NaN or infinite.
 
-    And all K and V of one of them may be: then its own rows are lost, and no others.
+    All K and V of one sequence may be so too; then only its rows are lost.
     """
     lengths = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=4))
     layout, heads, options = data.draw(cases())
@@ -159,7 +159,7 @@ def test_sequences_of_one_step_share_blocks_that_one_is_filling(
 
 @each_kernel
 def test_any_strides(dtype: torch.dtype) -> None:
-    """Queries as transformers' models pass them, heads before tokens, and odd ones."""
+    """Queries as models of transformers pass them, heads before tokens, and unusual ones."""
     backend, (a,) = make(dtype, [40], LayerLayout(2, 16, 16), 6)
     expected = run_step(backend, [(a, 40)], OPTIONS["plain"])[0]
     for turned in (
@@ -176,10 +176,10 @@ def test_any_strides(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [16, 32])
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_rows_are_bitwise_blind_to_block_ids_neighbors_and_threads(
+def test_bits_of_rows_do_not_depend_on_block_ids_neighbors_or_threads(
     dtype: torch.dtype, options: AttentionOptions, gather: bool, width: int
 ) -> None:
-    """Also to what others left in the memory, and to how a prompt is cut; in bf16 not into rows."""
+    """Nor on old contents of the memory, nor on cuts of a prompt, except into rows in bf16."""
     layout = LayerLayout(2, width, width)
     backend, (a,) = make(dtype, [150], layout, 6)
     expected = torch.cat([run_step(backend, [(a, n)], options, gather)[0] for n in (149, 1)])
@@ -204,8 +204,8 @@ def test_rows_are_bitwise_blind_to_block_ids_neighbors_and_threads(
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-def test_rows_of_any_dtype_are_kept_in_8_bits(dtype: torch.dtype) -> None:
-    """And attended to in float32: only the output is rounded."""
+def test_rows_of_any_dtype_are_stored_in_8_bits(dtype: torch.dtype) -> None:
+    """Attention runs in float32: only the output is rounded."""
     backend, (a, b) = make(INT8, [20, 20], LayerLayout(2, 16, 16), 6)
     b.q, b.k, b.v = (rows.to(dtype) for rows in (a.q, a.k, a.v))
     a.q, a.k, a.v = (rows.float() for rows in (b.q, b.k, b.v))
@@ -226,7 +226,7 @@ def test_other_dtypes_go_through_torch_operations(dtype: torch.dtype) -> None:
 
 
 @each_kernel
-def test_attend_outside_of_a_step_is_loud(dtype: torch.dtype) -> None:
+def test_attend_outside_of_a_step_is_an_error(dtype: torch.dtype) -> None:
     backend, (a,) = make(dtype, [4], LayerLayout(2, 8, 8), 6)
     run_step(backend, [(a, 4)], OPTIONS["plain"])
     with pytest.raises(AssertionError, match="begin_step"):
@@ -255,7 +255,7 @@ def test_the_backend_is_the_fastest_that_serves_the_memory(
 @each_kernel
 @pytest.mark.parametrize("option", [{"softcap": -1.5}, {"sliding_window": (1 << 32) + 5}], ids=str)
 def test_any_window_and_cap_of_a_configuration(dtype: torch.dtype, option: dict[str, Any]) -> None:
-    """A window was cut to 32 bits, here to 5 keys; and a cap below zero capped nothing."""
+    """Regression: a window was cut to 32 bits, here to 5 keys, and a negative cap had no effect."""
     options = replace(fitting(OPTIONS["plain"], 4), **option)
     backend, [a] = make(dtype, [40], LayerLayout(2, 16, 16), 4)
     for count in (39, 1):
@@ -266,10 +266,10 @@ def test_any_window_and_cap_of_a_configuration(dtype: torch.dtype, option: dict[
 @each_kernel
 @pytest.mark.parametrize("name", ["plain", "window", "sinks"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_long_decodes_are_cut_for_threads_that_have_no_head_of_their_own(
+def test_long_decodes_are_split_for_threads_without_a_head(
     dtype: torch.dtype, name: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step after step, so that the tables are taken over from one to the next."""
+    """Tables are reused from one step to the next."""
     monkeypatch.setattr(native, "SPLIT_KEYS", 16)
     backend, (a, b) = make(dtype, [100, 41], LayerLayout(1, 16, 16), 4)
     options = fitting(OPTIONS[name], 4)
@@ -288,7 +288,7 @@ def test_long_decodes_are_cut_for_threads_that_have_no_head_of_their_own(
 def test_rows_of_a_draft_and_the_last_row_of_a_prompt_have_the_bits_of_decoding(
     dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keys of decoding rows alone were split between threads."""
+    """Regression: only the keys of decoding rows were split between threads."""
     monkeypatch.setattr(native, "SPLIT_KEYS", 16)
     options, outs = fitting(OPTIONS["plain"], 4), []
     before = torch.get_num_threads()
@@ -306,14 +306,14 @@ def test_rows_of_a_draft_and_the_last_row_of_a_prompt_have_the_bits_of_decoding(
 
 
 @each_kernel
-def test_tables_are_kept_while_decoding_goes_on(
+def test_tables_are_reused_while_decoding(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = []
+    steps = []
 
     class Counted(native.NativeStep):
         def __init__(self, *args: Any) -> None:
-            made.append(args)
+            steps.append(args)
             super().__init__(*args)
 
     monkeypatch.setattr("headstart.attention.native.NativeStep", Counted)
@@ -321,10 +321,10 @@ def test_tables_are_kept_while_decoding_goes_on(
     for work in ([(a, 20), (b, 20)], *([[(a, 1), (b, 1)]] * 10), [(b, 1)], [(b, 1)]):
         for (sequence, _), out in zip(work, run_step(backend, work, OPTIONS["plain"]), strict=True):
             check(sequence, out, OPTIONS["plain"])
-    assert len(made) == 3
+    assert len(steps) == 3
 
 
-def test_layers_that_share_and_layers_that_do_not_have_room_of_their_own() -> None:
+def test_layers_that_share_and_layers_that_do_not_have_separate_buffers() -> None:
     """A compiled call takes both buffers: growing one must not free the other."""
     memory = PagedKVMemory([LayerLayout(2, 16, 16)] * 2, 140, 16, BF16, "cpu")
     backend = NativeAttention(memory, kernels(BF16))

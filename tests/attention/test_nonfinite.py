@@ -1,8 +1,8 @@
-"""K and V that are not finite: reported, and without influence on rows that do not see them.
+"""K and V that are not finite are reported, and do not affect rows that do not see them.
 
-In a softmax a hidden position has the weight 0, and 0 times NaN is NaN. So a row that overflowed
-made every row before it NaN that went through the same product, and the cache then kept K and V
-of these rows for the next request with that prefix.
+In a softmax a hidden position has the weight 0, and 0 times NaN is NaN. Regression: a row that
+overflowed made every row before it in the same product NaN, and the cache then stored K and V of
+these rows for the next request with that prefix.
 """
 
 import pytest
@@ -50,7 +50,7 @@ class Step:
         options: AttentionOptions,
         plan: StepPlan,
     ) -> Tensor:
-        """The output; `poison` says of slots whether K and V have such a number, all else is 0."""
+        """Return the output; `poison` maps slots to such a number in K and V, all others are 0."""
         keys, values = self.keys.clone(), self.values.clone()
         for slot, (key, value) in poison.items():
             keys[slot], values[slot] = 0, 0
@@ -72,7 +72,7 @@ class Step:
         self, poison: dict[int, tuple[bool, bool]], window: int | None
     ) -> list[list[tuple[bool, bool]]]:
         """Return the poison that each row sees."""
-        found = []
+        poisons = []
         for span in self.forest.spans:
             first = {block: at * BLOCK for at, block in enumerate(span.block_ids)}
             places = [
@@ -82,21 +82,21 @@ class Step:
             ]
             for last in range(span.context - span.num_rows, span.context):
                 before = -1 if window is None else last - window
-                found.append([one for place, one in places if before < place <= last])
-        return found
+                poisons.append([one for place, one in places if before < place <= last])
+        return poisons
 
 
 def check(
     step: Step, poison: dict[int, tuple[bool, bool]], fill: float, name: str, gather: bool
 ) -> None:
-    """Rows that see none of the poison are as with zeros there, bit for bit; others are lost."""
+    """Check that rows that see no poison have the bits of a run with zeros; others are lost."""
     options = OPTIONS[name]
     plan = StepPlan(torch.tensor(step.forest.slots), step.forest.spans, gather)
-    found = step.attend(poison, fill, options, plan)
+    out = step.attend(poison, fill, options, plan)
     expected = step.attend(poison, 0.0, options, plan)
     assert bool(expected.isfinite().all())
-    is_same = (found == expected).flatten(1).all(1).tolist()
-    has_finite_head = found.isfinite().all(-1).any(-1).tolist()
+    is_same = (out == expected).flatten(1).all(1).tolist()
+    has_finite_head = out.isfinite().all(-1).any(-1).tolist()
     for row, reached in enumerate(step.reached(poison, options.sliding_window)):
         if not any(any(one) for one in reached):
             assert is_same[row], row
@@ -116,7 +116,7 @@ def check(
 def test_a_position_that_is_not_seen_has_no_influence(
     path: str, forest: Forest, name: str, fill: float, gather: bool, data: st.DataObject
 ) -> None:
-    """Poison in later rows of the chunk, before a window, in other requests' and in stale slots."""
+    """Poison is in later rows, before a window, in slots of other requests and in stale slots."""
     blocks = sorted({block for span in forest.spans for block in span.block_ids})
     slots = st.sampled_from([block * BLOCK + at for block in blocks for at in range(BLOCK)])
     poison = data.draw(st.dictionaries(slots, st.tuples(st.booleans(), st.booleans()), max_size=6))
@@ -138,7 +138,7 @@ WIDTHS += [
 @each_path
 @pytest.mark.parametrize(("name", "layout"), WIDTHS, ids=str)
 def test_a_long_prompt_with_one_bad_row(path: str, name: str, layout: LayerLayout) -> None:
-    """At the borders of tiles of 64 keys, and of chunks of rows."""
+    """The row is at the borders of tiles of 64 keys, and of chunks of rows."""
     table = list(reversed(range(50)))
     forest = Forest((Span(0, 190, 197, table), Span(190, 3, 70, list(range(50, 68)))))
     step = Step(path, forest, layout)
@@ -148,8 +148,8 @@ def test_a_long_prompt_with_one_bad_row(path: str, name: str, layout: LayerLayou
 
 
 @each_path
-def test_what_stands_behind_a_sequence_is_not_read(path: str) -> None:
-    """The unused rows of the last block may hold any bits."""
+def test_slots_behind_a_sequence_are_not_read(path: str) -> None:
+    """The unused rows of the last block may have any bits."""
     forest = Forest((Span(0, 1, 9, [4, 2, 7]), Span(1, 5, 5, [9, 3]), Span(6, 1, 2, [5])))
     used = {
         span.block_ids[at // BLOCK] * BLOCK + at % BLOCK
@@ -162,7 +162,7 @@ def test_what_stands_behind_a_sequence_is_not_read(path: str) -> None:
 
 
 @each_path
-def test_bad_rows_of_all_layers_are_told_until_the_next_step(path: str) -> None:
+def test_bad_rows_of_all_layers_are_reported_until_the_next_step(path: str) -> None:
     # The compiled kernel in bf16 leaves keys of odd widths to torch operations.
     layouts = [LayerLayout(2, 8, 8), LayerLayout(1, 7, 8), LayerLayout(2, 8, 40)]
     memory = PagedKVMemory(layouts, 4, BLOCK, PATHS[path], "cpu")
@@ -190,7 +190,7 @@ def test_bad_rows_of_all_layers_are_told_until_the_next_step(path: str) -> None:
         assert backend.nonfinite_rows() == sorted(rows)
 
 
-def test_a_row_that_overflows_when_written_is_told() -> None:
+def test_a_row_that_overflows_when_written_is_reported() -> None:
     memory = PagedKVMemory([LayerLayout(1, 4, 4)], 2, BLOCK, torch.float16, "cpu")
     backend = TorchAttention(memory)
     backend.begin_step(StepPlan(torch.arange(2), (Span(0, 2, 2, [0]),)))

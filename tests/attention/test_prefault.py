@@ -1,4 +1,4 @@
-"""Memory got ahead of its first use: which pages, and that nothing in them changes."""
+"""Memory that is prefaulted before its first use: which pages, and that their content stays."""
 
 import ctypes
 import mmap
@@ -43,8 +43,8 @@ def resident(tensor: torch.Tensor) -> np.ndarray:
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     count = -(-(tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE)
     states = (ctypes.c_ubyte * count)()
-    given = ctypes.c_void_p(start), ctypes.c_size_t(count * mmap.PAGESIZE)
-    assert ctypes.CDLL(None).mincore(*given, states) == 0
+    arguments = ctypes.c_void_p(start), ctypes.c_size_t(count * mmap.PAGESIZE)
+    assert ctypes.CDLL(None).mincore(*arguments, states) == 0
     return np.frombuffer(states, dtype=np.uint8) & 1 == 1
 
 
@@ -60,8 +60,8 @@ def test_the_first_blocks_have_their_pages_and_the_last_have_none() -> None:
 
 
 @needs_call
-def test_no_more_is_got_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder may hold more blocks than a pool, or than anybody asks for."""
+def test_no_more_is_prefaulted_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder may hold more blocks than the pool has, or than one prompt needs."""
     monkeypatch.setattr("headstart.attention.memory._PREFAULTED", 64 * SIZE * BYTES)
     memory = make_memory()
     thread = memory.prefault(10 * BLOCKS)
@@ -71,7 +71,7 @@ def test_no_more_is_got_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not resident(memory.keys[0][BLOCKS * SIZE // 2 : BLOCKS * SIZE * 3 // 4]).any()
 
 
-def test_what_another_thread_writes_meanwhile_stays() -> None:
+def test_concurrent_writes_of_another_thread_stay() -> None:
     memory = make_memory()
     memory.keys[0][:SIZE] = 1.0
     thread = memory.prefault(BLOCKS)
@@ -83,7 +83,7 @@ def test_what_another_thread_writes_meanwhile_stays() -> None:
     assert not memory.keys[0][SIZE:].any()
 
 
-def test_memory_may_be_released_meanwhile() -> None:
+def test_memory_may_be_released_during_prefaulting() -> None:
     memory = make_memory()
     thread = memory.prefault(BLOCKS)
     memory.release()
@@ -92,13 +92,13 @@ def test_memory_may_be_released_meanwhile() -> None:
         thread.join()
 
 
-def test_nothing_is_got_for_no_blocks_or_for_another_device() -> None:
+def test_nothing_is_prefaulted_without_blocks_or_on_another_device() -> None:
     assert make_memory().prefault(0) is None
     assert make_memory("meta").prefault(64) is None
 
 
-def test_without_threads_or_such_a_call_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another system, a machine without threads, an older kernel."""
+def test_without_threads_or_the_call_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another system, a machine without threads, or an older kernel."""
 
     def no_threads(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -122,7 +122,7 @@ class _Library:
     class _Refuses:
         argtypes: tuple[type, ...] = ()
 
-        def __call__(self, *given: object) -> int:
+        def __call__(self, *arguments: object) -> int:
             return -1
 
     madvise = _Refuses()

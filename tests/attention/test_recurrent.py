@@ -1,4 +1,4 @@
-"""Recurrent layers against their definition in float64 and against transformers' functions."""
+"""Recurrent layers compared with their definition in float64 and with transformers."""
 
 import dataclasses
 import os
@@ -31,7 +31,7 @@ KERNELS = {"avx2": 0, "avx512": 2}
 
 @contextmanager
 def computing(path: str) -> Iterator[None]:
-    """Compute by torch operations or one of `KERNELS`; skips the test where that is impossible."""
+    """Compute by torch operations or one of `KERNELS`; skip the test where that is impossible."""
     if path == "torch":
         with patch.dict(os.environ, HEADSTART_NATIVE="0"):
             yield
@@ -53,7 +53,7 @@ each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
 def make_states(layer: Layer, slots: int = SLOTS) -> Tensor:
-    """Random states, as a strided view: other layers' states lie between them."""
+    """Return random states as a strided view: states of other layers lie between them."""
     numbers = torch.Size(layer.state_shape).numel()
     wide = torch.randn(slots, numbers + PADDING) * 0.3
     wide[:, :8] = wide[:, 8 + numbers :] = float("nan")
@@ -61,20 +61,20 @@ def make_states(layer: Layer, slots: int = SLOTS) -> Tensor:
 
 
 def whole_slots(states: Tensor) -> Tensor:
-    """Return all of the array that `make_states` made."""
+    """Return the whole array that `make_states` created."""
     assert states._base is not None
     return states._base
 
 
-def check(found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+def check(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
     rtol, atol = TOLERANCE[dtype]
     scale = expected.abs().max().item() if expected.numel() else 0.0
-    torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol * (1 + scale))
+    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=atol * (1 + scale))
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Pieces of any length; each target is a separate slot, and no other piece's source."""
+    """Draw pieces of any length; each target is a separate slot, and no other piece's source."""
     counts = draw(st.lists(st.integers(0, 5) | st.integers(0, 150), min_size=1, max_size=4))
     slots = draw(st.permutations(range(SLOTS)))
     targets, others = slots[: len(counts)], [-1, *slots[len(counts) :]]
@@ -102,7 +102,7 @@ def run(
 @each_layer
 @settings(max_examples=15)  # of each of 60 cases
 @given(batch=batches(), seed=st.integers(0, 5), threads=st.integers(1, 3))
-def test_a_step_is_that_of_the_definition(
+def test_a_step_follows_the_definition(
     name: str, dtype: torch.dtype, path: str, batch: Batch, seed: int, threads: int
 ) -> None:
     """All inputs and states are surrounded by NaN; slots that are not targets do not change."""
@@ -197,7 +197,7 @@ def test_torch_operations_give_a_prompt_one_result_wherever_it_is_cut(name: str)
 @each_path
 @each_dtype
 @each_layer
-def test_a_sequence_that_is_not_finite_leaves_others_alone(
+def test_a_sequence_that_is_not_finite_does_not_affect_others(
     name: str, dtype: torch.dtype, path: str
 ) -> None:
     torch.manual_seed(1)
@@ -216,7 +216,7 @@ def test_a_sequence_that_is_not_finite_leaves_others_alone(
 
 
 @each_path
-def test_conv_is_that_of_lfm2(path: str) -> None:
+def test_conv_equals_that_of_lfm2(path: str) -> None:
     torch.manual_seed(0)
     layer = Conv(48, 3, bias=True, silu=False)
     rows, states = layer.make_rows(50, torch.float32), make_states(layer, 1)
@@ -234,7 +234,7 @@ def test_conv_is_that_of_lfm2(path: str) -> None:
 
 @each_path
 @pytest.mark.parametrize("function", ["chunk", "recurrent"])
-def test_the_delta_rule_is_that_of_qwen(function: str, path: str) -> None:
+def test_the_delta_rule_equals_that_of_qwen(function: str, path: str) -> None:
     torch.manual_seed(0)
     layer = Delta(2, 4, 32, 16)
     rows, states = layer.make_rows(150, torch.float32), make_states(layer, 2)
@@ -255,7 +255,7 @@ def test_the_delta_rule_is_that_of_qwen(function: str, path: str) -> None:
 
 
 @each_path
-def test_the_scan_is_that_of_granite(path: str) -> None:
+def test_the_scan_equals_that_of_granite(path: str) -> None:
     torch.manual_seed(0)
     layer = Mamba(2, 4, 16, 32)
     rows, states = layer.make_rows(150, torch.float32), make_states(layer, 2)
@@ -283,7 +283,7 @@ def test_the_scan_is_that_of_granite(path: str) -> None:
 @each_dtype
 @each_layer
 def test_states_are_saved_within_a_step(name: str, dtype: torch.dtype, path: str) -> None:
-    """A save has the bits of the state of a sequence that ends there, with the kernels."""
+    """With the kernels, a saved state has the bits of a sequence that ends there."""
     torch.manual_seed(2)
     layer, length = LAYERS[name](), 70
     rows, states = layer.make_rows(length + 5, dtype), make_states(layer, 8)

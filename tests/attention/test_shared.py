@@ -1,4 +1,4 @@
-"""Decoding rows that attend together to what they share: the same result as each by itself."""
+"""Decoding rows that attend together to shared blocks have the results of separate rows."""
 
 import pytest
 import torch
@@ -36,9 +36,9 @@ def attend(
     share: bool = True,
     lost: Span | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs of all spans, and what they should be. K/V are all in memory from the start.
+    """Return the outputs of all spans, and the expected ones; K/V are in memory from the start.
 
-    Where no span sees them, and where only `lost` does, they are NaN or infinite.
+    K/V that no span sees, or only `lost`, are NaN or infinite.
     """
     dtype = PATHS[path]
     torch.manual_seed(1)
@@ -66,33 +66,33 @@ def attend(
     backend.begin_step(StepPlan(slots, forest.spans))
     out = backend.attend(0, query, keys[slots], values[slots], options)
     backend.end_step()
-    found, expected = [], []
+    outputs, expected = [], []
     for span, own in zip(forest.spans, seen, strict=True):
         at = slice(span.first_row, span.first_row + span.num_rows)
         if span is not lost:
-            found.append(out[at])
+            outputs.append(out[at])
             expected.append(reference(query[at], keys[own], values[own], options))
-    return found, expected
+    return outputs, expected
 
 
 @each_path
 @at_least(60)
 @given(data=st.data(), forest=forests(), name=st.sampled_from(list(OPTIONS)))
 def test_any_forest_of_sharing(path: str, data: st.DataObject, forest: Forest, name: str) -> None:
-    """Other contents of the memory, and of a span's own blocks, do not matter."""
+    """Results do not depend on other contents of the memory or of a span's blocks."""
     layout = data.draw(st.sampled_from([LAYOUT, LayerLayout(3, 64, 64), LayerLayout(1, 34, 21)]))
     lost = data.draw(st.none() | st.sampled_from(forest.spans))
     with pytest.MonkeyPatch.context() as patch:
         set_sharing_cost(patch, SharingCost(0, data.draw(st.sampled_from([0, 0, 5]))))
-        found, expected = attend(path, forest, OPTIONS[name], layout, lost=lost)
-    for out, wanted in zip(found, expected, strict=True):
+        outputs, expected = attend(path, forest, OPTIONS[name], layout, lost=lost)
+    for out, wanted in zip(outputs, expected, strict=True):
         rtol, atol = TOLERANCE[out.dtype]
         torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=atol)
 
 
 @each_path
 def test_groups_on_three_levels(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is not the very same as without sharing: else nothing was shared."""
+    """Bits differ from those without sharing; otherwise nothing was shared."""
     set_sharing_cost(monkeypatch, USUAL)
     tables = [[*range(60), *(range(100, 150) if row < 6 else range(150, 190))] for row in range(9)]
     for row, table in enumerate(tables):
@@ -103,20 +103,20 @@ def test_groups_on_three_levels(path: str, monkeypatch: pytest.MonkeyPatch) -> N
     forest = Forest(spans)
     plan = find_groups(spans, BLOCK, USUAL)
     assert sorted(len(group.members) for group in plan.groups) == [2, 2, 3, 6, 9]
-    found, expected = attend(path, forest, OPTIONS["sinks"])
+    outputs, expected = attend(path, forest, OPTIONS["sinks"])
     alone, _ = attend(path, forest, OPTIONS["sinks"], share=False)
-    for out, wanted in zip(found, expected, strict=True):
+    for out, wanted in zip(outputs, expected, strict=True):
         rtol, atol = TOLERANCE[out.dtype]
         torch.testing.assert_close(out.double(), wanted, rtol=rtol, atol=atol)
     if path not in (
         "torch bf16",
         "torch fp16",
     ):  # computed in float32, whose differences its rounding hides
-        assert not torch.equal(torch.cat(found), torch.cat(alone))
+        assert not torch.equal(torch.cat(outputs), torch.cat(alone))
 
 
 def check_plan(plan: SharedPlan, spans: list[Span]) -> None:
-    """A span's groups cover its tokens up to `own_first` once; all members have the same blocks."""
+    """Check that a span's groups cover its tokens up to `own_first` once, with equal blocks."""
     covered = [0] * len(spans)
     for group in plan.groups:
         blocks = {
@@ -133,8 +133,8 @@ def check_plan(plan: SharedPlan, spans: list[Span]) -> None:
 
 @at_least(150)
 @given(data=st.data(), forest=forests())
-def test_a_plan_kept_from_step_to_step_stays_right(data: st.DataObject, forest: Forest) -> None:
-    """Tables grow, change in place, come and go."""
+def test_a_reused_plan_stays_right(data: st.DataObject, forest: Forest) -> None:
+    """Tables grow, change in place, are added and removed."""
     planner = SharedPlanner(BLOCK, FREE)
     spans = [span._replace(num_rows=1) for span in forest.spans]
     fresh = iter(range(1000, 3000))
@@ -159,7 +159,7 @@ def test_a_plan_kept_from_step_to_step_stays_right(data: st.DataObject, forest: 
         spans[at] = spans[at]._replace(block_ids=table, context=context)
 
 
-def test_a_plan_is_kept_while_tables_grow_and_made_anew_when_they_change() -> None:
+def test_a_plan_is_reused_while_tables_grow_and_rebuilt_when_they_change() -> None:
     planner = SharedPlanner(BLOCK, USUAL)
     tables = [[*range(100), 200 + row] for row in range(3)]
     plan = planner.plan([Span(row, 1, 401, table) for row, table in enumerate(tables)])
@@ -173,7 +173,7 @@ def test_a_plan_is_kept_while_tables_grow_and_made_anew_when_they_change() -> No
     assert planner.plan(spans[:1]) is None
 
 
-def test_short_groups_are_not_worth_it() -> None:
+def test_short_groups_are_not_shared() -> None:
     short = [Span(row, 1, 30, [0, 1, 2, 3, 4, 5, 10 + row, 20 + row]) for row in range(3)]
     assert find_groups(short, BLOCK, USUAL).groups == ()
     assert SharedPlanner(BLOCK, USUAL).plan(short) is None

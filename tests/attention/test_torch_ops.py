@@ -100,7 +100,7 @@ def test_sequences_of_one_step_share_blocks_that_one_is_filling() -> None:
         check(sequence, out, OPTIONS["plain"])
 
 
-def test_scratch_rows_are_not_kept() -> None:
+def test_scratch_rows_are_not_stored() -> None:
     backend, (a,), memory = setup([10], LayerLayout(2, 8, 8))
     run_step(backend, [(a, 10)], OPTIONS["plain"])
     before = memory.keys[0][:-1].clone(), memory.values[0][:-1].clone()
@@ -117,9 +117,9 @@ def test_scratch_rows_are_not_kept() -> None:
 @pytest.mark.parametrize("name", ["all", "plain"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype, name: str, size: float) -> None:
-    """Queries and keys of size 8 give scores up to 250, where bfloat16 knows whole numbers only.
+    """Queries and keys of size 8 give scores up to 250, where bfloat16 has whole numbers only.
 
-    Scores were rounded to it once: a look-up that had found its digit found it again and again.
+    Regression: scores were rounded to it, and a look-up repeated the digit that it had found.
     """
     torch.manual_seed(0)
     layout = LayerLayout(2, 16, 16)
@@ -147,7 +147,7 @@ def in_order_alone(gather: bool, heads: int, layout: LayerLayout) -> list[Tensor
 
 
 @pytest.mark.parametrize("layout", [LayerLayout(2, 8, 8), LayerLayout(6, 24, 16)], ids=str)
-def test_contiguous_gather_is_bitwise_blind_to_block_ids_and_neighbors(
+def test_bits_of_contiguous_gather_do_not_depend_on_block_ids_or_neighbors(
     layout: LayerLayout,
 ) -> None:
     expected = in_order_alone(True, 6, layout)
@@ -168,7 +168,7 @@ def test_contiguous_gather_is_bitwise_blind_to_block_ids_and_neighbors(
 
 
 def test_rows_beyond_the_causal_limit_count_exactly_zero() -> None:
-    """In a block that runs whole, later rows change no bit of earlier rows."""
+    """In a block that is computed whole, later rows change no bit of earlier rows."""
     layout = LayerLayout(2, 8, 8)
     outs = []
     for fill in (0.0, 1e4):
@@ -180,7 +180,7 @@ def test_rows_beyond_the_causal_limit_count_exactly_zero() -> None:
     assert not torch.equal(outs[0][4:], outs[1][4:])
 
 
-def test_attend_outside_of_a_step_is_loud() -> None:
+def test_attend_outside_of_a_step_is_an_error() -> None:
     backend, (a,), _ = setup([4], LayerLayout(2, 8, 8))
     run_step(backend, [(a, 4)], OPTIONS["plain"])
     with pytest.raises(AssertionError, match="begin_step"):

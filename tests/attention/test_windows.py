@@ -1,4 +1,4 @@
-"""Layers with a sliding window in a separate pool: bits are equal to those of one pool."""
+"""Layers with a sliding window in a separate pool have the bits of one pool."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ HEADS = 6
 class Twin:
     """Sequences in one pool and again in two, with blocks in different orders.
 
-    In the second, the entries of blocks behind the widest window point anywhere.
+    In the second, the entries of blocks behind the widest window are arbitrary.
     """
 
     def __init__(self, path: str, lengths: list[int], seed: int, spare: int = 5) -> None:

@@ -1,4 +1,4 @@
-"""Each way in which compiled products multiply bytes."""
+"""The instructions by which compiled products multiply bytes."""
 
 import pytest
 
@@ -11,11 +11,11 @@ BYTE_PRODUCTS = ("avx2", "avx_vnni", "avx512")
 
 
 def use_byte_product(name: str) -> None:
-    """Multiply in this way from now on; skips the test where the CPU cannot.
+    """Multiply by these instructions from now on; skip the test where the CPU lacks them.
 
     A test that calls it takes the fixture `own_byte_product`, which undoes it.
     """
-    found, number = native.avx2_library(), BYTE_PRODUCTS.index(name)
-    if found is None or number & ~found.headstart_native_vnni():
+    library, number = native.avx2_library(), BYTE_PRODUCTS.index(name)
+    if library is None or number & ~library.headstart_native_vnni():
         pytest.skip(f"no such products here: {name}")
-    found.headstart_native_use_vnni(number)
+    library.headstart_native_use_vnni(number)

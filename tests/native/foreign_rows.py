@@ -1,4 +1,4 @@
-"""Rows that lie in memory between others which a kernel must not read."""
+"""Rows in memory between others that a kernel must not read."""
 
 import torch
 from torch import Tensor
@@ -11,6 +11,6 @@ def among_nonfinite(rows: Tensor) -> Tensor:
     count, width = rows.shape
     room = torch.full(((count + 2) * width,), float("nan")).to(rows.dtype)
     room[1::2] = float("inf")
-    found = room.view(count + 2, width)[1:-1]
-    found[:] = rows
-    return found
+    inner = room.view(count + 2, width)[1:-1]
+    inner[:] = rows
+    return inner

@@ -1,6 +1,7 @@
-"""Numbers in float64, and how far from them a computation in bfloat16 may be: a running bound.
+"""Numbers in float64 with a running limit on the error of a computation in bfloat16.
 
-Every step of a kernel adds what its rounding may, and passes on, at most, what came in.
+Every step of a kernel adds the error of its rounding, and passes on, at most, the error of its
+inputs.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class Near:
     off: Tensor
 
     def rounded(self) -> "Near":
-        """To bfloat16."""
+        """Round to bfloat16."""
         return Near(self.value, self.off + BF16_ROUNDING * (self.value.abs() + self.off))
 
     def __add__(self, other: "Near") -> "Near":
@@ -42,7 +43,7 @@ class Near:
         return Near(self.value.reshape(shape), self.off.reshape(shape))
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> "Near":
-        """Times a weight `[outputs, inputs]`, plus a bias."""
+        """Multiply by a weight `[outputs, inputs]`, and add a bias if there is one."""
         weight = weight.double()
         value, size = self.value @ weight.T, self.value.abs() @ weight.abs().T
         off = self.off @ weight.abs().T
@@ -51,12 +52,12 @@ class Near:
         return Near(value, off + FLOAT32_ROUNDING * (size + off)).rounded()
 
     def silu(self) -> "Near":
-        """x / (1 + e^-x), whose slope is 1.1 at most."""
+        """Apply x / (1 + e^-x), whose slope is 1.1 at most."""
         value = self.value * torch.sigmoid(self.value)
         return Near(value, 1.1 * self.off + 2 * FLOAT32_ROUNDING * value.abs()).rounded()
 
     def gelu(self) -> "Near":
-        """GELU in its approximation by tanh, whose slope is less than 1.2."""
+        """Apply GELU approximated by tanh, whose slope is less than 1.2."""
         value = functional.gelu(self.value, approximate="tanh")
         return Near(value, 1.2 * self.off + 2 * FLOAT32_ROUNDING * value.abs()).rounded()
 
@@ -77,7 +78,7 @@ class Near:
         return (scaled.rounded() * exactly(weight)).rounded()
 
     def rotated(self, cos: Tensor, sin: Tensor) -> "Near":
-        """`[rows, heads, dim]`, its pairs of halves turned by angles `[rows, dim]`."""
+        """Rotate pairs of halves of `[rows, heads, dim]` by angles `[rows, dim]`."""
         half = self.value.shape[-1] // 2
         first, second = self[..., :half], self[..., half:]
         turned = Near(
@@ -86,9 +87,9 @@ class Near:
         a, b = (exactly(part.unsqueeze(1)) for part in (cos, sin))
         return ((self * a).rounded() + (turned * b).rounded()).rounded()
 
-    def check(self, found: Tensor) -> None:
+    def check(self, actual: Tensor) -> None:
         """Raise `AssertionError` if a number is further away."""
-        apart = (found.double() - self.value).abs()
+        apart = (actual.double() - self.value).abs()
         assert bool((apart <= self.off + 1e-30).all()), (apart - self.off).max()
 
 

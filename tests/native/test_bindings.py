@@ -1,6 +1,7 @@
-"""Python and C++ say the same of the kernels: how structs lie, which arguments functions take.
+"""Python and C++ agree on the kernels: layouts of structs, and arguments of functions.
 
-A field on one side alone would shift all behind it, and a kernel would read numbers as addresses.
+A field on one side alone would shift all fields after it, and a kernel would read numbers as
+addresses.
 """
 
 import ctypes
@@ -24,14 +25,14 @@ SCALARS = {"int64_t": c_int64, "int": c_int, "float": c_float, "void": None}
 
 @pytest.fixture
 def library() -> ctypes.CDLL:
-    """The built library; its layout can be read on a CPU that runs no kernel."""
+    """Return the built library; its layout can be read on a CPU that runs no kernel."""
     if not BUILT:
         pytest.skip("no compiled kernels here")
     return ctypes.CDLL(str(BUILT[0]))
 
 
 def exported() -> Iterator[tuple[str, list[type], type | None]]:
-    """Each function `headstart_...` that the sources define: name, arguments and result."""
+    """Yield each function `headstart_...` of the sources: name, arguments and result."""
     pattern = re.compile(r"^(?:extern \"C\" )?(\w+) headstart_(\w+)\(([^)]*)\) \{", re.MULTILINE)
     for path in sorted(FOLDER.rglob("*.cpp")):
         for result, name, parameters in pattern.findall(path.read_text()):
@@ -43,24 +44,24 @@ def exported() -> Iterator[tuple[str, list[type], type | None]]:
             )
 
 
-def test_structs_and_fields_lie_where_the_library_has_them(library: ctypes.CDLL) -> None:
-    found = bindings.library_layout(library)
-    assert found == bindings.expected_layout()
-    assert {name for name in found if "." not in name} == {
+def test_layouts_are_those_of_the_library(library: ctypes.CDLL) -> None:
+    layout = bindings.library_layout(library)
+    assert layout == bindings.expected_layout()
+    assert {name for name in layout if "." not in name} == {
         *("Segment", "Merger", "AttentionStep", "AttentionCall"),
         *("Weight", "Norm", "Layer", "LayerRun", "Screen"),
         *("Sequences", "States", "Strided", "ConvCall", "DeltaCall", "ScanCall"),
     }
     # Without a compiler's word: addresses and int64 take 8 bytes, int32 and float 4.
-    assert found["AttentionCall.heads"] == 9 * 8 + 3 * 2 * 8
-    assert found["Layer.head_dim"] == 7 * found["Weight"] + 6 * found["Norm"]
+    assert layout["AttentionCall.heads"] == 9 * 8 + 3 * 2 * 8
+    assert layout["Layer.head_dim"] == 7 * layout["Weight"] + 6 * layout["Norm"]
 
 
-def test_every_function_has_the_signature_that_the_sources_give_it() -> None:
+def test_signatures_are_those_of_the_sources() -> None:
     declared = {name: ([*arguments], None) for name, arguments in bindings._FUNCTIONS.items()}
-    found = {name: (arguments, result) for name, arguments, result in exported()}
-    assert {name: found.pop(name)[1] for name in INTERFACE} == dict.fromkeys(INTERFACE, c_int)
-    assert found == declared
+    signatures = {name: (arguments, result) for name, arguments, result in exported()}
+    assert {name: signatures.pop(name)[1] for name in INTERFACE} == dict.fromkeys(INTERFACE, c_int)
+    assert signatures == declared
 
 
 def test_every_function_is_in_the_library_and_gets_its_signature(library: ctypes.CDLL) -> None:
@@ -70,7 +71,7 @@ def test_every_function_is_in_the_library_and_gets_its_signature(library: ctypes
         assert (function.argtypes, function.restype) == (arguments, None)
 
 
-def test_a_library_whose_structs_lie_elsewhere_is_not_used(
+def test_a_library_with_other_layouts_is_not_used(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
     layout = bindings.library_layout(library) | {"Weight": 64, "Weight.inputs": 40}
@@ -81,8 +82,8 @@ def test_a_library_whose_structs_lie_elsewhere_is_not_used(
     ]
 
 
-def test_every_source_and_header_is_named_where_the_package_is_built() -> None:
-    """A header that is not listed: its change rebuilds nothing, and no sdist has it."""
+def test_every_source_and_header_is_listed_in_the_build() -> None:
+    """A change of a header that is not listed rebuilds nothing, and no sdist contains it."""
     root = FOLDER.parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())
     [kernels] = project["tool"]["setuptools"]["ext-modules"]

@@ -1,4 +1,4 @@
-"""The compiled parts of decoder layers against float64, and whole layers against their parts."""
+"""Compiled parts of decoder layers compared with float64, and whole layers with their parts."""
 
 import ctypes
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ NUM_BLOCKS = 14
 
 @dataclass(frozen=True)
 class Shape:
-    """The widths of a layer, and which parts it has."""
+    """The widths of a layer, and its optional parts."""
 
     width: int
     heads: int
@@ -62,7 +62,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @dataclass
 class RandomLayer:
-    """A layer's weights as they are, and as the kernels take them."""
+    """Random weights of a layer, as floats and in the form of the kernels."""
 
     shape: Shape
     seed: int
@@ -107,7 +107,7 @@ class RandomLayer:
         return among_nonfinite(turns.cos().to(BF16)), among_nonfinite(turns.sin().to(BF16))
 
     def before(self, hidden: Tensor, angles: tuple[Tensor, Tensor], threads: int) -> list[Tensor]:
-        """Queries, keys and values, each `[rows, heads, head_dim]`, by the kernel."""
+        """Return queries, keys and values of the kernel, each `[rows, heads, head_dim]`."""
         heads = (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)
         outs = [torch.empty(len(hidden), count, self.shape.head_dim, dtype=BF16) for count in heads]
         addresses = [part.data_ptr() for part in (*angles, *outs)]
@@ -117,7 +117,7 @@ class RandomLayer:
         return outs
 
     def after(self, attended: Tensor, hidden: Tensor, threads: int) -> Tensor:
-        """The next layer's hidden rows, by the kernel."""
+        """Return the next layer's hidden rows, by the kernel."""
         out = torch.empty_like(hidden)
         kernels().headstart_after_attention(
             self.address,
@@ -154,9 +154,9 @@ class RandomLayer:
 
 
 def kernels() -> ctypes.CDLL:
-    found = library()
-    assert found is not None
-    return found
+    built = library()
+    assert built is not None
+    return built
 
 
 @given(shape=shapes(), rows=ROWS, seed=SEEDS, threads=THREADS)
@@ -165,8 +165,8 @@ def test_queries_keys_and_values_are_those_of_float64(
 ) -> None:
     layer = RandomLayer(shape, seed)
     hidden, angles = among_nonfinite(layer.draw(rows, shape.width)), layer.angles(rows)
-    found = layer.before(hidden, angles, threads)
-    for out, expected in zip(found, layer.near_before(hidden, angles), strict=True):
+    outputs = layer.before(hidden, angles, threads)
+    for out, expected in zip(outputs, layer.near_before(hidden, angles), strict=True):
         expected.check(out)
 
 
@@ -202,18 +202,18 @@ class PagedLayers:
             call = self.backend.compiled(at, rows, options, BF16)
             assert call is not None
             runs[at] = LayerRun(layer.address, *call, *(part.data_ptr() for part in angles[at]))
-        found = among_nonfinite(hidden)
+        rows_between = among_nonfinite(hidden)
         kernels().headstart_layers(
-            ctypes.addressof(runs), len(runs), found.data_ptr(), len(found), threads
+            ctypes.addressof(runs), len(runs), rows_between.data_ptr(), len(rows_between), threads
         )
-        return found
+        return rows_between
 
 
 @given(shape=shapes(), data=st.data(), seed=SEEDS, threads=THREADS)
 def test_layers_are_their_parts_bit_for_bit(
     shape: Shape, data: st.DataObject, seed: int, threads: int
 ) -> None:
-    """And attention between them is that of float64, over this step's rows and earlier ones."""
+    """Attention between them is that of float64, over this step's rows and earlier ones."""
     counts = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=3))
     windows = data.draw(st.lists(st.none() | st.integers(1, 8), min_size=1, max_size=3))
     layers = [RandomLayer(shape, seed + at) for at in range(len(windows))]

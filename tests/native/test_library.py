@@ -1,4 +1,4 @@
-"""The compiled library: loaded where it can be, done without where it cannot."""
+"""The compiled library is loaded where possible, and optional elsewhere."""
 
 import ctypes
 import logging
@@ -33,7 +33,7 @@ OPENMP = native._openmp()
 
 
 class StandIn:
-    """A compiled library that notes how it is set up."""
+    """A stand-in for the compiled library that records its setup."""
 
     def __init__(self, level: int, vnni: int = 0) -> None:
         self.amx: list[bool] = []
@@ -64,14 +64,14 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture
 def library() -> ctypes.CDLL:
-    found = native.library()
-    if found is None:
+    library = native.library()
+    if library is None:
         pytest.skip("no compiled kernels here")
-    return found
+    return library
 
 
-def test_it_is_there_where_compiler_and_cpu_are(use_kernels: Callable[..., None]) -> None:
-    """Else every test of a kernel would be skipped in silence."""
+def test_it_is_built_if_compiler_and_cpu_allow(use_kernels: Callable[..., None]) -> None:
+    """Otherwise every test of a kernel would be skipped silently."""
     use_kernels("1", "")
     if shutil.which("g++") is None:
         pytest.skip("no compiler here")
@@ -79,35 +79,39 @@ def test_it_is_there_where_compiler_and_cpu_are(use_kernels: Callable[..., None]
     assert not cpu_flags() >= native.NEEDED or native.library() is not None
 
 
-def test_flags_are_asked_for_that_the_sources_are_compiled_for() -> None:
-    """int4's products convert float16: without F16C, which nobody asked for, they would end the
-    process."""
-    found: dict[bool, set[str]] = {False: set(), True: set()}
+def test_required_cpu_flags_are_those_of_the_sources() -> None:
+    """Regression:
+
+    F16C, which int4's products use, was not checked; without it, the process crashes.
+    """
+    flags_by_width: dict[bool, set[str]] = {False: set(), True: set()}
     for file in (*FOLDER.rglob("*.cpp"), *FOLDER.rglob("*.h")):
         for flags in re.findall(r'#pragma GCC target\("([^"]+)"\)', file.read_text()):
             if not flags.startswith("amx"):
-                found["avx512" in flags] |= set(flags.split(","))
+                flags_by_width["avx512" in flags] |= set(flags.split(","))
     # VNNI has a question of its own, with AVX-512 or without: headstart_native_vnni().
-    assert found[False] - {"avxvnni"} == native.NEEDED_FOR_AVX2
-    assert found[True] - {"fma", "f16c"} == {flag.replace("_", "") for flag in native.NEEDED}
+    assert flags_by_width[False] - {"avxvnni"} == native.NEEDED_FOR_AVX2
+    assert flags_by_width[True] - {"fma", "f16c"} == {
+        flag.replace("_", "") for flag in native.NEEDED
+    }
 
 
 @pytest.fixture
 def noted(library: ctypes.CDLL) -> Iterator[list[int]]:
-    """The number of each thread of torch's OpenMP library that takes part in a kernel's work."""
+    """Yield the numbers of torch's OpenMP threads that take part in a kernel's work."""
     if OPENMP is None:
         pytest.skip("torch has another pool of threads here")
     parallel, number, count = OPENMP
     number_of_this = ctypes.CFUNCTYPE(ctypes.c_int)(number)
-    found: list[int] = []
+    numbers: list[int] = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int)
     def note() -> int:
-        found.append(number_of_this())
-        return found[-1]
+        numbers.append(number_of_this())
+        return numbers[-1]
 
     library.headstart_native_threads(parallel, ctypes.cast(note, ctypes.c_void_p), count)
-    yield found
+    yield numbers
     library.headstart_native_threads(parallel, number, count)
 
 
@@ -136,7 +140,7 @@ def test_work_is_shared_among_threads(
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads are not moved here")
-def test_threads_are_moved_and_not_bound(multiply: Callable[[int], torch.Tensor]) -> None:
+def test_threads_are_moved_but_not_bound(multiply: Callable[[int], torch.Tensor]) -> None:
     allowed = os.sched_getaffinity(0)
     for _ in range(20):
         multiply(3)
@@ -149,8 +153,8 @@ def test_the_environment_switches_it_off(use_kernels: Callable[..., None]) -> No
     assert native.library() is None
 
 
-def test_another_switch_than_there_is_is_refused(use_kernels: Callable[..., None]) -> None:
-    """`false` switched nothing off, without a message."""
+def test_an_unknown_switch_is_refused(use_kernels: Callable[..., None]) -> None:
+    """Regression: `false` switched nothing off, without a message."""
     use_kernels("false")
     with pytest.raises(ConfigError, match="HEADSTART_NATIVE is 'false'; allowed: 0, 1, or unset"):
         native.avx2_library()
@@ -168,7 +172,7 @@ def test_another_switch_than_there_is_is_refused(use_kernels: Callable[..., None
         (native.NEEDED, "0", torch.bfloat16, 0),
     ],
 )
-def test_a_missing_library_is_told_once_with_what_to_install(
+def test_a_missing_library_is_reported_once_with_advice(
     flags: frozenset[str],
     environment: str,
     dtype: torch.dtype,
@@ -204,7 +208,7 @@ def test_a_missing_library_is_told_once_with_what_to_install(
         (0, "", False, False),
     ],
 )
-def test_the_kernels_that_the_cpu_can_run_and_the_cap(
+def test_the_cpu_and_the_cap_choose_the_kernels(
     level: int,
     cap: str,
     usable: bool,
@@ -218,8 +222,8 @@ def test_the_kernels_that_the_cpu_can_run_and_the_cap(
     assert (native.avx2_library() is not None) == avx2
 
 
-def test_a_cap_that_is_none_is_refused(use_kernels: Callable[..., None]) -> None:
-    """It was no limit: comparisons of CPU classes compared one class with itself."""
+def test_an_unknown_cap_is_refused(use_kernels: Callable[..., None]) -> None:
+    """Regression: it had no effect, so comparisons of CPU classes used one class twice."""
     use_kernels(cpu="AVX-2")
     with pytest.raises(ConfigError, match="HEADSTART_CPU is 'AVX-2'; allowed: avx2, avx512"):
         native.level()
@@ -238,7 +242,7 @@ def test_amx_multiplies_where_the_cpu_has_it(
     use_kernels: Callable[..., None],
     load: Callable[..., Any],
 ) -> None:
-    """The level decides on kernels, with any threads of torch. A single thread is reported."""
+    """The level selects kernels, with any number of torch threads. A single thread is reported."""
     use_kernels("1", cap)
     library = load(StandIn(level), openmp)
     assert native.library() is library
@@ -265,25 +269,24 @@ def test_bytes_are_multiplied_by_the_best_vnni_under_the_cap(
     assert library.vnni == [expected] == [native.vnni()]
 
 
-def test_the_library_finds_the_vnni_that_linux_finds() -> None:
-    """Another's instructions would end the process; in emulation the library has all of them."""
-    found, flags = native.avx2_library(), cpu_flags()
-    if found is None or not flags:
+def test_the_library_detects_the_same_vnni_as_linux() -> None:
+    """Unsupported instructions would end the process; in emulation the library has all of them."""
+    library, flags = native.avx2_library(), cpu_flags()
+    if library is None or not flags:
         pytest.skip("no compiled kernels here, or no list of the CPU's instructions")
     wide = flags >= {"avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
-    assert found.headstart_native_vnni() in {2 * wide + ("avx_vnni" in flags), 3}
+    assert library.headstart_native_vnni() in {2 * wide + ("avx_vnni" in flags), 3}
 
 
 def test_the_baseline_has_no_instruction_that_a_cpu_may_lack() -> None:
-    """The functions that ask what the CPU has are compiled without any -mavx flag."""
+    """The functions that detect CPU features are compiled without any -mavx flag."""
     settings = tomllib.loads((FOLDER.parent.parent / "pyproject.toml").read_text())
     [module] = settings["tool"]["setuptools"]["ext-modules"]
     assert not [flag for flag in module["extra-compile-args"] if flag.startswith("-m")]
 
 
 @pytest.mark.parametrize("content", [None, b"not a library"])
-def test_without_a_library_there_is_none(tmp_path: Path, content: bytes | None) -> None:
-    """A file that is no library is left alone."""
+def test_a_missing_or_invalid_library_is_not_loaded(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / f"_kernels{EXTENSION_SUFFIXES[0]}").write_bytes(content)
     assert native._load(tmp_path) is None
@@ -296,10 +299,10 @@ def test_a_library_of_other_sources_is_not_used(
     assert native._load.__wrapped__(Path(library._name).parent) is None
 
 
-@pytest.mark.skipif(not EMULATE.exists(), reason="no tools beside these tests")
-def test_what_the_emulation_runs_is_there() -> None:
-    found = runpy.run_path(str(EMULATE))
-    for name in (*found["TESTS"], *found["NOT_EMULATED"]):
+@pytest.mark.skipif(not EMULATE.exists(), reason="no tools next to these tests")
+def test_files_of_the_emulation_exist() -> None:
+    emulation = runpy.run_path(str(EMULATE))
+    for name in (*emulation["TESTS"], *emulation["NOT_EMULATED"]):
         assert (ROOT / name).exists(), name
 
 
@@ -327,7 +330,7 @@ print(count_released(), bool((torch.ones(1 << 22) + 1 == 2).all()))
 def test_threads_that_wait_for_the_loading_one_are_released(
     loads: tuple[str, ...], left: str
 ) -> None:
-    """Or the thread that runs the steps would wake its own 200 times a token."""
+    """Otherwise the thread that runs the steps would wake its own threads 200 times per token."""
     command = [sys.executable, "-c", RELEASED, *loads]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [left, "True"], done.stderr

@@ -92,7 +92,7 @@ class Source:
             self.record.append(character)
         return character
 
-    def back(self, text: str) -> None:
+    def push_back(self, text: str) -> None:
         """Put back the characters that were read last. `next` itself puts back END."""
         self._returned += reversed(text)
         if self.record is not None:
@@ -103,7 +103,7 @@ class Source:
         space = ""
         while (character := (yield from self.next())).isspace():
             space += character
-        self.back(character)
+        self.push_back(character)
         return space
 
     def non_space(self) -> Reading[str]:
@@ -118,11 +118,11 @@ class Source:
             character = yield from self.next()
             read += character
             if character != expected:
-                self.back(read)
+                self.push_back(read)
                 return False
         return True
 
-    def until(
+    def read_until(
         self, markers: Sequence[str], emit: Callable[[str], None], *, keeps_space: bool = True
     ) -> Reading[str]:
         """Pass the text before the first marker to `emit`; return the marker, or END without one.
@@ -130,12 +130,12 @@ class Source:
         White space before the marker is left out. White space before END is left out unless
         `keeps_space` is set. No marker may be a prefix of another.
         """
-        beginnings = beginnings_of(tuple(markers))
+        prefixes = prefixes_of(tuple(markers))
         held = space = ""
         while True:
             character = yield from self.next()
             held += character
-            while held and (character == END or held not in beginnings):
+            while held and (character == END or held not in prefixes):
                 first, held = held[0], held[1:]
                 space += first
                 if not first.isspace():
@@ -151,7 +151,7 @@ class Source:
 
 
 @lru_cache(64)
-def beginnings_of(markers: tuple[str, ...]) -> frozenset[str]:
+def prefixes_of(markers: tuple[str, ...]) -> frozenset[str]:
     """Return every prefix of every marker, the markers included."""
     return frozenset(marker[: n + 1] for marker in markers for n in range(len(marker)))
 
@@ -179,7 +179,7 @@ class AnswerParser:
         self._max_calls = max_calls
         self._only_calls = only_calls
         self._hidden = frozenset(hidden)
-        self._beginnings = beginnings_of(tuple(hidden))
+        self._prefixes = prefixes_of(tuple(hidden))
         self._held = ""  # text that may be the beginning of a hidden token
         self._source = Source()
         self._reading = read(self._source)
@@ -202,7 +202,7 @@ class AnswerParser:
         visible = []
         for character in text:
             self._held += character
-            while self._held and self._held not in self._beginnings:
+            while self._held and self._held not in self._prefixes:
                 visible.append(self._held[0])
                 self._held = self._held[1:]
             if self._held in self._hidden:
@@ -225,10 +225,10 @@ def read_reasoning(source: Source, *, is_open: bool) -> Reading[None]:
     """
     space = yield from source.space()
     if not (yield from source.match(THINK_OPEN)) and not is_open:
-        source.back(space)
+        source.push_back(space)
         return
     yield from source.space()
-    yield from source.until((THINK_CLOSE,), source.reasoning)
+    yield from source.read_until((THINK_CLOSE,), source.reasoning)
     yield from source.space()
 
 
@@ -332,12 +332,12 @@ def _read_value(source: Source, emit: Callable[[str], None]) -> Reading[None]:
         yield from _read_quoted(source, pieces.append)
         emit(_unquote("".join(pieces)))
     elif opening in _ENDS:
-        source.back(opening)
+        source.push_back(opening)
     else:
         text = opening
         while (character := (yield from source.next())) not in _ENDS:
             text += character
-        source.back(character)
+        source.push_back(character)
         emit("{}" if text.strip() == "null" else text.strip())
 
 
@@ -355,7 +355,7 @@ HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 def _read_hermes(source: Source, names: Container[str]) -> Reading[None]:
     """Read texts and calls. Calls of unknown tools are passed on; the client refuses them."""
     index = 0
-    while (yield from source.until((HERMES_OPEN,), source.content, keeps_space=not index)):
+    while (yield from source.read_until((HERMES_OPEN,), source.content, keeps_space=not index)):
         space = source.left_out
         text = yield from _read_call(source, index)
         if text is not None:
@@ -364,7 +364,7 @@ def _read_hermes(source: Source, names: Container[str]) -> Reading[None]:
         index += 1
         space = yield from source.space()
         if not (yield from source.match(HERMES_CLOSE)):
-            source.back(space)
+            source.push_back(space)
 
 
 PYTHON_TAG = "<|python_tag|>"
@@ -379,7 +379,7 @@ def _read_llama(source: Source, names: Container[str]) -> Reading[None]:
         before += yield from source.space()
         text: str | None = ""
         if (yield from source.match("{")):
-            source.back("{")
+            source.push_back("{")
             text = yield from _read_call(source, index, names)
         if text is None:
             index += 1
@@ -390,8 +390,8 @@ def _read_llama(source: Source, names: Container[str]) -> Reading[None]:
         if PYTHON_TAG in before or text:
             source.content(before + text)
         else:
-            source.back(before)
-        before = yield from source.until((PYTHON_TAG,), source.content, keeps_space=not index)
+            source.push_back(before)
+        before = yield from source.read_until((PYTHON_TAG,), source.content, keeps_space=not index)
         if not before:
             return
 
@@ -401,7 +401,7 @@ TOOL_CALLS, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CAL
 
 def _read_mistral(source: Source, names: Container[str]) -> Reading[None]:
     index = 0
-    while (yield from source.until((TOOL_CALLS,), source.content, keeps_space=not index)):
+    while (yield from source.read_until((TOOL_CALLS,), source.content, keeps_space=not index)):
         space = yield from source.space()
         read = _read_list if (yield from source.match("[")) else _read_named
         index = yield from read(source, index, space)
@@ -421,19 +421,21 @@ def _read_list(source: Source, index: int, space: str) -> Reading[int]:
             before += ","
             continue
         if not (yield from source.match("]")):
-            source.back(before)
+            source.push_back(before)
         return index
 
 
 def _read_named(source: Source, index: int, space: str) -> Reading[int]:
     """Read a call whose name precedes its arguments, and return the index of the next call."""
     read: list[str] = []
-    marker = yield from source.until((MISTRAL_CALL_ID, MISTRAL_ARGUMENTS, "{", "\n"), read.append)
+    marker = yield from source.read_until(
+        (MISTRAL_CALL_ID, MISTRAL_ARGUMENTS, "{", "\n"), read.append
+    )
     name = "".join(read)
     if marker == MISTRAL_CALL_ID:
-        marker = yield from source.until((MISTRAL_ARGUMENTS, "{", "\n"), read.append)
+        marker = yield from source.read_until((MISTRAL_ARGUMENTS, "{", "\n"), read.append)
     if marker != MISTRAL_ARGUMENTS:
-        source.back(marker)
+        source.push_back(marker)
     if marker in (END, "\n") or not name:
         source.content("".join([TOOL_CALLS, space, *read]))
         return index

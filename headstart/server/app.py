@@ -28,7 +28,7 @@ from headstart.server.middleware import RequestMiddleware
 from headstart.server.openai import api as openai
 from headstart.server.options import ServerOptions
 from headstart.server.responses import api as responses
-from headstart.server.service import BaseService, ClientGone, Service, base_service_of
+from headstart.server.service import BaseService, ClientDisconnected, Service, base_service_of
 from headstart.server.speech import SpeechService
 from headstart.server.stores import ResponseStore
 from headstart.server.tenants import Tenants, open_tenants
@@ -269,5 +269,5 @@ class _Application(FastAPI):
                     body = await asyncio.to_thread(_parse_body, endpoint.body, data)
             response = await endpoint.answer(body=body, request=request)
         except ClientDisconnect as error:
-            raise ClientGone from error
+            raise ClientDisconnected from error
         await response(scope, receive, send)

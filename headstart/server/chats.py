@@ -270,7 +270,7 @@ class Dialect:
         if self.tools.may_call:
             yield from self.calls.read(source, self.tools.names)
         else:
-            yield from source.until((), source.content)
+            yield from source.read_until((), source.content)
 
 
 class PreparedChat(NamedTuple):

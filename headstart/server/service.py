@@ -140,10 +140,12 @@ class Calls:
     def _take(self, tenant: Tenant) -> None:
         num_taken = self.num_slots
         if num_taken >= self._most:
-            raise _full(f"{num_taken} requests are in progress; allowed: {self._most}")
+            raise _too_many_requests(f"{num_taken} requests are in progress; allowed: {self._most}")
         num_own, most = self._slots[tenant.key], self._most_of_tenant
         if tenant is not EVERYBODY and num_own >= most:
-            raise _full(f"{num_own} requests of {tenant.name!r} are in progress; allowed: {most}")
+            raise _too_many_requests(
+                f"{num_own} requests of {tenant.name!r} are in progress; allowed: {most}"
+            )
         self._slots[tenant.key] += 1
 
 
@@ -165,14 +167,14 @@ _SECRET = os.urandom(32)
 _NUMBERS = count()
 
 
-def _full(text: str) -> ApiError:
+def _too_many_requests(text: str) -> ApiError:
     return ApiError(429, text, code="rate_limit_exceeded", retry_after=1)
 
 
 Answer = TypeVar("Answer")
 Work = TypeVar("Work")
 Output = TypeVar("Output", bound="RequestOutput | OmniOutput")
-_GONE = 499  # nginx's status for a client that closed the connection; only the log shows it
+_CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; only the log shows it
 
 
 class BaseService(ABC, Generic[Work, Output]):
@@ -439,30 +441,31 @@ def service_of(request: Request) -> Service:
     return service
 
 
-class ClientGone(ApiError):
+class ClientDisconnected(ApiError):
     """The client of a request closed the connection."""
 
     def __init__(self) -> None:
-        super().__init__(_GONE, "the client disconnected")
+        super().__init__(_CLIENT_CLOSED, "the client disconnected")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Return the result of `work`. If the client disconnects, cancel `work` and raise ClientGone.
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer:
+    """Return the result of `work`. If the client disconnects, cancel `work`.
 
-    An error of `receive` also cancels `work`, and is raised. On return, `work` has ended.
+    Raises ClientDisconnected then. An error of `receive` also cancels `work`, and is raised. On
+    return, `work` has ended.
     """
 
-    async def wait_until_gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(wait_until_gone())
+    watcher = asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             watcher.result()
-            raise ClientGone
+            raise ClientDisconnected
         return task.result()
     finally:
         task.cancel()

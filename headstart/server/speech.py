@@ -34,7 +34,7 @@ from headstart.server.monitoring.watch import SpeechMetrics
 from headstart.server.openai.api import Chunks
 from headstart.server.openai.schema import ChatCompletionRequest
 from headstart.server.options import ServerOptions
-from headstart.server.service import BaseService, unless_gone
+from headstart.server.service import BaseService, cancel_on_disconnect
 from headstart.server.sse import EventStream, Usage
 from headstart.server.stores import Transcripts
 from headstart.server.tenants import Tenants
@@ -318,7 +318,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     answer = _Answer(service, body, salt, form)
     if body.stream:
         return EventStream(answer.stream(service.run(work)))
-    output = await unless_gone(request.receive, service.answer(work))
+    output = await cancel_on_disconnect(request.receive, service.answer(work))
     return JsonResponse(await asyncio.to_thread(answer.whole, output))
 
 

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from headstart.server.bodies import encode
 from headstart.server.errors import ApiError, as_api_error
-from headstart.server.service import ClientGone, unless_gone
+from headstart.server.service import ClientDisconnected, cancel_on_disconnect
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
@@ -142,5 +142,6 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.body_iterator):
-            with suppress(ClientGone, OSError):  # either may be raised while an event is sent
-                await unless_gone(receive, self.stream_response(send))
+            # Either may be raised while an event is sent.
+            with suppress(ClientDisconnected, OSError):
+                await cancel_on_disconnect(receive, self.stream_response(send))

@@ -40,7 +40,7 @@ from headstart.server.anthropic.schema import (
 )
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
 from headstart.server.errors import ApiError, JsonResponse, body_of
-from headstart.server.service import Service, service_of, unless_gone
+from headstart.server.service import Service, cancel_on_disconnect, service_of
 from headstart.server.sse import AnswerEvents, EventStream, Usage, frame, read_whole
 from headstart.server.tools import report_hosted
 
@@ -174,7 +174,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     message = _Message(body, prepared, lengths, request.state.request_id)
     if body.stream:
         return EventStream(message.stream(service.run(prepared.request)))
-    output = await unless_gone(request.receive, service.answer(prepared.request))
+    output = await cancel_on_disconnect(request.receive, service.answer(prepared.request))
     return await read_whole([output], lambda: JsonResponse(message.whole(output)))
 
 

@@ -16,7 +16,7 @@ from headstart.server.bodies import Body, CacheFields, Flag, Many, Whole, refusa
 from headstart.server.chats import prepare_chat
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, PromptFields
-from headstart.server.service import Service, service_of, unless_gone
+from headstart.server.service import Service, cancel_on_disconnect, service_of
 from headstart.server.sse import EventStream, frame
 from headstart.server.tenants import tenant_of
 
@@ -103,7 +103,7 @@ async def prewarm_prompt(body: CachePromptRequest, request: Request) -> Response
     prepared = await prepare(service, body, request, begins_reply=False)
     if body.retention:
         prepared.retain(len(prepared.prompt_token_ids), body.retention)
-    output = await unless_gone(request.receive, service.answer(prepared))
+    output = await cancel_on_disconnect(request.receive, service.answer(prepared))
     return JsonResponse(
         {
             "prompt_tokens": len(output.prompt_token_ids),

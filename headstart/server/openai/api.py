@@ -19,7 +19,7 @@ from headstart.server.bodies import encode
 from headstart.server.chats import PreparedChat, prepare_chat
 from headstart.server.errors import ApiError, JsonResponse, body_of, naming
 from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, SamplingFields
-from headstart.server.service import service_of, unless_gone
+from headstart.server.service import cancel_on_disconnect, service_of
 from headstart.server.sse import AnswerEvents, EventStream, Usage, frame, read_whole
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     if body.stream:
         outputs = service.run(prepared.request)
         return EventStream(answers.stream(answers.with_progress(outputs)))
-    output = await unless_gone(request.receive, service.answer(prepared.request))
+    output = await cancel_on_disconnect(request.receive, service.answer(prepared.request))
     return await read_whole([output], lambda: JsonResponse(answers.whole(output)))
 
 
@@ -354,7 +354,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     outputs = merge(streams) if len(streams) > 1 else streams[0]
     if body.stream:
         return EventStream(answers.stream(outputs))
-    gathered = await unless_gone(request.receive, _gather(outputs, ids))
+    gathered = await cancel_on_disconnect(request.receive, _gather(outputs, ids))
     return await read_whole(gathered, lambda: JsonResponse(answers.whole(gathered)))
 
 

@@ -37,7 +37,7 @@ from headstart.server.responses.items import (
     encode_reasoning,
 )
 from headstart.server.responses.schema import InputTokensRequest, ResponsesRequest, extend
-from headstart.server.service import Service, service_of, unless_gone
+from headstart.server.service import Service, cancel_on_disconnect, service_of
 from headstart.server.sse import AnswerEvents, EventStream, Usage, frame, read_whole
 from headstart.server.stores import ResponseStore, StoredResponse
 from headstart.server.tools import report_hosted
@@ -372,7 +372,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     answer = await asyncio.to_thread(make) if body.tools or body.text else make()
     if body.stream:
         return EventStream(answer.stream(service.run(prepared.request)))
-    output = await unless_gone(request.receive, service.answer(prepared.request))
+    output = await cancel_on_disconnect(request.receive, service.answer(prepared.request))
     complete = partial(answer.whole, output)
     is_long = answer.is_long or are_many(len(messages))
     response = await (asyncio.to_thread(complete) if is_long else read_whole([output], complete))

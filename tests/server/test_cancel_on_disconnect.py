@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from headstart.server.errors import ApiError
 from headstart.server.openai.api import merge
-from headstart.server.service import Calls, ClientGone, time_limit, unless_gone
+from headstart.server.service import Calls, ClientDisconnected, cancel_on_disconnect, time_limit
 from headstart.server.tenants import EVERYBODY
 
 GONE: Message = {"type": "http.disconnect"}
@@ -60,8 +60,8 @@ def run(what: Callable[[Client, list[str]], Awaitable[None]]) -> list[str]:
 def test_the_client_goes() -> None:
     async def go(client: Client, ended: list[str]) -> None:
         client.say(GONE)
-        with pytest.raises(ClientGone):
-            await unless_gone(client.receive, for_ever(ended))
+        with pytest.raises(ClientDisconnected):
+            await cancel_on_disconnect(client.receive, for_ever(ended))
 
     assert run(go) == ["work"]
 
@@ -74,7 +74,7 @@ def test_the_work_is_done_first() -> None:
             client.say(ValueError("nobody wants to know"))
             return 5
 
-        assert await unless_gone(client.receive, work()) == 5
+        assert await cancel_on_disconnect(client.receive, work()) == 5
         for _ in range(5):
             await asyncio.sleep(0)
 
@@ -87,7 +87,7 @@ def test_an_error_of_what_is_received_is_raised() -> None:
     async def fail(client: Client, ended: list[str]) -> None:
         client.say(ValueError("broken"))
         with pytest.raises(ValueError, match="broken"):
-            await unless_gone(client.receive, for_ever(ended))
+            await cancel_on_disconnect(client.receive, for_ever(ended))
 
     assert run(fail) == ["work"]
 
@@ -97,7 +97,7 @@ def test_who_is_cancelled_is_cancelled(said: Message | Exception) -> None:
     """A client that went away in the same turn of the loop hid that its caller was cancelled."""
 
     async def cancel(client: Client, ended: list[str]) -> None:
-        caller = asyncio.ensure_future(unless_gone(client.receive, for_ever(ended)))
+        caller = asyncio.ensure_future(cancel_on_disconnect(client.receive, for_ever(ended)))
         for _ in range(5):
             await asyncio.sleep(0)
         client.say(said)
@@ -120,7 +120,7 @@ def test_a_call_whose_time_is_over_is_told_so_though_its_client_is_gone() -> Non
 
         with calls.call(EVERYBODY) as call, pytest.raises(ApiError) as raised:
             async with time_limit(call, 0.0, lambda: late):
-                await unless_gone(client.receive, work())
+                await cancel_on_disconnect(client.receive, work())
         assert raised.value is late
 
     assert run(end) == ["work"]

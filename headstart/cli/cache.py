@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 import click
 
 from headstart.cache import BlockHash
-from headstart.cli.terminal import as_typed, columns_of, count, note, progress_bar, show_bytes
+from headstart.cli.terminal import (
+    columns_of,
+    count,
+    decode_argument,
+    note,
+    progress_bar,
+    show_bytes,
+)
 from headstart.engine.config import EngineConfig, make_config
 from headstart.errors import CacheError, ConfigError
 from headstart.tiers.contents import (
@@ -202,7 +209,7 @@ def verify(repair: bool, folder: str | None) -> None:
     for model, counts in report.models:
         if text := ", ".join(f"{n:,} {label}" for label, n in counts._asdict().items() if n):
             click.echo(f"{model.title}  {text}")
-    if not report.index_is_sound:
+    if not report.index_is_intact:
         click.echo("the index is damaged" + (" and was rebuilt" if repair else ""))
     if report.is_whole:
         total = report.total
@@ -265,7 +272,7 @@ def _opened(folder: str | None, *, new: bool = False, writes: bool = False) -> I
     """
     path = default_folder()
     if folder not in (None, "", "off"):
-        path = Path(as_typed(folder)).expanduser()
+        path = Path(decode_argument(folder)).expanduser()
         if not (new or path.exists()):
             raise CacheError(f"--cache-dir is {path}; allowed: an existing folder")
     if not make_folder(path) and writes:
@@ -287,7 +294,7 @@ def _find_models(path: Path, name: str) -> list[ModelState]:
     A name without its part in brackets matches all models that differ only in this part. Models
     with the same fingerprint may differ in their block size.
     """
-    states, name = read_models(path), as_typed(name)
+    states, name = read_models(path), decode_argument(name)
     titles = [state.model.record.title for state in states]
     begins = (f"{name} (", f"{name}, ")  # a pipeline's stage may follow, after a comma
     if any(is_named := [f"{title}, ".startswith(begins) for title in titles]):
@@ -327,7 +334,7 @@ def _select(
     Continuations of a selected prefix are left out. Without names, return all prefixes. Raises
     CacheError if a name matches no prefix or several prefixes.
     """
-    names = tuple(as_typed(name).lower() for name in names)
+    names = tuple(decode_argument(name).lower() for name in names)
     trees = [(state, _prefixes_of(path, state)) for state in states]
     hashes = [prefix.name.hex() for _, roots in trees for _, prefix in _in_order(roots)]
     for name in names:

@@ -78,7 +78,7 @@ class ModelReport(NamedTuple):
 class VerifyReport(NamedTuple):
     """The state of a folder. If the index is damaged, all blocks count as unlisted."""
 
-    index_is_sound: bool
+    index_is_intact: bool
     models: list[ModelReport]
 
     @property
@@ -91,7 +91,7 @@ class VerifyReport(NamedTuple):
     def is_whole(self) -> bool:
         """True if the index is sound and has no gaps, and no block is damaged or lost."""
         total = self.total
-        return self.index_is_sound and not (total.damaged or total.lost or total.gaps)
+        return self.index_is_intact and not (total.damaged or total.lost or total.gaps)
 
 
 def verify(
@@ -117,19 +117,19 @@ def verify(
             for done, _ in enumerate(steps, 1):
                 if progress is not None:
                     progress(done, count)
-            is_sound = index is not None or not checks
+            is_intact = index is not None or not checks
         if repair:
             for check in checks:
                 if check.bad:
                     with closing(DiskStore(folder, check.record, sys.maxsize)) as store:
                         store.forget_damaged(check.bad)
-            if not is_sound or any(check.counts["gaps"] for check in checks):
+            if not is_intact or any(check.counts["gaps"] for check in checks):
                 path = folder / INDEX
                 rebuild_index(folder, [os.stat(path).st_ino] if path.exists() else [])
     except (OSError, sqlite3.OperationalError) as error:
         raise ConfigError(f"cache folder {folder} cannot be read now: {error}") from error
     models = [ModelReport(check.record, Counts(**check.counts)) for check in checks]
-    return VerifyReport(is_sound, models)
+    return VerifyReport(is_intact, models)
 
 
 def _open_index(folder: Path, stack: ExitStack) -> DiskIndex | None:
@@ -141,7 +141,7 @@ def _open_index(folder: Path, stack: ExitStack) -> DiskIndex | None:
         if (folder / INDEX).exists():
             index = DiskIndex(folder / INDEX, read_only=not os.access(folder, os.W_OK))
             stack.callback(index.close)
-            return index if index.is_sound() else None
+            return index if index.is_intact() else None
     except Exception as error:  # a damaged index raises exceptions of many types
         if is_transient(error):
             raise
@@ -204,7 +204,7 @@ class _Check:
         for start in range(0, len(to_reread), _REREAD_BATCH):
             self._read_again(to_reread[start : start + _REREAD_BATCH])
         if self._index is not None:
-            with self._index.changing():
+            with self._index.transaction():
                 slots = {block.slot for block in self._index.list_blocks(self._model)}
                 unlisted = [s for s in unlisted if s not in slots and s < self._num_slots]
                 self.counts["gaps"] = self._index.count(self._model) - len(slots)
@@ -221,7 +221,7 @@ class _Check:
     def _read_again(self, names: Sequence[BlockHash]) -> None:
         """Read blocks again while no process writes, and count them by their state."""
         assert self._index is not None
-        with self._index.changing():
+        with self._index.transaction():
             for name in names:
                 if (block := self._index.block(name)) is None:
                     continue  # the block was removed meanwhile

@@ -122,7 +122,7 @@ class DiskStore:
             saved = 0
             self._limit = self._max_bytes
             self._new.clear()
-            with self._changing() as index:
+            with self._transaction() as index:
                 if (model := self._model_id(index)) is None:
                     describe_model(self.folder, self.model)
                     model = index.add_model(self.model)
@@ -211,7 +211,7 @@ class DiskStore:
     def _remove_block(self, index: DiskIndex, block: IndexedBlock) -> None:
         """Remove a block from the index, and move the last block of the file to its slot.
 
-        `_changing` truncates the file afterwards.
+        `_transaction` truncates the file afterwards.
         """
         record = dict(index.models())[block.model]
         file, last = self._file(record), index.count(block.model) - 1
@@ -223,7 +223,7 @@ class DiskStore:
         self._to_truncate.add(record)
 
     @contextmanager
-    def _changing(self) -> Iterator[DiskIndex]:
+    def _transaction(self) -> Iterator[DiskIndex]:
         """Open a transaction of the index; after it, truncate files to the listed blocks.
 
         Remove each model that has no blocks, and its file; its description stays. Other processes
@@ -231,12 +231,12 @@ class DiskStore:
         """
         index = self._open("changes")
         self._to_truncate.clear()
-        with index.changing():
+        with index.transaction():
             yield index
             self._to_truncate.update(record for id, record in index.models() if not index.count(id))
         if not self._to_truncate:
             return
-        with index.changing():  # another process may have saved blocks since
+        with index.transaction():  # another process may have saved blocks since
             for model, record in index.models():
                 if record not in self._to_truncate:
                     continue
@@ -253,13 +253,13 @@ class DiskStore:
         if not self._is_read_only:
             with self._guard(), self._change_lock:
                 index = self._open("changes")
-                with index.changing():
+                with index.transaction():
                     index.touch(names, slot_bytes(self.model.block_bytes))
 
     def remove(self, names: Sequence[BlockHash]) -> int:
         """Remove blocks; return the number of blocks that were stored."""
         removed = 0
-        with self._guard(), self._change_lock, self._changing() as index:
+        with self._guard(), self._change_lock, self._transaction() as index:
             for name in names:
                 if (block := index.block(name)) is not None:
                     self._remove_block(index, block)
@@ -269,7 +269,7 @@ class DiskStore:
     def clear(self) -> bool:
         if not self._is_read_only:
             with self._guard(), self._change_lock:
-                with self._changing() as index:
+                with self._transaction() as index:
                     if (model := self._model_id(index)) is not None:
                         index.drop_blocks(model)
                 return True
@@ -288,7 +288,7 @@ class DiskStore:
         """Read a block that another process may have moved; remove it if it cannot be read."""
         if self._is_read_only:
             return None
-        with self._change_lock, self._changing() as index:
+        with self._change_lock, self._transaction() as index:
             block = index.block(name)
             if block is None:
                 return None
@@ -350,7 +350,7 @@ class DiskStore:
             return
         with self._change_lock:
             index = self._open("changes")
-            with index.changing():
+            with index.transaction():
                 if not self._is_read_only:
                     describe_model(self.folder, self.model)
                     listed = {slot_path(self.folder, record) for _, record in index.models()}

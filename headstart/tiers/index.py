@@ -151,12 +151,12 @@ class DiskIndex:
     def close(self) -> None:
         self._connection.close()
 
-    def is_sound(self) -> bool:
+    def is_intact(self) -> bool:
         """Read the whole file; return True if SQLite finds no damage."""
         return bool(self._execute("PRAGMA integrity_check(1)").fetchone() == ("ok",))
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[None]:
         """Open a transaction. Other processes cannot change the index meanwhile."""
         try:
             self._execute(self._begin)
@@ -446,10 +446,10 @@ def rebuild_index(folder: Path, broken: Collection[int]) -> None:
         if _inode(folder) not in (None, *broken):
             try:
                 with closing(DiskIndex(folder / INDEX)) as index:
-                    is_sound = index.is_sound()
+                    is_intact = index.is_intact()
             except Exception as error:  # a damaged file raises exceptions of many types
-                is_sound = is_transient(error)
-            if is_sound:
+                is_intact = is_transient(error)
+            if is_intact:
                 return
         partial = folder / f"{INDEX}.tmp"
         partial.unlink(missing_ok=True)
@@ -457,7 +457,7 @@ def rebuild_index(folder: Path, broken: Collection[int]) -> None:
         records = list(described_models(folder))
         for path in slot_files(folder) - {slot_path(folder, record) for record in records}:
             path.unlink(missing_ok=True)  # records cannot be read without a description
-        with closing(DiskIndex(partial, create=True)) as index, index.changing():
+        with closing(DiskIndex(partial, create=True)) as index, index.transaction():
             for record in records:
                 if (path := slot_path(folder, record)).exists():
                     with closing(SlotFile(path, record.block_bytes)) as file:

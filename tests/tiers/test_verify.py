@@ -37,7 +37,7 @@ def test_an_intact_folder(folder: Path) -> None:
         MODEL: Counts(intact=20),
         OTHER: Counts(intact=10),
     }
-    assert report.total == Counts(intact=30) and report.is_whole and report.index_is_sound
+    assert report.total == Counts(intact=30) and report.is_whole and report.index_is_intact
     assert calls == [(at, 30) for at in range(1, 31)]
     with pytest.raises(ConfigError, match="there is no cache folder"):
         verify(folder / "none")
@@ -79,7 +79,7 @@ def test_a_damaged_index(folder: Path, content: bytes | None) -> None:
         (folder / INDEX).write_bytes(content)
     for repair in (False, True):
         report = verify(folder, repair=repair)
-        assert not report.index_is_sound and report.total == Counts(unlisted=30)
+        assert not report.index_is_intact and report.total == Counts(unlisted=30)
     assert verify(folder).total == Counts(intact=30)
 
 

@@ -79,7 +79,7 @@ def _interrupt(folder: Path) -> None:
     child = os.fork()
     if child == 0:
         index = DiskIndex(folder / INDEX)
-        with index.changing():
+        with index.transaction():
             for number in range(100, 110):
                 index.remove(name(number))
             os._exit(0)

@@ -17,7 +17,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from headstart.cli.options import GroupedCommand, GroupedOption, flags, take_options
-from headstart.cli.terminal import OutputConsole, as_typed, count, draw_svg, progress_bar
+from headstart.cli.terminal import OutputConsole, count, decode_argument, draw_svg, progress_bar
 from headstart.cluster.router import DEFAULT_POLICY, POLICIES
 from headstart.errors import ConfigError
 from headstart.replay import (
@@ -89,7 +89,7 @@ def replay(trace: str, **options: Any) -> None:
         if not plot.parent.is_dir():
             raise ConfigError(f"--plot is {plot}, and {plot.parent} is not a folder")
     speed = take_options(options, SpeedModel)
-    workload = _open(as_typed(trace), options)
+    workload = _open(decode_argument(trace), options)
     fleet = Fleet(
         options["replicas"],
         options["kv_tokens"],
@@ -134,7 +134,7 @@ def _open(name: str, options: Mapping[str, Any]) -> Trace:
         )
     trace = trace.copied(options["copies"])
     if options["speed"] != 1:
-        trace = trace.faster(options["speed"])
+        trace = trace.speed_up(options["speed"])
     return trace if requests is None else trace.head(requests)
 
 

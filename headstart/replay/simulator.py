@@ -50,7 +50,7 @@ class Fleet:
             raise ConfigError(f"replicas is {self.replicas}; allowed: at least 1")
 
     @property
-    def computing(self) -> int:
+    def num_prefill_replicas(self) -> int:
         """Number of replicas that compute prompts. These replicas have the lowest indices."""
         return self.prefill_replicas or self.replicas
 
@@ -170,15 +170,17 @@ class _Simulation:
     def __init__(self, trace: Trace, fleet: Fleet, policy: str, speed: SpeedModel) -> None:
         self.trace, self.fleet, self.policy = trace, fleet, policy
         routing_policy = make_policy(policy)
-        self.router = Router(fleet.computing, routing_policy, speed.prefill_rate)
+        self.router = Router(fleet.num_prefill_replicas, routing_policy, speed.prefill_rate)
         pool = fleet.cache_config(trace.grain, events=routing_policy.needs_prefixes)
         plain = replace(pool, events=False)
         self.replicas = [
-            Replica(pool if i < fleet.computing else plain, trace.grain, speed)
+            Replica(pool if i < fleet.num_prefill_replicas else plain, trace.grain, speed)
             for i in range(fleet.replicas)
         ]
-        self.publishers = [EventPublisher(replica) for replica in range(fleet.computing)]
-        self.transfers = Transfers(self.replicas[fleet.computing :], fleet.computing, speed)
+        self.publishers = [EventPublisher(replica) for replica in range(fleet.num_prefill_replicas)]
+        self.transfers = Transfers(
+            self.replicas[fleet.num_prefill_replicas :], fleet.num_prefill_replicas, speed
+        )
         self.jobs: list[ReplayRequest] = []
         self._requests: dict[str, TraceRequest] = {}  # requests to decode on another replica
         self._fresh: Iterator[int] = private_units()
@@ -210,7 +212,9 @@ class _Simulation:
             for job in self.jobs
             if job.num_output > 1
         ) or [0.0]
-        work = [replica.computed_tokens for replica in self.replicas[: self.fleet.computing]]
+        work = [
+            replica.computed_tokens for replica in self.replicas[: self.fleet.num_prefill_replicas]
+        ]
         num_tokens = sum(job.num_tokens for job in self.jobs)
         return ReplayResult(
             router=self.policy,
@@ -237,7 +241,7 @@ class _Simulation:
         if self._ends and self._ends[0][0] < self.transfers.next_time():
             return self._end_step(progress)
         now, receiver, job = self.transfers.take()
-        self._enqueue(self.fleet.computing + receiver, job, now)
+        self._enqueue(self.fleet.num_prefill_replicas + receiver, job, now)
         return now
 
     def _arrive(self, name: str, request: TraceRequest) -> None:
@@ -300,7 +304,7 @@ class _Simulation:
         replica = self.replicas[number]
         self._num_steps += 1
         started, finished = replica.end(now)
-        if number < self.fleet.computing:
+        if number < self.fleet.num_prefill_replicas:
             if events := replica.manager.take_events():
                 batch = self.publishers[number].publish(events)
                 if batch is not None and not self.router.index.apply(batch):

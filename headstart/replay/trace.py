@@ -117,7 +117,7 @@ class Trace:
         requests.sort(key=lambda request: request.time)
         return replace(self, num_units=copies * self.num_units, requests=requests)
 
-    def faster(self, speed: float) -> "Trace":
+    def speed_up(self, speed: float) -> "Trace":
         """Return the trace with sessions that begin `speed` times as often.
 
         Within a session, the times between requests do not change. Raises ConfigError for a speed

@@ -137,7 +137,7 @@ def test_faster_begins_sessions_sooner_and_keeps_their_pace(tmp_path: Path) -> N
         {"time": time, "tokens": [1], "session": session}
         for time, session in ((0, "a"), (10, "b"), (12, "a"), (14, "b"))
     ]
-    trace = read_trace(write(tmp_path, lines)).faster(2)
+    trace = read_trace(write(tmp_path, lines)).speed_up(2)
     assert [(r.time, r.session) for r in trace.requests] == [
         (0, "a"),
         (5, "b"),
@@ -153,4 +153,4 @@ def test_ranges_of_copies_and_speed_are_said() -> None:
     with pytest.raises(ConfigError, match="copies is 5000; allowed: up to 1023 of a trace"):
         trace.copied(5000)
     with pytest.raises(ConfigError, match="speed is 0; allowed: above 0"):
-        trace.faster(0)
+        trace.speed_up(0)

@@ -71,7 +71,7 @@ class Dispatcher:
             return list(self._numbers)
 
     @property
-    def answering(self) -> list[str]:
+    def live_replicas(self) -> list[str]:
         """The names of the replicas that run and send reports."""
         with self._lock:
             return [name for name in self._numbers if name not in self._silent]
@@ -185,7 +185,7 @@ class Dispatcher:
             if replica in self._numbers:
                 self._metrics[replica] = metrics
 
-    def held(self, request: RouteRequest) -> dict[str, int]:
+    def cached_tokens(self, request: RouteRequest) -> dict[str, int]:
         """Return how many tokens of a prompt each replica has cached."""
         with self._lock:
             cached = self._router.index.match(request.keys).cached

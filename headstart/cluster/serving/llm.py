@@ -51,7 +51,7 @@ class ReplicatedLLM(AsyncLLM):
     @property
     def has_engine(self) -> bool:
         """True if a replica runs; until then requests wait."""
-        return bool(self.dispatcher.answering)
+        return bool(self.dispatcher.live_replicas)
 
     def read_metrics(self) -> list[Metric]:
         """Return the metrics of all replicas: sums, and means of percentages. Thread-safe."""
@@ -118,7 +118,7 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
     keys = PromptKeys(hasher, prepared.requests[0].sequence)
     await asyncio.to_thread(list, keys)  # hashes the whole prompt
     route = RouteRequest(prepared.request_id, keys, count, hasher.block_size)
-    cached = llm.dispatcher.held(route)
+    cached = llm.dispatcher.cached_tokens(route)
     most = max(cached.values(), default=0) if prepared.requests[0].reads_cache else 0
     return JsonResponse({"prompt_tokens": count, "cached_tokens": most, "replicas": cached})
 

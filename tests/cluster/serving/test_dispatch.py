@@ -55,7 +55,7 @@ def test_a_request_goes_to_the_replica_that_reported_its_prompt() -> None:
         dispatcher = books("a", "b")
         assert dispatcher.apply(holder, stored(0, NAMES))
         assert send(dispatcher, "one") == holder
-        assert dispatcher.held(request("?"))[holder] == 64 * BLOCK
+        assert dispatcher.cached_tokens(request("?"))[holder] == 64 * BLOCK
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -64,7 +64,7 @@ def test_loading_from_a_shared_store_is_preferred_to_waiting(shares: bool) -> No
     dispatcher = Dispatcher("expected", 2, shares_store=shares)
     dispatcher.set_replicas(["a", "b"])
     dispatcher.apply("a", replace(stored(0, NAMES), tier=DISK))
-    assert dispatcher.held(request("?")) == {"a": 0, "b": 0}, "a pool has none"
+    assert dispatcher.cached_tokens(request("?")) == {"a": 0, "b": 0}, "a pool has none"
     new = [bytes([100 + i]) * 32 for i in range(64)]
     dispatcher.apply("a", stored(0, new))
     waits = prefix_keys(new + [bytes([201]) + bytes([i]) * 31 for i in range(64)])  # type: ignore[arg-type]
@@ -110,16 +110,16 @@ def test_a_removed_replicas_blocks_are_forgotten_and_its_number_reused() -> None
     for turn in range(10):  # more than there are numbers
         name = f"replica-{turn}"
         dispatcher.set_replicas([name])
-        assert dispatcher.held(request("?")) == {name: 0}
+        assert dispatcher.cached_tokens(request("?")) == {name: 0}
         assert dispatcher.apply(name, stored(0, NAMES, epoch=turn))
-        assert dispatcher.held(request("?")) == {name: 64 * BLOCK}
+        assert dispatcher.cached_tokens(request("?")) == {name: 64 * BLOCK}
 
 
 def test_reports_of_a_dead_replica_are_ignored() -> None:
     dispatcher = books("a")
     assert dispatcher.apply("gone", stored(0, NAMES))
     dispatcher.note_metrics("gone", [Counter("n", {}, 1)])
-    assert dispatcher.held(request("?")) == {"a": 0} and dispatcher.metrics == {}
+    assert dispatcher.cached_tokens(request("?")) == {"a": 0} and dispatcher.metrics == {}
 
 
 def test_a_gap_is_reported_and_a_snapshot_closes_it() -> None:
@@ -128,7 +128,7 @@ def test_a_gap_is_reported_and_a_snapshot_closes_it() -> None:
     assert not dispatcher.apply("a", stored(2, NAMES[2:3]))
     whole = EventBatch(0, 1, 2, stored=b"".join(NAMES[:3]), cleared=True, snapshot=True)
     assert dispatcher.apply("a", whole)
-    assert dispatcher.held(request("?")) == {"a": 3 * BLOCK}
+    assert dispatcher.cached_tokens(request("?")) == {"a": 3 * BLOCK}
 
 
 def test_no_replica_is_chosen_without_replicas_or_for_unknown_requests() -> None:

@@ -119,23 +119,23 @@ def test_requests_of_a_replica_that_hangs_are_moved(replicas: Replicas) -> None:
     replicas.run("a", "b")
     replicas.look_at(2 * HEARTBEAT - 1)
     replicas.beat("b")
-    assert set(server.dispatcher.answering) == {"a", "b"}
+    assert set(server.dispatcher.live_replicas) == {"a", "b"}
     server.stream().put(part(0, 9, finished=True))
     replicas.look_at(2 * HEARTBEAT + 1)
-    assert server.dispatcher.answering == ["b"]
+    assert server.dispatcher.live_replicas == ["b"]
     error = begun.next()
     assert isinstance(error, ReplicaLostError) and "stopped answering" in str(error)
     assert replicas.sent.get(timeout=LIMIT) == ("waiting", "b")
     assert waiting.tokens() == [9]
     assert first.cancelled.wait(LIMIT) and second.cancelled.wait(LIMIT)
     replicas.beat("a")
-    assert set(server.dispatcher.answering) == {"a", "b"}
+    assert set(server.dispatcher.live_replicas) == {"a", "b"}
 
 
 def test_a_request_waits_while_no_replica_answers(replicas: Replicas) -> None:
     replicas.run("a")
     replicas.look_at(2 * HEARTBEAT + 1)
-    assert not replicas.server.dispatcher.answering
+    assert not replicas.server.dispatcher.live_replicas
     replicas.server.stream().put(part(0, 9, finished=True))
     replicas.server.driver.submit(replicas.server.request("r"), Receiver())
     assert replicas.sent.get(timeout=LIMIT) == ("r", None)
@@ -145,7 +145,7 @@ def test_a_server_that_was_stopped_does_not_count_replicas_as_silent(replicas: R
     replicas.run("a")
     replicas.now = 1000.0
     replicas.look_at(1000.0 + HEARTBEAT)
-    assert replicas.server.dispatcher.answering == ["a"]
+    assert replicas.server.dispatcher.live_replicas == ["a"]
 
 
 def test_an_idle_replica_sends_heartbeats() -> None:

@@ -52,7 +52,7 @@ def multiplies_bfloat16() -> bool | None:
     return "bf16" in flags
 
 
-def why_no_bfloat16() -> str:
+def no_bfloat16_reason() -> str:
     """Return the reason why `multiplies_bfloat16` is False, in a few words."""
     if _is_capped() and not cpu_flags().isdisjoint(_BFLOAT16):
         return "HEADSTART_CPU=avx2 disables its bfloat16 instructions"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headstart import machine
-from headstart.machine import cpu_flags, multiplies_bfloat16, why_no_bfloat16
+from headstart.machine import cpu_flags, multiplies_bfloat16, no_bfloat16_reason
 from headstart.models import dtypes
 from headstart.models.dtypes import fast_dtype
 from headstart.models.loader import load_model
@@ -65,12 +65,12 @@ def test_products_of_bfloat16(
 def test_a_cpu_that_is_capped_has_no_products_of_bfloat16(pretend: Callable[..., None]) -> None:
     """The kernels were capped alone: models then ran in bfloat16 on torch's AVX-512."""
     pretend("avx512_bf16 amx_bf16")
-    assert why_no_bfloat16() == "no AVX512-BF16, no AMX-BF16"
+    assert no_bfloat16_reason() == "no AVX512-BF16, no AMX-BF16"
     pretend("avx512_bf16 amx_bf16", capped="avx2")
     assert multiplies_bfloat16() is False
-    assert why_no_bfloat16() == "HEADSTART_CPU=avx2 disables its bfloat16 instructions"
+    assert no_bfloat16_reason() == "HEADSTART_CPU=avx2 disables its bfloat16 instructions"
     pretend("avx2", capped="avx2")
-    assert why_no_bfloat16() == "no AVX512-BF16, no AMX-BF16"
+    assert no_bfloat16_reason() == "no AVX512-BF16, no AMX-BF16"
 
 
 @pytest.fixture

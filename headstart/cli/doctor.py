@@ -19,7 +19,7 @@ from headstart.machine import (
     cpu_flags,
     cpu_name,
     multiplies_bfloat16,
-    why_no_bfloat16,
+    no_bfloat16_reason,
 )
 from headstart.version import __version__
 
@@ -79,9 +79,9 @@ def _lines() -> Iterator[tuple[str, str]]:
     if multiplies_bfloat16() is not False:
         yield "dtype", "auto selects the checkpoint's dtype"
     elif native.avx2_library() is not None:
-        yield "dtype", f"auto selects float32; weights stay in bfloat16 ({why_no_bfloat16()})"
+        yield "dtype", f"auto selects float32; weights stay in bfloat16 ({no_bfloat16_reason()})"
     else:
-        reason = why_no_bfloat16()
+        reason = no_bfloat16_reason()
         yield "dtype", f"auto selects float32 if memory allows, since bfloat16 is slow ({reason})"
     yield from _extras()
     has_avx2 = platform.machine() in X86 and cpu_flags() >= native.NEEDED_FOR_AVX2

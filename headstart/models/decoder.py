@@ -19,7 +19,7 @@ from headstart.models.files import FileStamp, fingerprint_files, stamp_files
 from headstart.native import INTERFACE, level
 from headstart.weights.format import Embedding, Linear
 from headstart.weights.greedy_head import greedy_tokens, mask_logits
-from headstart.weights.quantize import is_made_of
+from headstart.weights.quantize import is_quantized_from
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +178,7 @@ class DecoderModel(ABC):
         # The matrix may have been quantized from the stored weight, or from the stored weight
         # converted to `dtype`.
         if isinstance(module, Linear | Embedding) and module.matrix.kind is not None:
-            return any(is_made_of(module.matrix, w) for w in (weight, weight.to(self.dtype)))
+            return any(is_quantized_from(module.matrix, w) for w in (weight, weight.to(self.dtype)))
         own = self.weight(name)
         return own is not None and torch.equal(weight.to(own.dtype), own)
 
@@ -189,11 +189,11 @@ class DecoderModel(ABC):
         """
         if self._fingerprint is None:
             digest = self._compute_fingerprint()
-            self._fingerprint = digest if self.has_its_files else secrets.token_hex(32)
+            self._fingerprint = digest if self.has_original_files else secrets.token_hex(32)
         return self._fingerprint
 
     @property
-    def has_its_files(self) -> bool:
+    def has_original_files(self) -> bool:
         """False if the files changed since the weights were read."""
         if self.folder is None or self.files is None:
             return True

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from headstart.errors import ConfigError, OutOfMemoryError
-from headstart.machine import X86, available_memory, multiplies_bfloat16, why_no_bfloat16
+from headstart.machine import X86, available_memory, multiplies_bfloat16, no_bfloat16_reason
 from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
 from headstart.validation import describe
@@ -57,7 +57,7 @@ def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> 
         return dtype
     size = 2 * sum(file.stat().st_size for file in weight_files(folder))
     free = available_memory()
-    slow = f"this CPU is slow in {' and '.join(sorted(slow_dtypes))} ({why_no_bfloat16()})"
+    slow = f"this CPU is slow in {' and '.join(sorted(slow_dtypes))} ({no_bfloat16_reason()})"
     if size > free // 2:
         _log.warning("%s, and %s bytes of free memory are too few for float32", slow, f"{free:,}")
         return dtype

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from headstart.models.hybrids import HYBRIDS
-from headstart.models.shapes import LLAMA, Family, LayerInputs, LayerShape, alike
+from headstart.models.shapes import LLAMA, Family, LayerInputs, LayerShape, uniform_layers
 from headstart.weights.scheme import UnsupportedLayerError
 
 
@@ -366,7 +366,7 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": None,
         },
         facts={"fused": True, "partial_rotary": True},
-        layers=lambda config: alike(config, config.sliding_window),
+        layers=lambda config: uniform_layers(config, config.sliding_window),
         prepare=_prepare_phi3,
     ),
     "olmo2": Family(

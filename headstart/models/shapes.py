@@ -175,12 +175,12 @@ class Family:
     defaults: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
     derive: Callable[[Any], Mapping[str, Any]] = lambda config: {}
-    layers: Callable[[Any], list[LayerShape]] = lambda config: alike(config, None)
+    layers: Callable[[Any], list[LayerShape]] = lambda config: uniform_layers(config, None)
     prepare: Callable[[dict[str, Any]], None] = lambda content: None
     kinds: frozenset[str] = frozenset({"full_attention", "sliding_attention"})
 
 
-def alike(config: Any, window: int | None) -> list[LayerShape]:
+def uniform_layers(config: Any, window: int | None) -> list[LayerShape]:
     """Return layers with attention that all have this window."""
     return [LayerShape(window)] * config.num_hidden_layers
 

@@ -50,7 +50,7 @@ def request_huge_pages(start: int, size: int) -> None:
 
     The system makes them in the background, about one per second.
     """
-    first, last = _inside(start, size)
+    first, last = _huge_page_range(start, size)
     if sys.platform == "linux" and first < last:
         advise_pages(first, last - first, mmap.MADV_HUGEPAGE)
 
@@ -60,12 +60,12 @@ def make_huge_pages(start: int, size: int) -> None:
 
     Copies 2 MiB at a time, at up to 4 GB/s. Other threads may use the bytes meanwhile.
     """
-    first, last = _inside(start, size)
+    first, last = _huge_page_range(start, size)
     for page in range(first, last, _HUGE_PAGE):
         advise_pages(page, _HUGE_PAGE, _COLLAPSE)
 
 
-def _inside(start: int, size: int) -> tuple[int, int]:
+def _huge_page_range(start: int, size: int) -> tuple[int, int]:
     """Return the first and the last boundary of huge pages in these bytes."""
     return -(-start // _HUGE_PAGE) * _HUGE_PAGE, (start + size) // _HUGE_PAGE * _HUGE_PAGE
 

@@ -140,7 +140,7 @@ class StageRows:
         if self._find_outputs:
             left = len(sequence.token_ids) - usable * self._block_size
             limit = left if len(self._requests) == 1 else math.inf
-            return usable if self._detector.is_settled_by(limit) else first
+            return usable if self._detector.is_decided_by(limit) else first
         while usable < count and not computed.is_written(usable):
             usable += 1
         return usable

@@ -144,7 +144,7 @@ class AlignmentDetector:
         is_known = name in self._declared or name in self._excluded
         return not is_known and not self.is_by_token(name)
 
-    def is_settled_by(self, num_tokens: float) -> bool:
+    def is_decided_by(self, num_tokens: float) -> bool:
         """Return True if a pass of one request with up to `num_tokens` tokens decides all outputs.
 
         A candidate is decided if it matched only passes with more than `num_tokens` tokens, and one

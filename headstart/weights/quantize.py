@@ -57,7 +57,7 @@ def quantize(
     return FORMATS[kind](weight).store(bias, rows, table)
 
 
-def is_made_of(matrix: WeightFormat, weight: Tensor) -> bool:
+def is_quantized_from(matrix: WeightFormat, weight: Tensor) -> bool:
     """Return True if a quantized matrix equals `weight` or the result of quantizing it."""
     if matrix.kind is None or weight.shape != (matrix.outputs, matrix.inputs):
         return False

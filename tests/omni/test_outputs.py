@@ -42,10 +42,10 @@ def test_one_row_a_request_is_not_one_row_a_token() -> None:
 def test_a_shorter_pass_settles_an_output_that_matched_a_dense_pass() -> None:
     detector = AlignmentDetector({})
     look(detector, 12, 12)
-    assert detector.is_settled_by(4) and not detector.is_settled_by(12)
+    assert detector.is_decided_by(4) and not detector.is_decided_by(12)
     detector = AlignmentDetector({})
     look(detector, 3, 3, requests=3)
-    assert not detector.is_settled_by(1)
+    assert not detector.is_decided_by(1)
 
 
 def test_an_output_that_was_trusted_and_is_refuted_is_named() -> None:

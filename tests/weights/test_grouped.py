@@ -21,7 +21,7 @@ from headstart.weights.grouped import (
     quantize_groups,
 )
 from headstart.weights.int8 import Int8Weight
-from headstart.weights.quantize import is_made_of, quantize
+from headstart.weights.quantize import is_quantized_from, quantize
 from tests.examples import at_least
 from tests.native.byte_products import BYTE_PRODUCTS, use_byte_product
 from tests.native.foreign_rows import among_nonfinite
@@ -349,7 +349,7 @@ def test_a_step_or_a_start_may_be_not_finite(form: PackedForm, number: float) ->
 def test_floats_are_rounded_to_eight_bits_without_groups() -> None:
     weight, bias = draw(20, 48), draw(20, 1).flatten()
     layer = quantize(weight, bias, "int8")
-    assert isinstance(layer, Int8Weight) and is_made_of(layer, weight)
+    assert isinstance(layer, Int8Weight) and is_quantized_from(layer, weight)
     assert layer.bias is not None and torch.equal(layer.bias, bias)
 
 

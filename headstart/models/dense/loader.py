@@ -190,7 +190,7 @@ def load_dense(
         raise DamagedModelError(f"the weights in {folder} cannot be read: {error}") from error
     decoder = DenseDecoder(description, modules.eval(), rows_dtype)
     decoder.files = files
-    if not decoder.has_its_files:
+    if not decoder.has_original_files:
         raise DamagedModelError(f"the files in {folder} changed while they were read")
     move_to_huge_pages(decoder.module)
     return decoder

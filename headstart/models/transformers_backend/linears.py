@@ -50,7 +50,7 @@ def pack_linears(model: PreTrainedModel, ready_memory: ReadyMemory | None = None
         if logits is None or not float(relative_errors(logits, expected).median()) < 10 * _NEAR:
             _unpack(model)
         else:
-            leave_file((*model.parameters(), *model.buffers()), num_bytes)
+            detach_from_file((*model.parameters(), *model.buffers()), num_bytes)
 
 
 def _logits(model: PreTrainedModel) -> Tensor | None:
@@ -157,7 +157,7 @@ def _unpack(model: PreTrainedModel) -> None:
                 setattr(parent, name, table)
 
 
-def leave_file(tensors: Iterable[Tensor], replaced_bytes: int) -> None:
+def detach_from_file(tensors: Iterable[Tensor], replaced_bytes: int) -> None:
     """Copy the weights that were not replaced, so that their file can be unmapped.
 
     A single view of a mapped file keeps the whole file mapped. Nothing is copied if these weights
@@ -205,7 +205,7 @@ def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
                 matrix = quantize(child.weight, child.bias, child_kind, child.weight.dtype)
                 replaced_bytes += child.weight.nbytes
                 setattr(parent, child_name, Linear(matrix))
-    leave_file(model.parameters(), replaced_bytes)
+    detach_from_file(model.parameters(), replaced_bytes)
 
 
 def _can_replace(module: nn.Module) -> bool:

@@ -281,6 +281,6 @@ def load_transformers(
         layers = probe_once(loaded, files)
         decoder = TransformersDecoder(loaded, layers.layouts, folder, layers.mixers)
         decoder.files, decoder.takes_images = files, takes_images
-    if not decoder.has_its_files:
+    if not decoder.has_original_files:
         raise DamagedModelError(f"the files in {folder} changed while they were read")
     return decoder

@@ -428,7 +428,7 @@ class _Paged:
         number = CallOrder() if self._mixers.mixers else number_in_model
         attend, signs = attend_with(self._backend, number), torch.Generator().manual_seed(1)
 
-        def shake(out: Tensor) -> Tensor:
+        def perturb(out: Tensor) -> Tensor:
             up_or_down = torch.randint(0, 2, out.shape, generator=signs) * 2 - 1
             return out * (1 + noise * up_or_down.to(out))
 
@@ -436,10 +436,10 @@ class _Paged:
             SequenceRows(s.num_rows, slot if s.context > s.num_rows else -1, slot)
             for slot, s in enumerate(plan.spans)
         ]
-        function = (lambda call: shake(attend(call))) if noise else attend
+        function = (lambda call: perturb(attend(call))) if noise else attend
         with (
             _replaced_attention(self._model, function) as (_, calls),
-            self._mixers.running(self._states, sequences, shake if noise else None),
+            self._mixers.running(self._states, sequences, perturb if noise else None),
         ):
             self._backend.begin_step(plan)
             try:

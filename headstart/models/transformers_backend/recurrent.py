@@ -157,7 +157,7 @@ def find_mixers(model: PreTrainedModel, takes_positions: bool) -> tuple[Recurren
             )
     states = MixerStates(model, mixers)
     return tuple(
-        mixer._replace(resumes_many=states.reads_with_many(number))
+        mixer._replace(resumes_many=states.reads_all_states(number))
         for number, mixer in enumerate(mixers)
     )
 
@@ -353,7 +353,7 @@ class MixerStates:
             self._change = None
             self.detach()
 
-    def reads_with_many(self, number: int) -> bool:
+    def reads_all_states(self, number: int) -> bool:
         """Return True if a call with several rows reads all states of the mixer."""
         mixer = self.mixers[number]
         module = self._model.get_submodule(mixer.name)

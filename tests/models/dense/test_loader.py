@@ -356,7 +356,7 @@ def test_weights_whose_files_were_replaced_later_have_no_one_s_fingerprint(tmp_p
     model, same = load_model(folder), load_model(folder)
     known = same.fingerprint()
     edit_weights(folder, lambda w: w["lm_head.weight"].add_(1))
-    assert not model.has_its_files
+    assert not model.has_original_files
     assert model.fingerprint() not in (known, load_model(folder).fingerprint())
     assert same.fingerprint() == known
 

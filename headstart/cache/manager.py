@@ -469,7 +469,7 @@ class KVCacheManager:
         index.commit()
         if self.group is not None:
             self.group.fail()
-        self.stats.rollback()
+        self.stats.roll_back()
         self._step += 1
         for sequence in failed:
             self._release(sequence)
@@ -482,7 +482,7 @@ class KVCacheManager:
         self._sequences = {}
         self._in_progress = {}
         self.pool.clear()
-        self.stats.rollback()
+        self.stats.roll_back()
         self._step += 1
 
     def free(self, sequence: TokenSequence) -> None:

@@ -134,7 +134,7 @@ class PrefixCacheStats:
                 self.recomputed_tokens += max(0, known_tokens - admission.hit_tokens)
         self._admitted.clear()
 
-    def rollback(self) -> None:
+    def roll_back(self) -> None:
         """Forget the admissions of a failed step."""
         for admission in self._admitted:
             if not admission.resumed:

@@ -122,7 +122,7 @@ class AdapterStore(AdapterNames):
 
     # Memory
 
-    def take_in(self) -> None:
+    def poll(self) -> None:
         """Make the newly read adapter resident, if fewer than `max_loras` adapters are in use.
 
         Call only before the scheduler runs. Then the scheduler can admit the adapter's request

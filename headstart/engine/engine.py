@@ -277,9 +277,9 @@ class EngineCore:
         """Return the next batch; if nothing can run, wait for adapters that are being read."""
         last_read = None
         while True:
-            self.adapters.take_in()
+            self.adapters.poll()
             if self.tiers is not None:
-                self.tiers.take_in()
+                self.tiers.poll()
             batch = self._scheduler.schedule()
             if batch.scheduled or (read := self.adapters.wait_for_reading()) is last_read:
                 return batch

@@ -137,7 +137,7 @@ def _name(folder: Path | None) -> str:
 
 def _weights(decoder: DecoderModel, folder: Path | None) -> str:
     """Return the SHA-256 of configuration and weights, cached by the files' sizes and times."""
-    if decoder.folder is None or folder is None or not decoder.has_its_files:
+    if decoder.folder is None or folder is None or not decoder.has_original_files:
         return decoder.fingerprint()
     key = hashlib.sha256(repr((decoder.folder.resolve(), decoder.files)).encode()).hexdigest()
     path = folder / _FINGERPRINTS

@@ -188,7 +188,7 @@ class Request:
                     counts[tier] += max(0, min(tokens.stop, num_cached_tokens) - tokens.start)
                 self.group.loaded_tokens = dict(+counts)
 
-    def withdrawn(self, start: int) -> None:
+    def undo_admission(self, start: int) -> None:
         """Undo the first admission, since its step failed. start: number of cached tokens."""
         if start == self.num_cached_tokens and not self.num_preemptions:
             self.missed = None

@@ -112,7 +112,7 @@ class Scheduler:
         for request in lost:
             self._leave_limits(request)
             if request in admitted:
-                request.withdrawn(admitted[request])
+                request.undo_admission(admitted[request])
             else:
                 self._count_preemption(request)
             self._find_limits(request)

@@ -13,7 +13,7 @@ The request that waited for the load then hits these blocks, as if another reque
 them. A load takes blocks only if the free blocks suffice for its whole request.
 
     queue     a request arrives: look up the blocks that the pool lacks, in the loader's thread
-    take_in   between two steps: write arrived blocks to the pool
+    poll      between two steps: write arrived blocks to the pool
     reach     as a limit: the request waits for its load, and other requests bypass it. If the pool
               lacks space for the load, the number of bypasses is limited. When there is space for a
               preempted request, its evicted blocks are looked up again
@@ -413,7 +413,7 @@ class Loads:
 
     # Between two steps
 
-    def take_in(self) -> Counter[str]:
+    def poll(self) -> Counter[str]:
         """Write arrived blocks to the pool; return their tokens by tier.
 
         If the result is not empty, the caller must commit the step, even if all counts are 0.
@@ -421,7 +421,7 @@ class Loads:
         written: Counter[str] = Counter()
         preferred: LoadJob | None = None
         for load in list(dict.fromkeys(self.waiting.values())):
-            if load.is_wanted and self._can_take_in(load):
+            if load.is_wanted and self._can_write(load):
                 self._insert(load, written)
                 preferred = preferred or load.job
         self.loader.prefer(preferred)
@@ -483,7 +483,7 @@ class Loads:
         pool.load(sequence, is_saved=state.tier == self.states.stores[0].tier)
         load.state_tier = state.tier
 
-    def _can_take_in(self, load: Load) -> bool:
+    def _can_write(self, load: Load) -> bool:
         """Return True if blocks of a load can be written to the pool.
 
         The pool must have space for the load's whole request. Only one load holds blocks at a time,

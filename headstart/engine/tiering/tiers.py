@@ -200,11 +200,11 @@ class Tiers:
                 break
         return counts
 
-    def take_in(self) -> None:
+    def poll(self) -> None:
         """Write loaded blocks to the pool, before a step is scheduled."""
         if not self.loads.are_under_way:
             return
-        if written := self.loads.take_in():
+        if written := self.loads.poll():
             self._manager.commit_step()
             self._offers.commit()
             for tier, tokens in written.items():

@@ -195,7 +195,7 @@ def test_a_refusal_for_an_aborted_request_does_not_end_the_next_one(
     (path / "adapter_config.json").unlink()
     while store.reach(group.requests[0], 0, 1) == 0 and not store._refused:
         store.wait_for_reading()
-        store.take_in()
+        store.poll()
     store.restore()
     group = llm.frontend.prepare(PROMPT, GREEDY, adapter="one", request_id="name")
     engine.submit(group)

@@ -44,8 +44,8 @@ from headstart.cli.terminal import (
     columns_of,
     count,
     handling,
-    keeping_typed,
     note,
+    preserving_input,
     reading_stdin,
     show_error,
 )
@@ -120,7 +120,7 @@ class Chat:
             text.truncate(columns_of(sys.stderr) or 80, overflow="ellipsis")
             note(text.plain)
 
-    def say(self, text: str) -> None:
+    def send(self, text: str) -> None:
         """Answer a message, together with the waiting documents and images."""
         conversation, is_answered = self.conversation, False
         try:
@@ -168,13 +168,13 @@ class Chat:
             stream = self._fit(question)
             self._num_questions += 1
             # Ctrl-C ends only the reply, after the current step.
-            with keeping_typed(), handling(lambda *_: stream.abort(), signal.SIGINT):
+            with preserving_input(), handling(lambda *_: stream.abort(), signal.SIGINT):
                 output = print_reply(stream, plain=self.plain)
         except (RequestError, EngineError) as error:
             show_error(error)
             return False
         self.last, self.changed = output, ""
-        self.picture.look(self._num_questions)
+        self.picture.update(self._num_questions)
         answer = output.outputs[0]
         is_interrupted = answer.finish_reason == "abort"
         if is_interrupted and answer.text:
@@ -264,7 +264,7 @@ class QuitChat(Exception):
     """The user ends the chat."""
 
 
-def talk(chat: Chat) -> None:
+def run_chat(chat: Chat) -> None:
     """Answer messages and run commands until the end of input, or /quit."""
     note("/help shows the commands; /quit or the end of input ends the chat")
     for message in terminal_messages() if sys.stdin.isatty() else piped_messages():
@@ -273,7 +273,7 @@ def talk(chat: Chat) -> None:
                 command, argument = match
                 command.run(chat, argument)
             elif message:
-                chat.say(message.removeprefix("/"))
+                chat.send(message.removeprefix("/"))
         except (RequestError, OSError, ValueError, RuntimeError) as error:
             show_error(error)  # odd paths raise OSError, ValueError or RuntimeError
         except KeyboardInterrupt:  # Ctrl-C before the reply began

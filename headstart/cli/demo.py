@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 import headstart
-from headstart.cli.opening import note_on, resolve_model
+from headstart.cli.opening import quality_note, resolve_model
 from headstart.cli.options import GroupedCommand, GroupedOption, flags, model_option, sort_options
 from headstart.cli.pool_picture import PoolPicture, color_of
 from headstart.cli.terminal import MAX_WIDTH, OutputConsole, cached_share, draw_svg, duration
@@ -71,7 +71,7 @@ def demo(svg: Path | None, model: str, **options: Any) -> None:
         llm = headstart.LLM(resolve_model(model), **options)
     renderables: list[RenderableType] = []
     with closing(llm):
-        renderables.append(Text(note_on(model, engine) or f"model {model}", style="dim"))
+        renderables.append(Text(quality_note(model, engine) or f"model {model}", style="dim"))
         console.print(renderables[0])
         for part in _run(llm, console):
             console.print(part)

@@ -42,7 +42,7 @@ from headstart.cli.options import (
 from headstart.cli.replay import replay
 from headstart.cli.reply import print_reply
 from headstart.cli.server import keys, run_server
-from headstart.cli.terminal import as_typed, note, prepare_streams, show_error
+from headstart.cli.terminal import decode_argument, note, prepare_streams, show_error
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import SamplingParams
@@ -178,7 +178,7 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     standard input. Without --temperature, the likeliest tokens are generated.
     """
     if prompts and names_model(prompts[0]):
-        note(f"{as_typed(prompts[0])} is used as a prompt; --model selects a model")
+        note(f"{decode_argument(prompts[0])} is used as a prompt; --model selects a model")
     questions, adapter = read_questions(prompts, options), read_adapter(options)
     sorted_options = sort_options(options)
     folder = folder_for_text(model, adapter)
@@ -209,9 +209,11 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     /help shows the commands. The defaults of sampling are those of the model's
     generation_config.json. Without this file, the defaults below apply.
     """
-    conversation = Conversation() if resume is None else Conversation.load(Path(as_typed(resume)))
+    conversation = (
+        Conversation() if resume is None else Conversation.load(Path(decode_argument(resume)))
+    )
     if system is not None:
-        conversation.system = as_typed(system)
+        conversation.system = decode_argument(system)
     adapter = read_adapter(options)
     sorted_options = sort_options(options, CHAT_SAMPLING)
     folder = folder_for_text(model, adapter)
@@ -224,8 +226,8 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
         prefixes.note()
         chat = terminal.Chat(llm, model, params, conversation, plain=plain, adapter=name)
         if resume is not None:
-            chat.show_resumed(as_typed(resume))
-        terminal.talk(chat)
+            chat.show_resumed(decode_argument(resume))
+        terminal.run_chat(chat)
 
 
 @main.command(cls=ServeCommand, short_help="Serve a model over the OpenAI and Anthropic APIs.")

@@ -23,7 +23,7 @@ from errno import ENODEV
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.cli.terminal import as_typed, reading_stdin, waiting
+from headstart.cli.terminal import decode_argument, reading_stdin, waiting
 from headstart.engine.config import EngineConfig
 from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
@@ -319,9 +319,10 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
     if [*prompts, *files].count(_STDIN) > 1:
         raise RequestError(f"{_STDIN} is used more than once; standard input can be read only once")
     documents = tuple(
-        _read_stdin() if file == _STDIN else read_document(Path(as_typed(file))) for file in files
+        _read_stdin() if file == _STDIN else read_document(Path(decode_argument(file)))
+        for file in files
     )
-    texts = tuple(_read_stdin() if text == _STDIN else as_typed(text) for text in prompts)
+    texts = tuple(_read_stdin() if text == _STDIN else decode_argument(text) for text in prompts)
     if not texts and not documents:
         if sys.stdin.isatty():
             raise RequestError(
@@ -334,10 +335,10 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
     return Questions(
         texts or ("",),
         documents,
-        tuple(read_image(Path(as_typed(image)), limit) for image in images),
-        None if system is None else as_typed(system),
+        tuple(read_image(Path(decode_argument(image)), limit) for image in images),
+        None if system is None else decode_argument(system),
         raw,
-        None if schema is None else _read_schema(Path(as_typed(schema))),
+        None if schema is None else _read_schema(Path(decode_argument(schema))),
     )
 
 

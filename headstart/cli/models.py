@@ -17,8 +17,8 @@ from rich.cells import cell_len
 
 from headstart.cli.opening import NOTES, exiting_on_interrupt, folder_of
 from headstart.cli.terminal import (
-    as_typed,
     columns_of,
+    decode_argument,
     duration,
     handling,
     note,
@@ -76,7 +76,7 @@ def pull(name: str) -> None:
     NAME is OWNER/NAME. For a GGUF file, a quantization may follow: OWNER/NAME:Q4_K_M. The default
     is Q4_K_M. If the repository has only one GGUF file, the default is that file.
     """
-    name = as_typed(name)
+    name = decode_argument(name)
     if name in NOTES:
         note(f"{name} needs no download")
         return
@@ -118,7 +118,7 @@ def recommend() -> None:
 @click.argument("name")
 def rm(name: str) -> None:
     """Remove a downloaded model."""
-    name = as_typed(name)
+    name = decode_argument(name)
     rows = list(_rows())[1:]
     matches = [row for row in rows if name in (row.name, row.repo.repo_id)]
     if not matches:
@@ -192,12 +192,12 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
     A calibration text decides how each weight is rounded (GPTQ, AWQ). This takes minutes. The
     result is a checkpoint in the compressed-tensors format, which vLLM and transformers read.
     """
-    target = Path(as_typed(str(folder)))
-    file = None if text is None else Path(as_typed(str(text))).expanduser()
+    target = Path(decode_argument(str(folder)))
+    file = None if text is None else Path(decode_argument(str(text))).expanduser()
     with waiting("importing torch"):
         gptq = load_module("headstart.models.gptq")
     gptq.check_target(target)  # before anything is downloaded
-    source = as_typed(model)
+    source = decode_argument(model)
     if Path(source).suffix != ".gguf":  # `folder_of` would convert a GGUF file, which takes minutes
         source = str(folder_of(source))
     with waiting("reading the model's tokenizer and the text"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import headstart
-from headstart.cli.terminal import as_typed, describe_loading, handling, note, waiting
+from headstart.cli.terminal import decode_argument, describe_loading, handling, note, waiting
 from headstart.engine.config import EngineConfig
 from headstart.errors import ConfigError, ModelError, RequestError, UnsupportedAdapterError
 from headstart.imports import load_module
@@ -48,7 +48,7 @@ NOTES: Mapping[str, str] = {
 _TOO_FEW_BITS = {"kv_cache_dtype": ("int8",), "weights": ("int5", "int4")}
 
 
-def note_on(model: str, engine: Mapping[str, Any]) -> str:
+def quality_note(model: str, engine: Mapping[str, Any]) -> str:
     """Return a note on the quality of a model's answers; empty for most models.
 
     engine: the engine's options that the user has set.
@@ -77,7 +77,7 @@ def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
 
 def announce(model: str, engine: Mapping[str, Any]) -> Callable[[float], str]:
     """Show the note on a model; return a function for `waiting`. Raises ModelError."""
-    if text := note_on(model, engine):
+    if text := quality_note(model, engine):
         note(text)
     folder = folder_of(model)
     try:
@@ -121,7 +121,7 @@ def read_adapters(options: dict[str, Any]) -> dict[str, Path]:
 
 
 def _adapter_folder(name: str, options: Mapping[str, Any]) -> Path:
-    folder = Path(as_typed(name)).expanduser().absolute()
+    folder = Path(decode_argument(name)).expanduser().absolute()
     # Imported here because it loads torch, which `headstart --help` must not do.
     lora = load_module("headstart.models.lora_files")
     lora.read_settings(folder, options["max_lora_rank"] or EngineConfig.max_lora_rank)

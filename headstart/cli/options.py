@@ -364,7 +364,7 @@ class ServeCommand(GroupedCommand):
         values = read_names({**file_values, **typed_values}, _VLLM_OPTIONS, _flag_name)
         first, *aliases = values.pop("served_model_name", [None])
         adapters = tuple(map(_read_module, values.pop("lora_modules", ())))
-        has_limit = _is_given("limit_mm_per_prompt", values)
+        has_limit = _is_effective("limit_mm_per_prompt", values)
         for name, is_given in (("adapters", bool(adapters)), ("max_images", has_limit)):
             if is_given and ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
                 ctx.params[name] = () if name == "adapters" else None  # ignore the environment
@@ -410,7 +410,7 @@ class ServeCommand(GroupedCommand):
         present = {
             _OPTION_OF_FLAG.get(name, name)
             for name in typed_values
-            if _is_given(name, typed_values)
+            if _is_effective(name, typed_values)
         } | click_values.keys()
         entries = _read_config(typed_values["config"], {_field(flag) for flag in switches}, lists)
         entries = [
@@ -494,7 +494,7 @@ def _read_config(
     return entries
 
 
-def _is_given(name: str, values: Mapping[str, Any]) -> bool:
+def _is_effective(name: str, values: Mapping[str, Any]) -> bool:
     """Return True if vLLM's option has a value, and headstart uses this value."""
     value = values.get(name)
     if name == "limit_mm_per_prompt":
@@ -505,7 +505,7 @@ def _is_given(name: str, values: Mapping[str, Any]) -> bool:
 def _convert_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options; replace vLLM's names with headstart's where they differ."""
     options = {name: value for name, value in values.items() if name not in ("config", *_OUR_NAMES)}
-    vllm_options = {name: values[name] for name in _OUR_NAMES if _is_given(name, values)}
+    vllm_options = {name: values[name] for name in _OUR_NAMES if _is_effective(name, values)}
     if vllm_options.pop("disable_uvicorn_access_log", False):
         options["log_format"] = "off"
     if (origins := vllm_options.pop("allowed_origins", None)) is not None:

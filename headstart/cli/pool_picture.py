@@ -52,7 +52,7 @@ class PoolPicture:
                 self._states = states
             yield output
 
-    def look(self, owner: int) -> None:
+    def update(self, owner: int) -> None:
         """Update the picture; `owner` becomes the owner of blocks with new content."""
         self._states = self._scan(owner)
 

@@ -14,9 +14,9 @@ from headstart.cli.terminal import (
     OutputConsole,
     describe_reading,
     figures,
-    hiding_typed,
     note,
     waiting,
+    without_echo,
 )
 from headstart.imports import load_module
 
@@ -36,7 +36,7 @@ def print_reply(
     In a terminal, a reply is shown as Markdown. plain: show it as wrapped text instead. is_text:
     False for output such as JSON, whose lines must not be broken.
     """
-    with hiding_typed():
+    with without_echo():
         with waiting(describe_reading(stream)):
             output = next(stream)
         with waiting("the reply is empty so far"):

@@ -83,12 +83,12 @@ def reading_stdin() -> Iterator[None]:
         raise RequestError(f"stdin is not {encoding} text: {error.reason}") from error
 
 
-def as_typed(argument: str) -> str:
+def decode_argument(argument: str) -> str:
     r"""Return an argument of the command line decoded as UTF-8 in any locale.
 
     Raises RequestError.
 
-    >>> as_typed(b"caf\xc3\xa9".decode("ascii", "surrogateescape"))
+    >>> decode_argument(b"caf\xc3\xa9".decode("ascii", "surrogateescape"))
     'café'
     """
     try:
@@ -156,12 +156,12 @@ def handling(handler: Callable[[int, FrameType | None], object], *signals: int) 
             signal.signal(number, previous)
 
 
-def hiding_typed() -> AbstractContextManager[None]:
+def without_echo() -> AbstractContextManager[None]:
     """Switch off the terminal's echo, which would disturb redrawn lines. Input is not lost."""
     return _changed_terminal(lambda flags: flags & ~termios.ECHO)
 
 
-def keeping_typed() -> AbstractContextManager[None]:
+def preserving_input() -> AbstractContextManager[None]:
     """Keep the terminal from discarding typed input at Ctrl-C."""
     return _changed_terminal(lambda flags: flags | termios.NOFLSH)
 
@@ -300,7 +300,7 @@ def waiting(message: str | Callable[[float], str]) -> Iterator[None]:
         return Text(text if elapsed >= _PROGRESS_DELAY else "", style="dim")
 
     live = Live(get_renderable=line, console=console, transient=True, redirect_stdout=False)
-    with hiding_typed(), live:
+    with without_echo(), live:
         yield
 
 

@@ -330,11 +330,11 @@ class TestPoolPicture:
     def test_held_cached_and_empty(self) -> None:
         manager, picture = self.make(8)
         first = self.admit(manager, "a", list(range(10)))
-        picture.look(1)
+        picture.update(1)
         assert self.rows(picture) == [HELD * 3 + EMPTY * 5]
         manager.free(first)
         self.admit(manager, "b", [*range(8), 99])
-        picture.look(2)
+        picture.update(2)
         assert self.rows(picture) == [HELD * 2 + CACHED + HELD + EMPTY * 4]
         legend = picture.draw().plain.splitlines()[-2:]
         assert legend[0].split() == ["■", "held", "3", "□", "cached", "1", "·", "empty", "4"]
@@ -343,16 +343,16 @@ class TestPoolPicture:
     def test_a_block_filled_anew_changes_hands(self) -> None:
         manager, picture = self.make(2)
         first = self.admit(manager, "a", list(range(8)))
-        picture.look(1)
+        picture.update(1)
         manager.free(first)
         self.admit(manager, "b", list(range(50, 58)))
-        picture.look(2)
+        picture.update(2)
         assert picture.draw().plain.splitlines()[-1].split()[-2:] == ["2:", "2"]
 
     def test_a_large_pool_has_several_blocks_to_a_sign(self) -> None:
         manager, picture = self.make(10_000)
         self.admit(manager, "a", list(range(4)))
-        picture.look(1)
+        picture.update(1)
         assert self.rows(picture) == [HELD + EMPTY * 63]  # not the rows of empty blocks behind it
         assert "(20 blocks per cell)" in picture.draw().plain
         narrow = picture.draw(60).plain.splitlines()

@@ -13,7 +13,7 @@ import pytest
 
 from headstart.cli import messages, models, opening, server
 from headstart.cli.messages import Questions
-from headstart.cli.opening import note_on
+from headstart.cli.opening import quality_note
 from headstart.cli.terminal import (
     CachedShare,
     describe_loading,
@@ -96,10 +96,10 @@ def test_what_few_bits_do_to_the_embedded_model_is_told(
     engine: dict[str, str], lost: str | None
 ) -> None:
     """There was no message about the useless answers."""
-    told = note_on("headstart-tiny", engine)
+    told = quality_note("headstart-tiny", engine)
     assert ("answers are wrong" in told) == (lost is not None)
     assert (lost or "looks things up in a document") in told
-    assert note_on("some/model", engine) == ""
+    assert quality_note("some/model", engine) == ""
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from headstart.cli.main import main
 from headstart.cli.server import Address
-from headstart.cli.terminal import as_typed, note, prepare_streams, show_error
+from headstart.cli.terminal import decode_argument, note, prepare_streams, show_error
 from headstart.errors import RequestError
 from headstart.server.options import ServerOptions
 
@@ -79,12 +79,12 @@ def test_an_ascii_stdin_is_read_as_utf_8(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_argument_is_what_was_typed() -> None:
     typed = "naïve ■"
-    assert as_typed(typed) == typed
-    assert as_typed(typed.encode().decode("ascii", "surrogateescape")) == typed
+    assert decode_argument(typed) == typed
+    assert decode_argument(typed.encode().decode("ascii", "surrogateescape")) == typed
     with pytest.raises(RequestError, match="not UTF-8"):
-        as_typed(b"\xff".decode("utf-8", "surrogateescape"))
+        decode_argument(b"\xff".decode("utf-8", "surrogateescape"))
     with pytest.raises(RequestError, match="not text"):
-        as_typed("\ud800")
+        decode_argument("\ud800")
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ __all__ = ["matrix_of", "quantized_matrices"]
 
 
 def matrix_of(module: nn.Module) -> object:
-    """The matrix of a linear layer or embedding; the module itself if it is torch's."""
+    """Return the matrix of a linear layer or embedding; the module itself if it is torch's."""
     return getattr(module, "matrix", module)
 
 
 def quantized_matrices(model: nn.Module) -> dict[str, WeightFormat]:
-    """The matrices of linear layers that are not floats."""
+    """Return the matrices of linear layers that are not floats."""
     linears = {n: one.matrix for n, one in model.named_modules() if isinstance(one, Linear)}
     return {name: matrix for name, matrix in linears.items() if matrix.kind is not None}

@@ -36,10 +36,10 @@ def wipe(module: nn.Module) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("weights", ["auto", *get_args(WeightKind)])
 @pytest.mark.usefixtures("amx_products")
-def test_a_copy_multiplies_by_weights_of_its_own(
+def test_a_copy_multiplies_by_separate_weights(
     weights: str, dtype: str, make: Callable[[nn.Module], nn.Module], tmp_path: Path
 ) -> None:
-    """`ctypes objects containing pointers cannot be pickled` was all that one read."""
+    """Regression: the error was `ctypes objects containing pointers cannot be pickled`."""
     TINY["qwen2"]().to(torch.bfloat16).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype, weights=weights).module
     copied, seen = make(model), set()
@@ -47,15 +47,15 @@ def test_a_copy_multiplies_by_weights_of_its_own(
         other = copied.get_submodule(name)
         width = getattr(layer, "in_features", None)
         if isinstance(layer, nn.Embedding | Embedding):
-            given = NUMBERS
+            inputs = NUMBERS
         elif width is not None:
-            given = torch.randn(3, width).to(getattr(torch, dtype))
+            inputs = torch.randn(3, width).to(getattr(torch, dtype))
         else:
             continue
         with torch.no_grad():
-            before = layer(given)
+            before = layer(inputs)
             wipe(layer)
-            assert torch.equal(other(given), before)
+            assert torch.equal(other(inputs), before)
             seen.add(type(layer.matrix if isinstance(layer, Linear | Embedding) else layer))
     if weights == "auto" and dtype == "bfloat16" and library() is not None:
         assert seen == {PackedWeight}
@@ -79,7 +79,7 @@ def _int8_in_groups() -> WeightFormat:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 @pytest.mark.parametrize("kernels", ["1", "0"])
 @pytest.mark.parametrize("make", [_int8, _int4, _int8_in_groups])
-def test_an_embedding_and_the_head_that_it_reads_are_copied_as_one(
+def test_a_shared_embedding_and_head_are_copied_together(
     make: Callable[[], WeightFormat],
     kernels: str,
     copied: Callable[[nn.Module], nn.Module],
@@ -104,10 +104,10 @@ def test_an_embedding_and_the_head_that_it_reads_are_copied_as_one(
 @pytest.mark.skipif(avx2_library() is None, reason="no compiled kernels here")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("weights", ["auto", *get_args(WeightKind)])
-def test_a_pickle_for_kernels_that_are_not_there_is_refused(
+def test_a_pickle_for_missing_kernels_is_refused(
     weights: str, dtype: str, tmp_path: Path, use_kernels: Callable[..., None]
 ) -> None:
-    """`AssertionError: the caller asks first` was all that one read."""
+    """Regression: the error was `AssertionError: the caller asks first`."""
     TINY["qwen2"]().to(torch.bfloat16).save_pretrained(tmp_path)
     kept = pickle.dumps(load_model(tmp_path, dtype, weights=weights).module)
     in_torch = (weights, dtype) == ("auto", "bfloat16") and library() is None

@@ -1,4 +1,4 @@
-"""The likeliest token without all logits: always that of all logits, ties and odd numbers too."""
+"""The likeliest token without all logits is that of all logits, for ties and odd numbers too."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("bf16_products")
 
 BF16 = torch.bfloat16
 NAN, INF = float("nan"), float("inf")
-# Widths beside the kernels' own: fours of inputs, unrolled by 4, panels of 32 outputs.
+# Widths that differ from the kernels': fours of inputs, unrolled by 4, panels of 32 outputs.
 INPUTS = st.one_of(st.integers(1, 40), st.sampled_from([64, 127, 896]))
 OUTPUTS = st.one_of(st.integers(1, 70), st.sampled_from([255, 600, 3001]))
 ROWS = st.one_of(st.integers(1, 9), st.just(33))
@@ -38,12 +38,12 @@ def choice(values: list[float], *shape: int, seed: int) -> Tensor:
 
 
 def check(weight: Tensor, x: Tensor) -> GreedyHead:
-    """The head of this weight, after it chose as all logits do."""
+    """Return the head of this weight, after a check that it chooses the tokens of all logits."""
     head, x = GreedyHead(PackedWeight(weight)), among_nonfinite(x)
     logits = head.weight.multiply(x).float()
-    found = head.choose(x)
-    assert found == greedy_tokens(logits)
-    for row, token in zip(logits, found, strict=True):
+    tokens = head.choose(x)
+    assert tokens == greedy_tokens(logits)
+    for row, token in zip(logits, tokens, strict=True):
         assert (token == -1) == (not bool(row.max().isfinite()))
         assert token == -1 or token == int(row.argmax())
     return head
@@ -55,19 +55,19 @@ def check(weight: Tensor, x: Tensor) -> GreedyHead:
 def test_random_rows(rows: int, inputs: int, outputs: int, seed: int, threads: int) -> None:
     torch.set_num_threads(threads)
     weight, x = noise(outputs, inputs, seed=seed), noise(rows, inputs, seed=seed + 1)
-    found = check(weight, x).choose(x)
+    tokens = check(weight, x).choose(x)
     exact = x.double() @ weight.double().T
     size = x.double().abs() @ weight.double().abs().T
-    chosen = exact.gather(1, torch.tensor(found).unsqueeze(1))
+    chosen = exact.gather(1, torch.tensor(tokens).unsqueeze(1))
     off = 2**-8 * exact.abs() + 1e-5 * size  # of a logit in bfloat16, each way
-    assert bool((exact - off <= chosen + off.gather(1, torch.tensor(found).unsqueeze(1))).all())
+    assert bool((exact - off <= chosen + off.gather(1, torch.tensor(tokens).unsqueeze(1))).all())
 
 
 @needs_kernels
 @at_least(60)
 @given(ROWS, INPUTS, OUTPUTS, SEEDS, st.integers(1, 3))
 def test_ties(rows: int, inputs: int, outputs: int, seed: int, distinct: int) -> None:
-    """Outputs that are copies of a few, and such as differ only behind bfloat16's rounding."""
+    """Some outputs are copies, some differ only beyond the rounding of bfloat16."""
     torch.set_num_threads(2)
     few = noise(distinct, inputs, seed=seed)
     weight = few[torch.randint(distinct, (outputs,), generator=torch.Generator().manual_seed(1))]
@@ -80,7 +80,7 @@ def test_ties(rows: int, inputs: int, outputs: int, seed: int, distinct: int) ->
 @at_least(150)
 @given(st.integers(1, 5), INPUTS, OUTPUTS, SEEDS, st.data())
 def test_odd_numbers(rows: int, inputs: int, outputs: int, seed: int, data: st.DataObject) -> None:
-    """Zeros, what the hardware takes for zero, outliers, and sums that are no numbers."""
+    """Zeros, denormal numbers, outliers, and sums that are not numbers."""
     some = st.lists(st.sampled_from([*ODD, INF, -INF, NAN]), min_size=1, max_size=4)
     weight = choice([1.0, *data.draw(some)], outputs, inputs, seed=seed)
     x = choice([1.0, *data.draw(some)], rows, inputs, seed=seed + 1)
@@ -95,7 +95,7 @@ def test_odd_numbers(rows: int, inputs: int, outputs: int, seed: int, data: st.D
 @at_least(60)
 @given(INPUTS, SEEDS, st.sampled_from([2.0**-60, 2.0**-20, 1.0, 2.0**20]), st.integers(0, 9))
 def test_near_ties_of_all_sizes(inputs: int, seed: int, size: float, outliers: int) -> None:
-    """Outputs that lie a few units in the last place apart; some inputs are much larger."""
+    """Outputs differ by a few units in the last place; some inputs are much larger."""
     one = noise(1, inputs, seed=seed).expand(200, inputs)
     weight = one * choice([1.0, 1 - 2**-8, 1 + 2**-7], 200, inputs, seed=seed + 1) * size
     x = noise(6, inputs, seed=seed + 2)
@@ -110,7 +110,7 @@ def test_near_ties_of_all_sizes(inputs: int, seed: int, size: float, outliers: i
 def test_only_allowed_tokens_are_chosen(
     rows: int, inputs: int, outputs: int, seed: int, share: float, grouped: bool
 ) -> None:
-    """Few or most tokens, whole panels without one, rows without any, rows with all."""
+    """Few or most tokens, whole panels without one, rows with none, rows with all."""
     torch.set_num_threads(2)
     weight, x = noise(outputs, inputs, seed=seed), noise(rows, inputs, seed=seed + 1)
     x = among_nonfinite(x)
@@ -147,7 +147,7 @@ def test_logits_of_banned_tokens_are_minus_infinity(size: int, share: float) -> 
 
 @needs_kernels
 def test_all_logits_are_computed_where_all_can_be_the_largest() -> None:
-    """And after that not tried again at once: for 1 step, then 3, 7, until one goes well."""
+    """The head then computes all logits for 1 step, then 3, then 7, until its search succeeds."""
     weight, bad, good = noise(600, 64, seed=0), torch.zeros(1, 64, dtype=BF16), noise(1, 64, seed=1)
     head = GreedyHead(PackedWeight(weight))
     expected = greedy_tokens(head.weight.multiply(good).float())
@@ -181,7 +181,7 @@ def test_no_rows() -> None:
 
 
 def test_rows_whose_largest_logit_is_not_finite() -> None:
-    """They were answered with token 0, or whichever token had the number that is none."""
+    """Regression: they were answered with token 0, or with the token of the invalid number."""
     rows = [
         [0.0, 2.0, -INF, 2.0],
         [0.0, NAN, 1.0, 5.0],
@@ -198,14 +198,14 @@ def test_rows_whose_largest_logit_is_not_finite() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 7])  # of one tile, and of two
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_one_weight_or_hidden_number_that_is_not_finite(rows: int, bad: float) -> None:
-    """Among many panels, where all others are ruled out by their bounds."""
+    """It is among many panels, where all others are excluded by their bounds."""
     weight, x = noise(3001, 64, seed=0), noise(rows, 64, seed=1)
     expected = check(weight, x).choose(x)
     assert -1 not in expected
     weight[2900, 5] = bad
     reached = x[:, 5] * torch.tensor(bad).sign() > 0 if bad == bad else torch.ones(rows) > 0
-    found = check(weight, x).choose(x)
-    assert [token == -1 for token in found] == reached.tolist()
+    tokens = check(weight, x).choose(x)
+    assert [token == -1 for token in tokens] == reached.tolist()
     weight[2900, 5], x[-1, 9] = 1.0, bad
     assert check(weight, x).choose(x)[-1] == -1
 

@@ -1,4 +1,4 @@
-"""Weights in groups: against the product in float64, alone and in batches, in every shape."""
+"""Weights in groups compared with the product in float64, alone and in batches, in any shape."""
 
 from typing import Literal
 
@@ -50,9 +50,10 @@ def draw(rows: int, columns: int, seed: int = 0) -> Tensor:
 def draw_weight(
     outputs: int, inputs: int, seed: int, form: PackedForm
 ) -> tuple[GroupedValues, Tensor]:
-    """Any values, steps and starts of a form; with what outputs and inputs share, or without.
+    """Draw any values, steps and starts of a form.
 
-    And how large the two parts of each output's weights are, which may cancel out.
+    Outputs and inputs have common factors or not. The two parts of each output's weights may cancel
+    out.
     """
     generator, groups = torch.Generator().manual_seed(seed), -(-inputs // GROUP)
     values = torch.randint(2**form.bits, (outputs, groups * GROUP), generator=generator)
@@ -68,7 +69,7 @@ def draw_weight(
 
 
 def use(path: str, patch: pytest.MonkeyPatch) -> None:
-    """Let layers multiply in one way; skips what this machine cannot do."""
+    """Let layers multiply by one path; skip paths that this machine lacks."""
     if path == "bfloat16" and library() is None:
         pytest.skip("no compiled kernels for AVX-512 here")
     patch.setattr(products, "level", lambda: AMX if path == "bfloat16" else AMX - 1)
@@ -100,7 +101,7 @@ def make_layer(
 def limits(layer: GroupedWeight, rows: Tensor, path: str) -> Tensor:
     """Return the error bound of a product: half a step of each input, and of sums.
 
-    Where rows are bfloat16, half a step of each weight and of the result.
+    With bfloat16 rows, also half a step of each weight and of the result.
     """
     weight = layer.unpack().double().abs()
     limit = 3e-6 * (rows.double().abs() @ weight.T)
@@ -122,13 +123,13 @@ def limits(layer: GroupedWeight, rows: Tensor, path: str) -> Tensor:
 
 @pytest.mark.parametrize("bits", [4, 5])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_a_weight_is_near(outputs: int, inputs: int, bits: Literal[4, 5]) -> None:
-    """Half a step of its group's range apart, in units of what its output and input share."""
+def test_the_error_of_a_weight_is_limited(outputs: int, inputs: int, bits: Literal[4, 5]) -> None:
+    """It is half a step of its group's range, in units of its output and input."""
     weight = draw(outputs, inputs) * torch.logspace(-3, 3, inputs)
     weight *= torch.logspace(-9, 9, outputs).unsqueeze(1)
-    found = GroupedWeight(quantize_groups(weight, bits))
-    assert found.columns is not None
-    common = weight.abs().amax(1, keepdim=True) * found.columns
+    grouped = GroupedWeight(quantize_groups(weight, bits))
+    assert grouped.columns is not None
+    common = weight.abs().amax(1, keepdim=True) * grouped.columns
     fill = torch.nn.functional.pad(weight / common, (0, -inputs % GROUP)).view(outputs, -1, GROUP)
     low, high = fill.amin(-1, keepdim=True), fill.amax(-1, keepdim=True)
     low, high = low.clamp_max(0), high.clamp_min(0)
@@ -137,7 +138,7 @@ def test_a_weight_is_near(outputs: int, inputs: int, bits: Literal[4, 5]) -> Non
     largest = torch.maximum((high - low) / levels, -2 * low / (levels + 1)).amax(1, keepdim=True)
     units = largest / 255
     limit = (high - low) / levels / 2 + units * (levels + 1) * 0.8
-    apart = torch.nn.functional.pad((found.unpack() - weight) / common, (0, -inputs % GROUP))
+    apart = torch.nn.functional.pad((grouped.unpack() - weight) / common, (0, -inputs % GROUP))
     size = apart.view_as(fill).square().mean(-1, keepdim=True).sqrt()
     assert (size <= limit + 1e-6).all()
 
@@ -147,8 +148,8 @@ def test_rows_are_read_by_number(form: PackedForm) -> None:
     for seed in (0, 1):  # without what is common to outputs and inputs, and with it
         layer = GroupedWeight(draw_weight(37, 70, seed, form)[0])
         numbers = torch.tensor([[36, 0, 0], [15, 16, 31]])
-        found = layer.rows(numbers)
-        assert found.shape == (2, 3, layer.inputs) and torch.equal(found, layer.unpack()[numbers])
+        rows = layer.rows(numbers)
+        assert rows.shape == (2, 3, layer.inputs) and torch.equal(rows, layer.unpack()[numbers])
         assert layer.rows(numbers[:, :0]).shape == (2, 0, layer.inputs)
         for outside in (-1, 37):
             with pytest.raises(IndexError, match="allowed: 0 to 36"):
@@ -239,7 +240,7 @@ def test_any_shape_and_form_on_any_number_of_threads(
     form: PackedForm,
     is_rounded: bool,
 ) -> None:
-    """Quantized here, or as a file has it; rows lie between such as are not finite."""
+    """Weights are quantized here or as in a file; the memory around rows is not finite."""
     with pytest.MonkeyPatch.context() as patch:
         use(path, patch)
         dtype = torch.float32 if form.bits == 8 else own_dtype(path)
@@ -277,8 +278,8 @@ def test_bias_dtype_and_leading_axes(
     bias = torch.linspace(-5, 5, 20)
     layer = make_layer(draw(20, 48).to(dtype), bias.to(dtype), path, monkeypatch)
     rows = draw(6, 48, 2).view(2, 3, 48).to(dtype)
-    found = layer.multiply(rows)
-    assert found.shape == (2, 3, 20) and found.dtype == dtype
+    out = layer.multiply(rows)
+    assert out.shape == (2, 3, 20) and out.dtype == dtype
     assert isinstance(layer, GroupedWeight)
     if path == "bfloat16":  # rows and a bias of another dtype are rounded to it
         rows, bias = rows.bfloat16(), bias.bfloat16()
@@ -288,7 +289,7 @@ def test_bias_dtype_and_leading_axes(
     # The bias is added in float32; then a result is rounded to its dtype.
     for step in (torch.finfo(torch.float32).eps, torch.finfo(rows.dtype).eps):
         limit += step / 2 * (expected.abs() + limit)
-    assert ((found.double() - expected).abs() <= limit).all()
+    assert ((out.double() - expected).abs() <= limit).all()
     assert layer.multiply(rows[:, :0]).shape == (2, 0, 20)
 
 
@@ -355,7 +356,7 @@ def test_floats_are_rounded_to_eight_bits_without_groups() -> None:
 
 @PATHS
 @pytest.mark.parametrize("count", [4, 100])
-def test_rows_that_are_not_finite_stay_so_and_disturb_no_other(
+def test_rows_that_are_not_finite_affect_no_other_row(
     count: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(draw(64, 48), None, path, monkeypatch)
@@ -367,8 +368,8 @@ def test_constant_and_zero_groups_are_finite(path: str, monkeypatch: pytest.Monk
     weight = draw(64, 96)
     weight[0], weight[1], weight[2], weight[3], weight[:, 7] = 0, 0.7, 1e-38, 1e30, 0
     layer = make_layer(weight, None, path, monkeypatch)
-    found = layer.multiply(torch.zeros(3, 96) + torch.tensor([[0.0], [1e-42], [1.0]]))
-    assert found.isfinite().all() and (found[0] == 0).all() and (found[:, 0] == 0).all()
+    out = layer.multiply(torch.zeros(3, 96) + torch.tensor([[0.0], [1e-42], [1.0]]))
+    assert out.isfinite().all() and (out[0] == 0).all() and (out[:, 0] == 0).all()
     near = layer.unpack()
     assert (near[:, 7].abs() <= 1e-14 * weight.abs().amax(1)).all()
     torch.testing.assert_close(near[1, :7], torch.full((7,), 0.7), rtol=0.2, atol=0)

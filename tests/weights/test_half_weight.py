@@ -25,8 +25,8 @@ def make(outputs: int, inputs: int, seed: int, bias: bool) -> Bf16Weight:
 
 
 def exact(weight: Bf16Weight, x: Tensor) -> Tensor:
-    found = x.double() @ weight.weight.double().t()
-    return found if weight.bias is None else found + weight.bias.double()
+    product = x.double() @ weight.weight.double().t()
+    return product if weight.bias is None else product + weight.bias.double()
 
 
 @at_least(300)
@@ -47,11 +47,11 @@ def test_any_shape(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = weight.multiply(x)
+        out = weight.multiply(x)
     finally:
         torch.set_num_threads(before)
     size = x.double().abs() @ weight.weight.double().abs().t() + 4  # of the sums' terms
-    assert bool(((found - exact(weight, x)).abs() <= 1e-5 * size).all())
+    assert bool(((out - exact(weight, x)).abs() <= 1e-5 * size).all())
 
 
 @pytest.mark.parametrize("inputs", [7, 48, 896])
@@ -97,21 +97,21 @@ def test_memory_beyond_the_tensors_is_neither_read_nor_written(rows: int) -> Non
     weight = Bf16Weight(room[7:-7].view(5, 13))
     x = torch.full((3 + rows * 13 + 3,), float("nan"))
     x[3:-3] = torch.randn(rows * 13)
-    found = weight.multiply(x[3:-3].view(rows, 13))
+    out = weight.multiply(x[3:-3].view(rows, 13))
     torch.testing.assert_close(
-        found.double(), exact(weight, x[3:-3].view(rows, 13)), rtol=0, atol=1e-4
+        out.double(), exact(weight, x[3:-3].view(rows, 13)), rtol=0, atol=1e-4
     )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_stays_in_its_row(value: float) -> None:
+def test_numbers_that_are_not_finite_stay_in_their_row(value: float) -> None:
     weight = make(40, 50, 1, bias=False)
     x = torch.randn(6, 50)
     clean = weight.multiply(x)
     x[2, 49] = value
-    found = weight.multiply(x)
-    assert not torch.isfinite(found[2]).any()
-    assert torch.equal(found[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
+    out = weight.multiply(x)
+    assert not torch.isfinite(out[2]).any()
+    assert torch.equal(out[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
 
 
 def test_modules() -> None:

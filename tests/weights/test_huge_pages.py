@@ -1,4 +1,4 @@
-"""Weights in pages of 2 MiB: they stay what they are."""
+"""Weights in pages of 2 MiB do not change."""
 
 import ctypes
 import mmap
@@ -18,7 +18,7 @@ HUGE = 1 << 21
 
 def huge_bytes(start: int) -> int:
     """Return the bytes in huge pages of the mapping at this address."""
-    found = 0
+    size = 0
     inside = False
     with open("/proc/self/smaps") as lines:
         for line in lines:
@@ -26,13 +26,13 @@ def huge_bytes(start: int) -> int:
                 first, last = (int(end, 16) for end in range_.split("-"))
                 inside = first <= start < last
             elif inside and line.startswith("AnonHugePages:"):
-                found = int(line.split()[1]) * 1024
-    return found
+                size = int(line.split()[1]) * 1024
+    return size
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the advice is Linux's")
 def test_memory_is_moved_as_far_as_whole_pages_go() -> None:
-    """With no such advice (Linux before 6.1) or no such pages nothing is lost either."""
+    """Nothing is lost without the advice (Linux before 6.1) or without such pages."""
     memory = mmap.mmap(-1, 6 * HUGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     tensor.copy_(torch.arange(len(tensor)) % 251)
@@ -51,7 +51,7 @@ def test_a_module_with_few_weights_gets_no_thread() -> None:
     assert move_to_huge_pages(nn.Linear(64, 64)) is None
 
 
-def test_a_module_s_weights_stay_what_they_are() -> None:
+def test_the_weights_of_a_module_do_not_change() -> None:
     layers = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048), nn.Linear(8, 2048))
     before = [tensor.detach().clone() for tensor in layers.parameters()]
     thread = move_to_huge_pages(layers)

@@ -1,4 +1,4 @@
-"""int8 weights: against the product in float64, and row by row against batches."""
+"""int8 weights compared with the product in float64, and single rows with batches."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def make_weight(outputs: int, inputs: int, seed: int = 0) -> Tensor:
 
 
 def make_rows(count: int, inputs: int) -> Tensor:
-    """Rows of very different sizes, each with one much larger element, as decoders have them."""
+    """Return rows of very different sizes, each with one much larger element, as in decoders."""
     rows = torch.randn(count, inputs, generator=torch.Generator().manual_seed(1))
     rows[:, inputs // 3] *= 50
     return rows * torch.logspace(-4, 4, count).unsqueeze(1)
@@ -69,11 +69,12 @@ def make_layer(
     return layer
 
 
-def assert_near(found: Tensor, rows: Tensor, weight: Tensor, path: str) -> None:
-    """FBGEMM's rows have 14 bits of their largest; those of products of bytes are `round_groups`'s.
+def assert_near(actual: Tensor, rows: Tensor, weight: Tensor, path: str) -> None:
+    """Check the result of a product with rows rounded to 8 or 14 bits.
 
-    Sums in float32 may add their own. Results in bfloat16 are rounded once more; as inputs such
-    rows are not.
+    FBGEMM's rows have 14 bits of their largest; those of products of bytes are `round_groups`'s.
+    Sums in float32 may add their own error. Results in bfloat16 are rounded once more; as inputs
+    such rows are not.
     """
     size = rows.double().abs() @ weight.double().abs().T
     taken = round_groups(rows) if path in BYTE_PRODUCTS else rows.double()
@@ -82,18 +83,18 @@ def assert_near(found: Tensor, rows: Tensor, weight: Tensor, path: str) -> None:
     if path == "fbgemm":
         step = rows.double().abs().amax(1, keepdim=True) / (2 * 63 * 126)
         limit = limit + step * weight.double().abs().sum(1)
-    if found.dtype == torch.bfloat16:
+    if actual.dtype == torch.bfloat16:
         limit = limit + 2**-8 * expected.abs()
-    assert ((found.double() - expected).abs() <= 1.001 * limit + 1e-40).all()
+    assert ((actual.double() - expected).abs() <= 1.001 * limit + 1e-40).all()
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_a_weight_is_the_nearest_in_8_bits(outputs: int, inputs: int) -> None:
     weight = make_weight(outputs, inputs)
-    found = quantize_int8(weight)
+    quantized = quantize_int8(weight)
     half = weight.abs().amax(1, keepdim=True) / 127 / 2
-    assert ((found.unpack() - weight).abs() <= half * 1.001).all()
-    assert found.values.abs().max() <= 127
+    assert ((quantized.unpack() - weight).abs() <= half * 1.001).all()
+    assert quantized.values.abs().max() <= 127
 
 
 @pytest.mark.parametrize("path", ["avx2", "tiles"])
@@ -105,8 +106,10 @@ def test_a_weight_that_is_quantized_tile_by_tile_is_the_same(
     weight = make_weight(131, 95)
     whole = quantize_int8(weight)
     monkeypatch.setattr(int8, "tile_outputs", lambda inputs: 20)
-    found = quantize_int8(weight)
-    assert torch.equal(found.values, whole.values) and torch.equal(found.scales, whole.scales)
+    quantized = quantize_int8(weight)
+    assert torch.equal(quantized.values, whole.values) and torch.equal(
+        quantized.scales, whole.scales
+    )
 
 
 @PATHS
@@ -122,7 +125,7 @@ def test_products_are_those_of_float64(
 
 @pytest.mark.parametrize("path", BYTE_PRODUCTS)
 def test_rounding_is_the_step_of_a_row(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check separates models that run in transformers from models that paged K/V change."""
+    """The check distinguishes models that run in transformers from models that paged K/V change."""
     layer = make_layer(torch.eye(64), None, path, monkeypatch)
     rows = torch.rand(20, 64, generator=torch.Generator().manual_seed(0))
     rows[:, ::32] = 1
@@ -175,7 +178,7 @@ def test_sums_of_long_rows_do_not_overflow(
 def test_checkpoints_may_have_128_steps_down(
     outputs: int, inputs: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchao and llm-compressor write -128, which was read as -127."""
+    """Regression: -128, which torchao and llm-compressor write, was read as -127."""
     take_path(path, monkeypatch)
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (outputs, inputs), generator=generator).char()
@@ -206,7 +209,7 @@ def test_any_number_of_rows_and_threads(
 
 
 @PATHS
-def test_unpacked_it_is_the_weight_that_was_quantized(
+def test_the_unpacked_weight_is_the_quantized_one(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = make_weight(131, 95)
@@ -219,7 +222,7 @@ def test_unpacked_it_is_the_weight_that_was_quantized(
 def test_rows_that_a_weight_does_not_have_are_refused(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its panels have 16: what fills them is no row."""
+    """Its panels have 16 rows; the padding is not a row."""
     layer = make_layer(make_weight(7, 3), None, "avx2", monkeypatch)
     assert layer.rows(torch.tensor([6, 0])).shape == (2, 3)
     with pytest.raises(IndexError, match="are requested; allowed: 0 to 6"):
@@ -263,13 +266,13 @@ def test_bias_dtype_and_leading_axes(
     weight, bias = make_weight(20, 48).clamp(-10, 10), torch.linspace(-5, 5, 20)
     layer = make_layer(weight.to(dtype), bias.to(dtype), path, monkeypatch)
     rows = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(2)).to(dtype)
-    found = layer.multiply(rows)
-    assert found.shape == (2, 3, 20) and found.dtype == dtype
+    out = layer.multiply(rows)
+    assert out.shape == (2, 3, 20) and out.dtype == dtype
     if path == "bfloat16":  # rows and a bias of another dtype are rounded to it
         rows, bias = rows.bfloat16(), bias.bfloat16()
     taken = round_groups(rows) if path in BYTE_PRODUCTS else rows.double()
     expected = taken @ layer.unpack().double().T + bias.to(dtype).double()
-    torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.01)
     assert layer.multiply(rows[:, :0]).shape == (2, 0, 20)
 
 
@@ -287,7 +290,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 
 
 @pytest.mark.parametrize("inputs", [1, 33, 95, 896])
-def test_tiny_numbers_of_a_row_count_alone_as_in_a_batch(
+def test_tiny_numbers_count_equally_alone_and_in_a_batch(
     inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """AMX takes denormal numbers for zero, and one row is multiplied without it."""
@@ -312,7 +315,7 @@ def test_all_cpus_give_the_same_bits(
 
 @PATHS
 @pytest.mark.parametrize("count", [4, 150])
-def test_rows_that_are_not_finite_stay_so_and_disturb_no_other(
+def test_rows_that_are_not_finite_affect_no_other_row(
     count: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(make_weight(64, 48) + 0.1, None, path, monkeypatch)
@@ -326,6 +329,6 @@ def test_finite_rows_of_any_size_give_finite_rows(
     layer = make_layer(make_weight(64, 48).clamp(-1, 1), None, path, monkeypatch)
     rows = torch.stack([torch.zeros(48), torch.full((48,), 1e-42), torch.full((48,), 1e30)])
     rows = rows.to(own_dtype(path))
-    found = layer.multiply(rows)
-    assert found.isfinite().all() and (found[0] == 0).all()
-    assert_near(found[2:], rows[2:], layer.unpack(), path)
+    out = layer.multiply(rows)
+    assert out.isfinite().all() and (out[0] == 0).all()
+    assert_near(out[2:], rows[2:], layer.unpack(), path)

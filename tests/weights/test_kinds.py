@@ -1,4 +1,4 @@
-"""Models with quantized weights: against the same models with those weights in float."""
+"""Models with quantized weights compared with the same models with those weights in float."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +47,7 @@ def logits(model: DecoderModel) -> Tensor:
 
 
 def in_float(folder: Path, model: DecoderModel, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model with the layers' own weights, and rows rounded as they round them."""
+    """Return transformers' model with the layers' own weights, and rows rounded as they do."""
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     for name, layer in quantized(model).items():
         # A parameter of its own, which embeddings do not share.
@@ -64,7 +64,7 @@ def in_float(folder: Path, model: DecoderModel, dtype: torch.dtype = torch.float
 
 
 def load_zoo(folder: Path, dtype: str = "float32", *, weights: WeightKind | None) -> DecoderModel:
-    """The model in transformers' own modules."""
+    """Load the model with the modules of transformers."""
     return load_transformers(folder, getattr(torch, dtype), torch.device("cpu"), weights=weights)
 
 
@@ -83,11 +83,13 @@ def test_logits_are_those_of_the_unpacked_weights(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ["llama", "granite"])
-def test_float16_loses_what_it_loses_in_transformers(
+def test_float16_loses_as_much_as_in_transformers(
     architecture: str, kind: WeightKind, tmp_path: Path
 ) -> None:
-    """float16's rounding moves a row's numbers of 8 bits to the next one here and there; Granite's
-    multipliers make that more in some models."""
+    """Rounding in float16 sometimes moves an 8-bit number of a row to the next one.
+
+    Granite's multipliers make that more frequent in some models.
+    """
     folder = save_tiny(architecture, tmp_path)
     model = load_model(folder, "float16", weights=kind)
     places = torch.arange(len(TOKENS))
@@ -96,8 +98,8 @@ def test_float16_loses_what_it_loses_in_transformers(
         for dtype in (torch.float32, torch.float16)
     )
     own, allowed = (
-        ((found - exact).norm(dim=-1) / exact.norm(dim=-1)).median()
-        for found in (logits(model), theirs)
+        ((actual - exact).norm(dim=-1) / exact.norm(dim=-1)).median()
+        for actual in (logits(model), theirs)
     )
     assert own < 1.5 * allowed
 
@@ -131,12 +133,12 @@ def test_layers_under_bfloat16_run_as_one_call_with_amx(
 def test_every_layer_of_the_text_is_replaced(kind: WeightKind, load: Any, tmp_path: Path) -> None:
     model = load(save_tiny("qwen2", tmp_path), weights=kind)
     left = [name for name, m in model.module.named_modules() if isinstance(m, nn.Linear)]
-    found = quantized(model)
-    assert not left and len(found) == 3 * 7 + 1
-    assert found["lm_head"].kind == "int8"
+    layers = quantized(model)
+    assert not left and len(layers) == 3 * 7 + 1
+    assert layers["lm_head"].kind == "int8"
     plain = load_model(tmp_path)
     assert model.linear_widths() == plain.linear_widths()
-    for name in found:
+    for name in layers:
         weight, original = model.weight(name), plain.weight(name)
         assert weight is not None and original is not None
         assert 0 < float((weight - original).norm() / original.norm()) < 0.2
@@ -188,7 +190,7 @@ def test_a_table_too_large_to_be_quantized_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("amx_products")
-def test_a_table_is_not_put_into_panels_that_no_row_is_read_from() -> None:
+def test_a_table_is_not_packed_if_rows_cannot_be_read() -> None:
     """With AMX, each row would cost a copy of the whole weight."""
     values = quantize_groups(torch.randn(16, 64), 4)
     assert values.store(None, torch.bfloat16, table=True).struct(torch.bfloat16) is None
@@ -200,16 +202,16 @@ def test_a_table_is_not_put_into_panels_that_no_row_is_read_from() -> None:
 @pytest.mark.parametrize("weights", ["auto", "int8"])
 @pytest.mark.parametrize("load", [load_model, load_zoo])
 @pytest.mark.usefixtures("amx_products")
-def test_a_model_knows_the_table_that_it_was_made_of(
+def test_a_model_recognizes_the_embedding_of_its_file(
     tmp_path: Path, load: Any, weights: str, dtype: str
 ) -> None:
-    """An adapter with a copy of the embedding was refused, by what held it in this process."""
+    """Regression: an adapter with a copy of the embedding was refused in some layouts."""
     kind = None if load is load_zoo and weights == "auto" else weights
     model = load(tied_llama(tmp_path), dtype, weights=kind)
-    given = load_file(tmp_path / "tied" / "model.safetensors")["model.embed_tokens.weight"]
+    table = load_file(tmp_path / "tied" / "model.safetensors")["model.embed_tokens.weight"]
     for name in ("model.embed_tokens", "lm_head"):
-        assert model.holds(name, given)
-        for other in (given.roll(1, 0), given[1:], given.flatten()):
+        assert model.holds(name, table)
+        for other in (table.roll(1, 0), table[1:], table.flatten()):
             assert not model.holds(name, other)
 
 
@@ -217,7 +219,7 @@ def test_a_model_knows_the_table_that_it_was_made_of(
 def test_freed_memory_is_returned_after_the_embedding_each_layer_and_the_head(
     kind: WeightKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory for reading would add up, and stay until the process ends."""
+    """Otherwise memory for reading would accumulate, and stay until the process ends."""
     returned: list[None] = []
     monkeypatch.setattr(reader, "return_freed_memory", lambda: returned.append(None))
     folder = save_tiny("llama", tmp_path)
@@ -226,8 +228,11 @@ def test_freed_memory_is_returned_after_the_embedding_each_layer_and_the_head(
     assert len(returned) == 1 + len(model.layouts) + 1
 
 
-def test_what_is_not_quantized_outlives_its_file(tmp_path: Path) -> None:
-    """transformers leaves weights in their mapped file: embeddings and norms changed with it."""
+def test_weights_that_are_not_quantized_outlive_their_file(tmp_path: Path) -> None:
+    """Regression: transformers leaves embeddings and norms in their mapped file.
+
+    They changed with it.
+    """
     model = load_zoo(save_tiny("gpt_neox", tmp_path), weights="int4")
     expected, file = logits(model), tmp_path / "model.safetensors"
     with file.open("r+b") as opened:
@@ -238,14 +243,14 @@ def test_what_is_not_quantized_outlives_its_file(tmp_path: Path) -> None:
 def test_files_that_are_written_to_while_transformers_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model had weights of both files, and answered."""
+    """Regression: the model had weights of both files, and answered."""
     file = save_tiny("gpt_neox", tmp_path) / "model.safetensors"
     monkeypatch.setattr(zoo_loader, "quantize_linears", lambda *_: file.touch())
     with pytest.raises(DamagedModelError, match="changed while they were read"):
         load_zoo(tmp_path, weights="int4")
 
 
-def test_routers_and_experts_stay_as_they_are(tmp_path: Path) -> None:
+def test_routers_and_experts_are_not_quantized(tmp_path: Path) -> None:
     model = load_model(save_tiny("qwen3_moe", tmp_path), weights="int4")
     assert quantized(model).keys() == {
         f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkvo"
@@ -261,15 +266,15 @@ def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(kind: WeightKind, tmp_
     paged.step([(whole, 200)])
     while cut.done < 200:
         paged.step([(cut, min(7, 200 - cut.done))])
-    found, expected = torch.stack(cut.logits), torch.stack(whole.logits)
-    apart = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    actual, expected = torch.stack(cut.logits), torch.stack(whole.logits)
+    apart = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(apart.max()) < 0.03  # near ties of whole numbers go either way
-    assert apart_in_most_rows(found, expected) < 1e-3
+    assert apart_in_most_rows(actual, expected) < 1e-3
 
 
 @pytest.mark.parametrize("load", [load_model, load_zoo])
 @pytest.mark.parametrize("kv_heads", [2, 6])
-def test_int4_takes_more_bits_where_it_loses_most(kv_heads: int, load: Any, tmp_path: Path) -> None:
+def test_int4_uses_more_bits_where_it_loses_most(kv_heads: int, load: Any, tmp_path: Path) -> None:
     config = tiny_config("llama")
     config.num_key_value_heads = kv_heads
     tiny_model(config).save_pretrained(tmp_path)
@@ -278,8 +283,10 @@ def test_int4_takes_more_bits_where_it_loses_most(kv_heads: int, load: Any, tmp_
     wanted = dict.fromkeys(("q", "gate", "down"), "int4") | dict.fromkeys(("o", "up"), "int5")
     # As many keys as queries are too much of a model.
     wanted |= dict.fromkeys("kv", "int8" if kv_heads == 2 else "int5")
-    found = {(name.split(".")[-1].removesuffix("_proj"), kind) for name, kind in kinds.items()}
-    assert found == set(wanted.items()) and len(kinds) == 7 * config.num_hidden_layers
+    kinds_by_projection = {
+        (name.split(".")[-1].removesuffix("_proj"), kind) for name, kind in kinds.items()
+    }
+    assert kinds_by_projection == set(wanted.items()) and len(kinds) == 7 * config.num_hidden_layers
     others = quantized(load(tmp_path, weights="int5")).values()
     assert {layer.kind for layer in others} == {"int5", "int8"}
 
@@ -302,7 +309,7 @@ def test_int4_takes_more_bits_where_it_loses_most(kv_heads: int, load: Any, tmp_
         ("fc1", 32, "int4"),
     ],
 )
-def test_bits_are_by_the_name_and_the_shape_of_a_layer(
+def test_bits_depend_on_the_name_and_the_shape_of_a_layer(
     name: str, outputs: int, wanted: WeightKind
 ) -> None:
     assert kind_of_layer(name, "int4", 64, outputs) == wanted
@@ -310,6 +317,6 @@ def test_bits_are_by_the_name_and_the_shape_of_a_layer(
         assert kind_of_layer(name, kind, 64, outputs) == kind
 
 
-def test_a_kind_that_there_is_not_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="weights is 'int3'; allowed: auto, int8, int5, int4"):
         load_model(tmp_path, weights="int3")

@@ -1,4 +1,4 @@
-"""Packed weights: the right products, with the same bits for a row wherever it stands."""
+"""Packed weights give the right products, with the same bits for a row in any batch."""
 
 import mmap
 import tempfile
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 BF16 = torch.bfloat16
-# Widths beside the kernels' own: pairs, panels of 32, unrolled by 4 pairs, cut after 256 or 640.
+# Widths that differ from the kernels': pairs, panels of 32, 4 pairs, cut after 256 or 640.
 WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([128, 1279, 1280, 1281, 1288, 2600]))
 ROWS = st.one_of(st.integers(1, 70), st.sampled_from([252, 253, 300, 520]))
 
@@ -34,7 +34,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture
 def threads() -> int:
-    """More threads than the tests of this folder use."""
+    """Return more threads than other tests of this folder use."""
     torch.set_num_threads(3)
     return 3
 
@@ -50,11 +50,11 @@ def test_products_are_those_of_float64(
     )
     added = noise(outputs, seed=2) if bias else None
     torch.set_num_threads(threads)
-    found = PackedWeight(weight, added).multiply(x)
+    out = PackedWeight(weight, added).multiply(x)
     exact = linear(x.double(), weight.double(), None if added is None else added.double())
     size = linear(x.double().abs(), weight.double().abs())  # rounding grows with what is summed
-    assert found.shape == (rows, outputs) and found.dtype == BF16
-    assert bool(((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * size).all())
+    assert out.shape == (rows, outputs) and out.dtype == BF16
+    assert bool(((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * size).all())
 
 
 @at_least(40)
@@ -62,7 +62,7 @@ def test_products_are_those_of_float64(
 def test_a_row_has_the_same_bits_in_every_batch(
     rows: int, inputs: int, outputs: int, place: int, threads: int
 ) -> None:
-    """Deterministic mode and exact hits rest on this."""
+    """Deterministic mode and exact hits depend on this."""
     packed, x = PackedWeight(noise(outputs, inputs)), noise(rows, inputs, seed=1)
     torch.set_num_threads(threads)
     together = packed.multiply(x)
@@ -74,7 +74,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
 
 @at_least(40)
 @given(WIDTHS, WIDTHS)
-def test_the_weight_can_be_had_back(outputs: int, inputs: int) -> None:
+def test_the_weight_can_be_unpacked(outputs: int, inputs: int) -> None:
     weight = noise(outputs, inputs)
     packed = PackedWeight(weight)
     assert torch.equal(packed.unpack(), weight)
@@ -114,14 +114,14 @@ def test_wrong_inputs_are_refused() -> None:
             packed.rows(torch.tensor([0, number]))
 
 
-def test_rows_are_asked_for_by_integers_of_any_width() -> None:
-    """Numbers of 32 bits were read as half as many of 64, and beyond their end."""
+def test_rows_are_read_by_integers_of_any_width() -> None:
+    """Regression: numbers of 32 bits were read as half as many of 64, beyond their end."""
     weight = noise(40, 24)
     numbers = torch.tensor([39, 0, 7], dtype=torch.int32)
     assert torch.equal(PackedWeight(weight).rows(numbers), weight[[39, 0, 7]])
 
 
-def test_what_cannot_be_packed() -> None:
+def test_weights_that_cannot_be_packed() -> None:
     assert can_pack(noise(2, 3))
     assert not can_pack(noise(2, 3).float())
     assert not can_pack(noise(2, 3).half())
@@ -131,7 +131,7 @@ def test_what_cannot_be_packed() -> None:
 
 
 def test_pages_of_a_file_are_mapped_at_once() -> None:
-    """And those of other memory, of no memory, and between two pages, stay as they are."""
+    """Other memory, empty ranges and ranges between two pages do not change."""
     with tempfile.TemporaryFile() as file:
         file.write(bytes(range(256)) * 64)
         file.flush()

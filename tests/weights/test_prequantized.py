@@ -1,4 +1,4 @@
-"""Checkpoints of AWQ, GPTQ and compressed-tensors, against the libraries that know them."""
+"""Checkpoints of AWQ, GPTQ and compressed-tensors compared with their libraries."""
 
 import json
 from pathlib import Path
@@ -56,9 +56,9 @@ def logits(model: DecoderModel) -> Tensor:
 
 
 @given(st.integers(0, 2**32), st.sampled_from([32, 64, 96]), st.sampled_from([16, 24, 40]))
-@example(seed=55, inputs=64, outputs=40)  # a step of 6e-6 beside one near 1
-def test_awq_is_what_the_library_makes_of_it(seed: int, inputs: int, outputs: int) -> None:
-    """Words of any bits, by the converter of compressed-tensors."""
+@example(seed=55, inputs=64, outputs=40)  # a step of 6e-6 next to one near 1
+def test_awq_is_read_as_by_the_library(seed: int, inputs: int, outputs: int) -> None:
+    """Words of any bits, read by the converter of compressed-tensors."""
     torch.manual_seed(seed)
     parts = {
         "qweight": torch.randint(-(2**31), 2**31, (inputs, outputs // 8)).int(),
@@ -66,14 +66,14 @@ def test_awq_is_what_the_library_makes_of_it(seed: int, inputs: int, outputs: in
         "scales": torch.randn(inputs // 32, outputs).half(),
     }
     named = {f"a.{name}": part.clone() for name, part in parts.items()}
-    made = AutoAWQConverter(group_size=32).process(named)
+    converted = AutoAWQConverter(group_size=32).process(named)
     theirs_are = scheme_of(strategy="group", group_size=32, symmetric=False)
-    theirs = {name.removeprefix("a."): part for name, part in made.items()}
+    theirs = {name.removeprefix("a."): part for name, part in converted.items()}
     theirs["weight_scale"] = theirs["weight_scale"].float()
     expected = decompressed(theirs_are, "pack-quantized", theirs)
-    found = read(scheme("awq"), (outputs, inputs), parts)
-    torch.testing.assert_close(found.weight(), expected.float(), rtol=1e-6, atol=1e-6)
-    kept = GroupedWeight(found.in_groups()).unpack()
+    matrix = read(scheme("awq"), (outputs, inputs), parts)
+    torch.testing.assert_close(matrix.weight(), expected.float(), rtol=1e-6, atol=1e-6)
+    kept = GroupedWeight(matrix.in_groups()).unpack()
     # A start is a step times a zero point, which is rounded to 11 bits.
     limit = 16 * parts["scales"].float().abs().T.repeat_interleave(32, dim=1) * 2**-11
     assert ((kept - expected.float()).abs() <= limit).all()
@@ -82,14 +82,14 @@ def test_awq_is_what_the_library_makes_of_it(seed: int, inputs: int, outputs: in
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("less", [0, 1])
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_gptq_is_what_its_format_says(bits: int, less: int, shuffled: bool) -> None:
+def test_gptq_is_read_by_its_format(bits: int, less: int, shuffled: bool) -> None:
     torch.manual_seed(bits)
     parts = gptq(torch.randn(24, 96), bits, 32, less, shuffled)
     expected = gptq_weight(parts, bits, less)
-    found = read(scheme("gptq", bits, zero_offset=less), (24, 96), parts)
-    torch.testing.assert_close(found.weight(), expected, rtol=1e-6, atol=1e-6)
-    kept = found.in_groups()
-    assert (kept is None) == shuffled and found.as_int8() is None
+    matrix = read(scheme("gptq", bits, zero_offset=less), (24, 96), parts)
+    torch.testing.assert_close(matrix.weight(), expected, rtol=1e-6, atol=1e-6)
+    kept = matrix.in_groups()
+    assert (kept is None) == shuffled and matrix.as_int8() is None
     if kept is not None:
         # A start is a step times a zero point, which is rounded to 11 bits.
         limit = float(parts["scales"].float().abs().max()) * 2 ** (bits - 12)
@@ -99,23 +99,23 @@ def test_gptq_is_what_its_format_says(bits: int, less: int, shuffled: bool) -> N
 def test_gptq_of_8_bits_for_an_output_is_int8() -> None:
     parts = gptq(torch.randn(24, 96), 8, 96)
     parts["qzeros"] = pack(torch.full((1, 24), 127), 8)
-    found = read(scheme("gptq", 8, 96, zero_offset=1), (24, 96), parts)
-    layer = Int8Weight(found.as_int8())
+    matrix = read(scheme("gptq", 8, 96, zero_offset=1), (24, 96), parts)
+    layer = Int8Weight(matrix.as_int8())
     torch.testing.assert_close(layer.unpack(), gptq_weight(parts, 8, 1), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", COMPRESSED)
-def test_compressed_tensors_are_what_the_library_makes_of_them(kind: str) -> None:
+def test_compressed_tensors_are_read_as_by_the_library(kind: str) -> None:
     torch.manual_seed(1)
     layout, theirs = COMPRESSED[kind]
     parts = compressed(theirs, layout, torch.randn(40, 128))
     in_float = parts | {"weight_scale": parts["weight_scale"].float()}
     expected = decompressed(theirs, layout, in_float).float()
-    given = read_scheme({"quantization_config": compressed_config(kind)})
-    assert given is not None
-    found = read(given, (40, 128), parts)
-    torch.testing.assert_close(found.weight(), expected, rtol=1e-6, atol=1e-6)
-    packed = found.in_groups(), found.as_int8()
+    checkpoint_scheme = read_scheme({"quantization_config": compressed_config(kind)})
+    assert checkpoint_scheme is not None
+    matrix = read(checkpoint_scheme, (40, 128), parts)
+    torch.testing.assert_close(matrix.weight(), expected, rtol=1e-6, atol=1e-6)
+    packed = matrix.in_groups(), matrix.as_int8()
     wanted = {"w4 in 16": (False, False), "w8 in 32": (True, False)}
     assert tuple(one is not None for one in packed) == wanted.get(kind, (True, "w8" in kind))
     if packed[0] is not None:
@@ -126,33 +126,31 @@ def test_compressed_tensors_are_what_the_library_makes_of_them(kind: str) -> Non
 
 
 @pytest.mark.parametrize(("bits", "zero"), [(4, 16.0), (8, 0.0)])
-def test_a_last_group_may_be_short_and_starts_as_large_as_they_can_be(
-    bits: int, zero: float
-) -> None:
+def test_the_last_group_may_be_short_and_starts_near_the_maximum(bits: int, zero: float) -> None:
     """Starts are near the largest float16."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(2**bits, (24, 70), generator=generator, dtype=torch.uint8)
     steps, zeros = torch.rand(24, 3, generator=generator), torch.full((24, 3), zero)
     steps[:, 1] = 0.99999
-    found = Grouped(values, steps, zeros, torch.arange(70) // 32, bits)
-    kept = found.in_groups()
+    matrix = Grouped(values, steps, zeros, torch.arange(70) // 32, bits)
+    kept = matrix.in_groups()
     assert kept is not None
-    apart = (GroupedWeight(kept).unpack() - found.weight()).abs()
+    apart = (GroupedWeight(kept).unpack() - matrix.weight()).abs()
     assert apart.max() <= 2 ** (bits - 11)  # steps and starts are rounded to 11 bits
 
 
-def test_eight_bits_with_a_zero_point_for_an_output_are_kept_in_groups() -> None:
-    """An int8 weight has none: the weight would be moved by steps."""
+def test_eight_bits_with_a_zero_point_per_output_are_stored_in_groups() -> None:
+    """An int8 weight has no zero points: the weight would be moved by steps."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(256, (24, 70), generator=generator, dtype=torch.uint8)
     steps, groups = torch.rand(24, 1, generator=generator), torch.zeros(70, dtype=torch.int64)
     zeros = torch.full((24, 1), 128.0)
     assert Grouped(values, steps, zeros, groups, 8).as_int8() is not None
     zeros[5] = 127
-    found = Grouped(values, steps, zeros, groups, 8)
-    kept = found.in_groups()
-    assert found.as_int8() is None and kept is not None
-    assert (GroupedWeight(kept).unpack() - found.weight()).abs().max() <= 2**-3
+    matrix = Grouped(values, steps, zeros, groups, 8)
+    kept = matrix.in_groups()
+    assert matrix.as_int8() is None and kept is not None
+    assert (GroupedWeight(kept).unpack() - matrix.weight()).abs().max() <= 2**-3
 
 
 def test_neighboring_outputs_may_share_a_step_in_torchao() -> None:
@@ -160,9 +158,9 @@ def test_neighboring_outputs_may_share_a_step_in_torchao() -> None:
     values = torch.randint(-128, 128, (8, 64), generator=generator, dtype=torch.int8)
     steps = torch.rand(4, 2, generator=generator)
     parts = {"_weight_qdata": values, "_weight_scale": steps}
-    found = read(scheme("torchao", 8), (8, 64), parts).weight()
+    weight = read(scheme("torchao", 8), (8, 64), parts).weight()
     wide = steps.repeat_interleave(2, dim=0).repeat_interleave(32, dim=1)
-    assert torch.equal(found, values * wide)
+    assert torch.equal(weight, values * wide)
 
 
 FOLDERS: dict[str, tuple[dict[str, Any], Quantize, str]] = {
@@ -204,20 +202,20 @@ def test_a_checkpoint_answers_as_the_model_of_its_weights(
                 parameter.copy_(parameter.bfloat16())
     with torch.no_grad():
         expected = original(TOKENS[None]).logits[0]
-    found = logits(model)
-    assert float((found - expected).norm()) <= 0.03 * float(expected.norm())  # rows are rounded
+    actual = logits(model)
+    assert float((actual - expected).norm()) <= 0.03 * float(expected.norm())  # rows are rounded
 
 
 @pytest.mark.parametrize("kind", ["w8 channel", "w8a8"])
-def test_weights_are_found_by_the_names_of_their_family(kind: str, tmp_path: Path) -> None:
+def test_weights_are_looked_up_by_the_names_of_their_family(kind: str, tmp_path: Path) -> None:
     """Unpacked values of 8 bits have the name of the weight, which the family renames."""
     about, quantize, _ = FOLDERS[kind]
     original = save(tmp_path, Lfm2Config(**BASE, full_attn_idxs=[1]), about, quantize)
     layers = quantized_matrices(load_model(tmp_path, "float32").module)
     assert len(layers) == 6
     weight = original.get_submodule("model.layers.0.conv.in_proj").weight.detach()
-    found = layers["model.layers.0.conv.in_proj"].unpack()
-    assert float((found - weight).norm()) <= 0.02 * float(weight.norm())
+    unpacked = layers["model.layers.0.conv.in_proj"].unpack()
+    assert float((unpacked - weight).norm()) <= 0.02 * float(weight.norm())
 
 
 @pytest.mark.parametrize(
@@ -235,27 +233,27 @@ def test_weights_are_found_by_the_names_of_their_family(kind: str, tmp_path: Pat
         ),
     ],
 )
-def test_why_a_weight_is_rounded_again_is_told(
+def test_the_reason_for_rounding_a_weight_again_is_logged(
     quantize: Quantize,
     about: dict[str, Any],
     why: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The text was "8 bits in 2 groups", which also described stored groups."""
+    """Regression: the text was "8 bits in 2 groups", which also described stored groups."""
     lines: list[str] = []
-    monkeypatch.setattr(prequantized._log, "info", lambda text, *told: lines.append(text % told))
+    monkeypatch.setattr(prequantized._log, "info", lambda text, *args: lines.append(text % args))
     save(tmp_path, LlamaConfig(**BASE), GPTQ | about, quantize)
     load_model(tmp_path, "float32")
-    [told] = [line for line in lines if line.startswith("model.layers.1.mlp.down_proj")]
-    assert told.endswith(f"is rounded again to int8, since its values have {why}")
+    [message] = [line for line in lines if line.startswith("model.layers.1.mlp.down_proj")]
+    assert message.endswith(f"is rounded again to int8, since its values have {why}")
 
 
-def test_weights_that_are_rounded_again_are_named(
+def test_weights_that_are_rounded_again_are_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(prequantized._log, "info", lambda text, *told: lines.append(text % told))
+    monkeypatch.setattr(prequantized._log, "info", lambda text, *args: lines.append(text % args))
     about, quantize, _ = FOLDERS["w4 in 16"]
     save(tmp_path, LlamaConfig(**BASE), about, quantize)
     load_model(tmp_path, "float32")
@@ -266,7 +264,7 @@ def test_weights_that_are_rounded_again_are_named(
 
 @pytest.mark.parametrize("kind", ["w8a8", "w4 in 32"])
 def test_a_file_may_be_written_to_once_it_is_read(kind: str, tmp_path: Path) -> None:
-    """Scales of 8 bits that are float32 in the file stayed in it: answers changed with it."""
+    """Regression: 8-bit scales in float32 stayed in the file, so answers changed with it."""
     about, quantize, _ = FOLDERS[kind]
 
     def in_float(weight: Tensor) -> dict[str, Tensor]:
@@ -281,7 +279,7 @@ def test_a_file_may_be_written_to_once_it_is_read(kind: str, tmp_path: Path) -> 
     assert torch.equal(logits(model), expected)
 
 
-def test_an_llm_answers_and_keeps_prefixes(tmp_path: Path) -> None:
+def test_an_llm_answers_and_caches_prefixes(tmp_path: Path) -> None:
     save(tmp_path, LlamaConfig(**BASE), AWQ | {"bits": 4}, awq)
     llm = LLM(tmp_path, num_blocks=24, block_size=8, num_threads=1)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -293,7 +291,7 @@ def test_an_llm_answers_and_keeps_prefixes(tmp_path: Path) -> None:
     llm.close()
 
 
-def test_rows_are_bfloat16_whoever_says_that_the_weights_are_float16(tmp_path: Path) -> None:
+def test_rows_are_bfloat16_even_if_the_checkpoint_declares_float16(tmp_path: Path) -> None:
     save(tmp_path, LlamaConfig(**BASE), AWQ, awq)
     for dtype in ("float16", None):
         content = json.loads((tmp_path / "config.json").read_text()) | {"dtype": dtype}
@@ -302,10 +300,10 @@ def test_rows_are_bfloat16_whoever_says_that_the_weights_are_float16(tmp_path: P
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_weights_may_be_asked_for_where_transformers_keeps_them_compressed(
+def test_weights_can_be_quantized_where_transformers_keeps_them_compressed(
     weights: str, tmp_path: Path
 ) -> None:
-    """`'Linear' object has no attribute 'weight'` was all that one read."""
+    """Regression: the error was `'Linear' object has no attribute 'weight'`."""
 
     def with_more(weight: Tensor) -> dict[str, Tensor]:
         parts = compressed(COMPRESSED["w8 in 32"][1], "pack-quantized", weight)
@@ -321,7 +319,7 @@ def test_weights_may_be_asked_for_where_transformers_keeps_them_compressed(
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_weights_may_be_asked_for_all_the_same(weights: str, tmp_path: Path) -> None:
+def test_weights_can_be_quantized_again(weights: str, tmp_path: Path) -> None:
     save(tmp_path, LlamaConfig(**BASE), GPTQ, gptq)
     model = load_model(tmp_path, "float32", weights=weights)
     kinds = {matrix.kind for matrix in quantized_matrices(model.module).values()}

@@ -57,24 +57,23 @@ DAMAGE: dict[str, Callable[[Tensors], Tensors]] = {
     "scales too large": lambda parts: parts | {"scales": parts["scales"].float() * 1e38},
     "an input of no group": lambda parts: parts | {"g_idx": parts["g_idx"] + 1},
     "other groups": lambda parts: parts | {n: parts[n].repeat(2, 1) for n in ("scales", "qzeros")},
-    "a float beside it": lambda parts: parts | {"weight": torch.zeros(3)},
+    "an additional float": lambda parts: parts | {"weight": torch.zeros(3)},
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("weights", ["auto", "int8"])
 def test_a_damaged_weight_is_refused(damage: str, weights: str, tmp_path: Path) -> None:
-    """Types of integers were read as others, or raised errors of torch's own."""
+    """Regression: integer types were read as others, or raised errors of torch."""
     save(tmp_path, LlamaConfig(**BASE), GPTQ, _damaged(DAMAGE[damage]))
     with pytest.raises(DamagedModelError, match="proj"):
         load_model(tmp_path, "float32", weights=weights)
 
 
-def test_what_config_json_promises_is_needed(tmp_path: Path) -> None:
-    """Without its zero points a weight was read as symmetric, without its order in order.
+def test_tensors_that_config_json_declares_are_required(tmp_path: Path) -> None:
+    """Regression: without zero points a weight was read as symmetric, without an order as sorted.
 
-    With zero points that nothing speaks of it was read with them, and compressed-tensors has
-    others, or none.
+    Undeclared zero points were used too; compressed-tensors has others there, or none.
     """
     kept = "w4 in 64, zeros"
     layout, theirs = COMPRESSED[kept]
@@ -110,7 +109,7 @@ def test_what_config_json_promises_is_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [[64.0, 64.0], [64], [64, 64, 1], [-64, 64], [2**40, 64], [0, 0]])
-def test_a_shape_that_cannot_be_is_refused(shape: list[float], tmp_path: Path) -> None:
+def test_an_impossible_shape_is_refused(shape: list[float], tmp_path: Path) -> None:
     layout, theirs = COMPRESSED["w4 in 32"]
     save(
         tmp_path,
@@ -127,7 +126,7 @@ def test_a_shape_that_cannot_be_is_refused(shape: list[float], tmp_path: Path) -
 def test_a_method_that_transformers_overlooks_is_refused(
     method: object, weights: str, tmp_path: Path
 ) -> None:
-    """The integers were weights, without their scales: all answers were wrong."""
+    """Regression: integers were used as weights without their scales, so all answers were wrong."""
     layout, theirs = COMPRESSED["w8a8"]
     about = compressed_config("w8a8") | {"quant_method": method}
     save(tmp_path, LlamaConfig(**BASE), about, lambda weight: compressed(theirs, layout, weight))
@@ -144,12 +143,12 @@ def test_zero_points_of_0_borrow_from_their_neighbors_in_gptq() -> None:
     expected = gptq_weight(parts, 4, 0)
     words = parts["qzeros"].long() - 0x11111111
     parts["qzeros"] = ((words + 2**31) % 2**32 - 2**31).int()
-    found = read(scheme("gptq", zero_offset=1), (24, 96), parts)
-    torch.testing.assert_close(found.weight(), expected, rtol=1e-6, atol=1e-6)
+    matrix = read(scheme("gptq", zero_offset=1), (24, 96), parts)
+    torch.testing.assert_close(matrix.weight(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_outputs_that_fill_no_word_of_zero_points(tmp_path: Path) -> None:
-    """One K/V head of 36: GPTQModel fills the last word up."""
+def test_outputs_that_do_not_fill_a_word_of_zero_points(tmp_path: Path) -> None:
+    """With one K/V head of 36, GPTQModel pads the last word."""
 
     def padded(weight: Tensor) -> Tensors:
         more = -len(weight) % 8
@@ -168,8 +167,8 @@ def test_outputs_that_fill_no_word_of_zero_points(tmp_path: Path) -> None:
     assert model.fallback_reason is None
 
 
-def test_ways_to_read_one_file_do_not_share_kept_prefixes(tmp_path: Path) -> None:
-    """A layer in its own bits and one that is rounded here were of one kind, and of one name."""
+def test_readers_of_one_file_do_not_share_stored_prefixes(tmp_path: Path) -> None:
+    """Regression: a layer in its own bits and one rounded here had one kind and one name."""
     folder = tmp_path / "model"
     folder.mkdir()
     layout, theirs = COMPRESSED["w8a8"]
@@ -188,7 +187,7 @@ def test_ways_to_read_one_file_do_not_share_kept_prefixes(tmp_path: Path) -> Non
     assert names[0] != names[1]
 
 
-def test_a_weight_in_its_own_bits_lies_where_the_model_runs() -> None:
+def test_a_weight_in_its_own_bits_is_on_the_device_of_the_model() -> None:
     packed = quantize_groups(torch.randn(16, 64), 4), quantize_int8(torch.randn(16, 64))
     for weight in packed:
         matrix = weight.to(torch.device("meta")).store(None, torch.bfloat16)

@@ -44,15 +44,17 @@ def test_floats_are_read_as_in_a_checkpoint_of_floats(
     expected: tuple[type, type],
     tmp_path: Path,
 ) -> None:
-    """Head and embedding were copied to float32, or left to torch: in bfloat16 under float32 they
-    took twice the memory, and a token twice the time for the head."""
+    """Regression: head and embedding were copied to float32, or left to torch.
+
+    In bfloat16 under float32 they took twice the memory, and the head twice the time for a token.
+    """
     original = save(tmp_path, LlamaConfig(**BASE, tie_word_embeddings=tied), AWQ, awq)
     keep_floats(tmp_path, held)
     model = load_model(tmp_path, dtype, weights=weights)
     for name, kind in zip((HEAD, TABLE), expected, strict=True):
         if weights == "auto" or (name == TABLE and not tied):
             assert isinstance(matrix_of(model.layer(name)), kind)
-            found = model.weight(name)
-            assert found is not None
+            weight = model.weight(name)
+            assert weight is not None
             wanted = original.get_submodule(name).weight.bfloat16().to(held)
-            assert torch.equal(found.float(), wanted.to(getattr(torch, dtype)).float())
+            assert torch.equal(weight.float(), wanted.to(getattr(torch, dtype)).float())

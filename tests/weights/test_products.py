@@ -1,4 +1,4 @@
-"""The table of products, as on machines that are not here."""
+"""The table of products, also for other machines than this one."""
 
 import pytest
 import torch

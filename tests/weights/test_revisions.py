@@ -1,4 +1,4 @@
-"""The bits of compiled products: K and V that were saved with others are not to be found again."""
+"""The bits of compiled products: K and V that were saved with other bits must not be hit."""
 
 import hashlib
 from typing import Literal
@@ -44,9 +44,9 @@ def make_layer(kind: WeightKind) -> WeightFormat:
 
 @pytest.mark.parametrize("kind", REVISIONS)
 def test_other_bits_have_another_revision(kind: WeightKind) -> None:
-    """A change of rounding that keeps its number answers from K and V of the old one."""
+    """Otherwise a changed rounding would answer from K and V of the old one."""
     if avx2_library() is None:
         pytest.skip("no compiled products here")
-    found = make_layer(kind).multiply(spread(5, INPUTS, 996) / 7 - 50)
-    digest = hashlib.sha256(found.numpy().tobytes()).hexdigest()
+    out = make_layer(kind).multiply(spread(5, INPUTS, 996) / 7 - 50)
+    digest = hashlib.sha256(out.numpy().tobytes()).hexdigest()
     assert KNOWN[kind, REVISIONS[kind]] == digest[:16]

@@ -1,4 +1,4 @@
-"""Checkpoints of torchao, as transformers saves them, against these two."""
+"""Checkpoints of torchao, as transformers saves them, compared with both libraries."""
 
 import json
 from collections.abc import Callable
@@ -80,7 +80,7 @@ KINDS: dict[str, tuple[Any, str]] = {
 
 
 def save(folder: Path, config: Any, quantized: Any, **options: Any) -> Any:
-    """A model that torchao quantized, and its files in `folder`."""
+    """Save a model that torchao quantized in `folder`; return it."""
     torch.manual_seed(0)
     return save_model(folder, AutoModelForCausalLM.from_config(config), quantized, **options)
 
@@ -88,19 +88,19 @@ def save(folder: Path, config: Any, quantized: Any, **options: Any) -> Any:
 def save_model(folder: Path, model: Any, quantized: Any, **options: Any) -> Any:
     plain = folder.parent / "plain"
     model.bfloat16().save_pretrained(plain)
-    made = AutoModelForCausalLM.from_pretrained(
+    loaded = AutoModelForCausalLM.from_pretrained(
         plain, dtype=torch.bfloat16, quantization_config=quantized
     )
-    made.save_pretrained(folder, **options)
-    return made
+    loaded.save_pretrained(folder, **options)
+    return loaded
 
 
 def in_float(model: Any) -> Any:
-    """The model with torchao's weights as float32."""
-    found = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    """Return the model with torchao's weights as float32."""
+    float_model = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     floats = {name: _whole(tensor) for name, tensor in model.state_dict().items()}
-    found.load_state_dict(floats)
-    return found.eval().requires_grad_(False)
+    float_model.load_state_dict(floats)
+    return float_model.eval().requires_grad_(False)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -120,8 +120,8 @@ def logits(model: DecoderModel) -> Tensor:
     return torch.stack(sequence.logits).float()
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def apart(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 def layers_of(model: DecoderModel) -> dict[str, WeightFormat]:
@@ -159,10 +159,10 @@ def test_a_checkpoint_has_torchaos_weights_and_answers(
     with torch.no_grad():
         directly = theirs(TOKENS[None]).logits[0].float()
         expected = rounded(TOKENS[None]).logits[0]
-    found = logits(model)
-    assert apart_in_most_rows(found, expected) <= LIMIT
+    actual = logits(model)
+    assert apart_in_most_rows(actual, expected) <= LIMIT
     # It rounds to bfloat16.
-    assert apart_in_most_rows(found, directly) <= apart(expected, directly) + LIMIT
+    assert apart_in_most_rows(actual, directly) <= apart(expected, directly) + LIMIT
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() & TINY.keys()))
@@ -180,7 +180,7 @@ def test_every_family_is_read(family: str, tmp_path: Path) -> None:
     assert apart_in_most_rows(logits(model), expected) <= LIMIT
 
 
-def test_parts_of_a_weight_may_lie_in_several_files(tmp_path: Path) -> None:
+def test_parts_of_a_weight_may_be_in_several_files(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     settings = TorchAoConfig(quantization.Int8WeightOnlyConfig())
     theirs = save(folder, LlamaConfig(**SIZES), settings, max_shard_size="8KB")
@@ -265,8 +265,8 @@ def test_an_embedding_may_share_its_bits_with_the_head(
     assert not any(layer.is_prequantized for layer in layers_of(rounded).values())
 
 
-def test_an_llm_answers_and_keeps_prefixes(tmp_path: Path) -> None:
-    """Weights in their own bits, and the same rounded again, are two models to a store."""
+def test_an_llm_answers_and_caches_prefixes(tmp_path: Path) -> None:
+    """Weights in their own bits, and the same ones rounded again, are two models to a store."""
     folder, names = tmp_path / "model", set()
     save(folder, Qwen2Config(**SIZES, tie_word_embeddings=True), TorchAoConfig(KINDS["w8a8"][0]))
     for weights in ("auto", "int8"):

@@ -1,7 +1,7 @@
-"""Checkpoints of torchao that are damaged, or say one thing and hold another; written by hand.
+"""Checkpoints of torchao that are damaged or contradict themselves, written by hand.
 
-The layout is that of torchao/prototype/safetensors: three tensors of a weight, and a description
-of each weight in the header.
+The layout is that of torchao/prototype/safetensors: three tensors of a weight, and a description of
+each weight in the header.
 """
 
 import json
@@ -68,7 +68,10 @@ def write(
     change: Callable[[Tensors, dict[str, str]], None],
     about: About | None = None,
 ) -> None:
-    """A checkpoint; change: of its tensors and of its header."""
+    """Write a checkpoint.
+
+    change: a function that changes its tensors and its header.
+    """
     save(folder, LlamaConfig(**BASE), about or config(), quantize)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -108,7 +111,7 @@ def saying(text: str) -> Any:
     return lambda tensors, header: header.update({f"{UP}.weight": text})
 
 
-def test_what_is_written_here_is_read(tmp_path: Path) -> None:
+def test_an_undamaged_checkpoint_is_read(tmp_path: Path) -> None:
     """Without zero points, too: some versions of torchao write none where all are 0."""
     write(tmp_path, nothing)
     assert load_model(tmp_path, "float32").fallback_reason is None
@@ -143,11 +146,11 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "zero points in float": (part("zero_point", lambda t: t.float()), "type of _weight_zero_point"),
     "scales not finite": (part("scale", lambda t: t * torch.nan), "not finite"),
     "scales too large": (part("scale", lambda t: t + 1e37), "not finite"),
-    "a tensor that nobody names": (
+    "an undeclared tensor": (
         lambda tensors, header: tensors.update({f"{UP}._weight_more": torch.zeros(3)}),
         "does not name _weight_more",
     ),
-    "a float beside it": (
+    "an additional float": (
         lambda tensors, header: tensors.update({f"{UP}.weight": torch.zeros(3)}),
         "there is also a float weight",
     ),
@@ -192,7 +195,7 @@ def test_a_damaged_weight_is_refused(damage: str, weights: str, tmp_path: Path) 
 
 
 def intx(bits: str) -> Any:
-    """Every weight as of another class, which has values of so many bits."""
+    """Describe every weight as of another class, which has values of this many bits."""
 
     def changed(tensors: Tensors, header: dict[str, str]) -> None:
         for name, text in header.items():
@@ -204,7 +207,7 @@ def intx(bits: str) -> Any:
 
 
 def zeros_beyond(tensors: Tensors, header: dict[str, str]) -> None:
-    """Values of 4 bits, and zero points of more, which torchao never gives them."""
+    """Write values of 4 bits, and zero points of more bits, which torchao never does."""
     intx("int4")(tensors, header)
     for name in [name for name in tensors if name.endswith("qdata")]:
         tensors[name] = tensors[name].clamp(-8, 7)
@@ -243,13 +246,13 @@ def test_values_must_fit_the_bits_of_their_header(kind: str, tmp_path: Path) -> 
     ],
 )
 def test_other_weights_are_left_to_transformers(change: Any, tmp_path: Path) -> None:
-    """It wants torchao, or finds what is wrong; nothing is read as what it is not."""
+    """It requires torchao, or detects the error; no weight is read as another kind."""
     write(tmp_path, change)
     with pytest.raises(HeadstartError):
         load_model(tmp_path, "float32")
 
 
-def test_an_error_of_a_missing_package_says_what_wants_it(
+def test_an_error_of_a_missing_package_names_its_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*args: Any, **options: Any) -> None:
@@ -294,10 +297,10 @@ def test_any_description_is_read_or_refused(about: Any) -> None:
         "a._weight_scale": Entry(Path("x"), "", (4, 1), "F32"),
     }
     try:
-        found = find_torchao_weights(Path("x"), entries, {"a.weight": json.dumps(about)})
+        weights = find_torchao_weights(Path("x"), entries, {"a.weight": json.dumps(about)})
     except (DamagedModelError, UnsupportedLayerError):
         return
-    assert found["a.weight"].shape == (4, 64) and found["a.weight"].group == 64
+    assert weights["a.weight"].shape == (4, 64) and weights["a.weight"].group == 64
 
 
 @given(ANYTHING | st.fixed_dictionaries({"default": config_like(ANYTHING)}))
@@ -337,7 +340,7 @@ READ: dict[str, About] = {
 
 
 @pytest.mark.parametrize("kind", READ)
-def test_what_config_json_says_is_read(kind: str) -> None:
+def test_config_json_is_read(kind: str) -> None:
     """It names classes; bits and groups are those of each weight's header."""
     expected = Scheme("torchao", frozenset({4, 8}), frozenset())
     assert read_scheme({"quantization_config": READ[kind]}) == expected

@@ -1,4 +1,4 @@
-"""Weights as AWQ, GPTQ and compressed-tensors write them, and GPTQ's product in its own words."""
+"""Weights as AWQ, GPTQ and compressed-tensors write them, and a plain product of GPTQ."""
 
 import json
 from collections.abc import Callable
@@ -58,7 +58,7 @@ Quantize = Callable[[Tensor], Tensors]
 
 
 def pack(values: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Values below 2 ** bits `[rows, columns]` in int32 words along the columns.
+    """Pack values below 2 ** bits `[rows, columns]` in int32 words along the columns.
 
     order: the columns of a word, from its lowest bits on.
     """
@@ -71,7 +71,10 @@ def pack(values: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Ten
 
 
 def round_groups(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Values `[outputs, inputs]`, steps and zeros `[outputs, groups]` of an asymmetric grid."""
+    """Return values `[outputs, inputs]`, steps and zeros of an asymmetric grid.
+
+    Steps and zeros have the shape `[outputs, groups]`.
+    """
     groups = weight.view(len(weight), -1, group)
     low, high = (end.unsqueeze(-1) for end in groups.aminmax(dim=-1))
     steps = ((high - low).clamp_min(1e-5) / ((1 << bits) - 1)).half()
@@ -122,18 +125,18 @@ def gptq_weight(parts: Tensors, bits: int, less: int) -> Tensor:
 
 def scheme_of(**weights: Any) -> Any:
     inputs = weights.pop("inputs", None)
-    given = {"num_bits": 4, "type": "int", "symmetric": True, **weights}
-    return QuantizationScheme(targets=["Linear"], weights=given, input_activations=inputs)
+    arguments = {"num_bits": 4, "type": "int", "symmetric": True, **weights}
+    return QuantizationScheme(targets=["Linear"], weights=arguments, input_activations=inputs)
 
 
 def compressed(scheme: Any, layout: str, weight: Tensor) -> Tensors:
-    """Compressed by the library itself, with steps and zeros of the smallest and largest."""
-    given = scheme.weights
-    group = given.group_size or weight.shape[1]
+    """Compress by the library, with steps and zeros of the smallest and largest number."""
+    weight_arguments = scheme.weights
+    group = weight_arguments.group_size or weight.shape[1]
     groups = weight.view(len(weight), -1, group)
-    half = 1 << (given.num_bits - 1)
+    half = 1 << (weight_arguments.num_bits - 1)
     parts: Tensors = {"weight": weight}
-    if given.symmetric:
+    if weight_arguments.symmetric:
         parts["weight_scale"] = (groups.abs().amax(-1) / (half - 0.5)).bfloat16()
     else:
         low, high = groups.aminmax(dim=-1)
@@ -151,7 +154,7 @@ def decompressed(scheme: Any, layout: str, parts: Tensors) -> Tensor:
 
 
 def save(folder: Path, config: Any, scheme: dict[str, Any], quantize: Quantize) -> Any:
-    """A model whose linear layers but the head are quantized; returns it in float32."""
+    """Save a model whose linear layers but the head are quantized; return it in float32."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     tensors: Tensors = {}
@@ -160,7 +163,7 @@ def save(folder: Path, config: Any, scheme: dict[str, Any], quantize: Quantize) 
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if "_proj" in name and name.endswith(".weight"):
-            tensors |= {f"{module}.{part}": made for part, made in quantize(tensor).items()}
+            tensors |= {f"{module}.{part}": content for part, content in quantize(tensor).items()}
         elif name not in tensors:
             tensors[name] = tensor.to(torch.bfloat16)
     if hasattr(config, "use_sliding_window"):  # it has biases of its own

@@ -23,7 +23,9 @@ TESTS = (
     *("tests/server/cache", "tests/server/tenants", "tests/server/test_cache_api.py"),
 )
 DESELECTED = {
-    "tests/server/test_cache_api.py::test_many_questions_cost_few_looks": "replaces a method",
+    "tests/server/test_cache_api.py::test_concurrent_requests_share_pool_queries": (
+        "replaces a method"
+    ),
     "tests/cluster/serving": "hardly uses the manager, and takes long",
 }
 

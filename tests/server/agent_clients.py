@@ -1,8 +1,8 @@
-"""Five coding agents as clients: the requests that each builds from a conversation.
+"""Five coding agents as clients, with the requests that each builds from a conversation.
 
-The forms follow the agents' sources and public recordings of their traffic. An agent keeps its
-history in its own form, sends all of it each turn, and takes up an answer the way its client
-library does: text may be trimmed, arguments parsed and written anew, reasoning left out.
+The formats follow the agents' sources and public recordings of their traffic. An agent stores
+its history in its own format, sends all of it each turn, and changes an answer as its client
+library does: it may trim text, serialize arguments again, or omit reasoning.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def dumps(value: Any) -> str:
 
 @dataclass
 class Reply:
-    """An answer as it was streamed; calls are ids, names and texts of arguments."""
+    """A streamed answer; calls are ids, names and texts of arguments."""
 
     text: str = ""
     reasoning: str = ""
@@ -82,19 +82,19 @@ class Agent:
         self.turn = 0
 
     def ask(self, text: str, image: str | None = None) -> None:
-        """Take up what the user says."""
+        """Add a message of the user."""
         raise NotImplementedError
 
     def answer(self, reply: Reply) -> None:
-        """Take up the model's answer."""
+        """Add the model's answer."""
         raise NotImplementedError
 
     def results(self, reply: Reply, texts: Sequence[str], *, failed: bool = False) -> None:
-        """Take up what the calls of a reply gave."""
+        """Add the results of a reply's calls."""
         raise NotImplementedError
 
     def interrupted(self, reply: Reply) -> None:
-        """Take up an answer that the user stopped."""
+        """Add an answer that the user stopped."""
         raise NotImplementedError
 
     def body(self) -> dict[str, Any]:
@@ -102,11 +102,11 @@ class Agent:
         raise NotImplementedError
 
     def background(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return requests next to the conversation: titles, counts, commit messages."""
+        """Return requests outside the conversation: titles, counts, commit messages."""
         return []
 
     def write(self, text: str, calls: Sequence[Call]) -> str:
-        """Return an answer as the model spells it."""
+        """Return an answer in the model's format."""
         spelled = [
             f'<tool_call>\n{{"name": "{self.names[name]}", "arguments": '
             f"{json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>"
@@ -115,7 +115,7 @@ class Agent:
         return "\n".join([text, *spelled] if text else spelled)
 
     def read(self, events: Iterable[Event]) -> Reply:
-        """Gather the chunks of a stream of chat completions."""
+        """Collect the chunks of a stream of chat completions."""
         reply = Reply()
         for event in events:
             for choice in event["choices"]:
@@ -156,7 +156,7 @@ class ClaudeCode(Agent):
         ]
 
     def _tools(self) -> list[dict[str, Any]]:
-        given = {
+        schemas = {
             "Read": ("file_path", "offset", "limit"),
             "Write": ("file_path", "content"),
             "Edit": ("file_path", "old_string", "new_string"),
@@ -167,7 +167,7 @@ class ClaudeCode(Agent):
         }
         tools: list[dict[str, Any]] = [
             {"name": name, "description": rules(name, 2), "input_schema": schema(*fields)}
-            for name, fields in given.items()
+            for name, fields in schemas.items()
         ]
         return [*tools, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]
 
@@ -186,7 +186,7 @@ class ClaudeCode(Agent):
             self.history.append({"role": "user", "content": blocks})
 
     def answer(self, reply: Reply) -> None:
-        """Add the blocks; texts of white space alone are left out, as the API refuses them."""
+        """Add the blocks except texts of white space, which the API refuses."""
         blocks: list[dict[str, Any]] = []
         if reply.reasoning:
             blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
@@ -211,12 +211,12 @@ class ClaudeCode(Agent):
         )
 
     def interrupted(self, reply: Reply) -> None:
-        """Keep what came, and say that the user stopped it."""
+        """Add the partial answer, and say that the user stopped it."""
         self.answer(reply)
         self.ask(STOPPED)
 
     def body(self) -> dict[str, Any]:
-        """Mark the last block of the last message alone."""
+        """Mark only the last block of the last message."""
         messages = [dict(message) for message in self.history]
         blocks = messages[-1]["content"]
         mark = {"cache_control": {"type": "ephemeral"}}
@@ -235,7 +235,7 @@ class ClaudeCode(Agent):
         }
 
     def background(self) -> list[tuple[str, dict[str, Any]]]:
-        """Ask a small model for a title, check the quota, and count tools and messages."""
+        """Return requests for a title, a quota check, and counts of tools and messages."""
         small = {"model": "claude-haiku-4-5-20251001", "metadata": {"user_id": "u"}}
         asked = [{"role": "user", "content": [{"type": "text", "text": "Fix the tests"}]}]
         title = {
@@ -259,7 +259,7 @@ class ClaudeCode(Agent):
         return [(self.path, title), (self.path, quota), (counts, count), (counts, whole)]
 
     def read(self, events: Iterable[Event]) -> Reply:
-        """Gather the events of a stream of messages."""
+        """Collect the events of a stream of messages."""
         reply = Reply()
         for event in events:
             if event["type"] == "content_block_start":
@@ -278,7 +278,7 @@ class ClaudeCode(Agent):
 
 
 class Codex(Agent):
-    """Codex: items of the Responses API, all of them in each request, none stored."""
+    """Codex: all items of the Responses API in each request, none stored."""
 
     path = "/v1/responses"
     names: ClassVar = {"read": "exec_command", "write": "apply_patch", "run": "exec_command"}
@@ -298,7 +298,7 @@ class Codex(Agent):
         self.history.append({"type": "message", "role": role, "content": content})
 
     def answer(self, reply: Reply) -> None:
-        """Add the items that were done, without ids and without the text of reasoning."""
+        """Add the finished items, without ids and without the text of reasoning."""
         kept = {
             "message": ("type", "role"),
             "reasoning": ("type", "summary"),
@@ -323,7 +323,7 @@ class Codex(Agent):
             self.history.append({"type": kind, "call_id": call["call_id"], "output": output})
 
     def interrupted(self, reply: Reply) -> None:
-        """Keep the items that were done, and say that the user stopped the turn."""
+        """Add the finished items, and say that the user stopped the turn."""
         self.answer(reply)
         self._message("user", "<turn_aborted>\nThe user interrupted the turn.\n</turn_aborted>")
 
@@ -368,13 +368,13 @@ class Codex(Agent):
         }
 
     def write(self, text: str, calls: Sequence[Call]) -> str:
-        """Give commands and patches as one text."""
+        """Return an answer with commands and patches as one text."""
         named = {"read": "command", "run": "command", "write": "input"}
         one = [(name, {named[name]: " ".join(given.values())}) for name, given in calls]
         return super().write(text, one)
 
     def read(self, events: Iterable[Event]) -> Reply:
-        """Gather the items that are done."""
+        """Collect the finished items."""
         reply = Reply()
         for event in events:
             if event["type"] == "response.output_item.done":
@@ -402,7 +402,7 @@ class OpenCode(Agent):
         self.history.append({"role": "user", "content": content})
 
     def answer(self, reply: Reply) -> None:
-        """Trim the end of the text; a call whose arguments are no JSON calls `invalid`."""
+        """Trim the end of the text, and replace calls with invalid JSON by calls of `invalid`."""
         calls = []
         for call in reply.calls:
             name, tool, arguments = call
@@ -426,7 +426,7 @@ class OpenCode(Agent):
             self.history.append({"role": "tool", "tool_call_id": name, "content": content})
 
     def interrupted(self, reply: Reply) -> None:
-        """Keep what came; calls that did not run have a result that says so."""
+        """Add the partial answer, with a result for each call that did not run."""
         self.answer(reply)
         self.results(reply, ["[Tool execution was interrupted]"] * len(reply.calls), failed=True)
 
@@ -465,7 +465,7 @@ class OpenCode(Agent):
         }
 
     def background(self) -> list[tuple[str, dict[str, Any]]]:
-        """Ask a small model for a title."""
+        """Return a request for a title."""
         system = {"role": "system", "content": "You are a title generator."}
         asked = [{"role": "user", "content": "Generate a title for this conversation:"}]
         title = {"model": "tiny-small", "max_tokens": 32000, "messages": [system, *asked]}
@@ -473,38 +473,38 @@ class OpenCode(Agent):
 
 
 class Aider(Agent):
-    """Aider: edits as text, with the files behind the earlier turns in each request."""
+    """Aider: edits as text, with the files after the earlier turns in each request."""
 
     keeps_prompt = False
 
     def write(self, text: str, calls: Sequence[Call]) -> str:
-        """Give edits as files in text."""
+        """Return an answer with edits as files in its text."""
         edits = [f"a.py\n```\n# {' '.join(given.values())}\n```" for _, given in calls]
         return "\n\n".join([text, *edits])
 
     def ask(self, text: str, image: str | None = None) -> None:
-        """Add a message; an image is a file of the chat that stays there."""
+        """Add a message; an image becomes a file of the chat, which stays in each request."""
         self.history.append({"role": "user", "content": text})
 
     def answer(self, reply: Reply) -> None:
-        """Add the text as it came."""
+        """Add the text unchanged."""
         if reply.text:
             self.history.append({"role": "assistant", "content": reply.text})
 
     def results(self, reply: Reply, texts: Sequence[str], *, failed: bool = False) -> None:
-        """Say what a command printed, or what lint found."""
+        """Add a message with a command's output or a linter's report."""
         head = "# Fix any errors below, if possible." if failed else "I ran this command:"
         self.ask("\n\n".join([head, *texts]))
 
     def interrupted(self, reply: Reply) -> None:
-        """Keep what came, and have the model acknowledge it."""
+        """Add the partial answer, and an acknowledgement by the model."""
         self.answer(reply)
         self.ask("^C KeyboardInterrupt")
         said = "I see that you interrupted my previous reply."
         self.history.append({"role": "assistant", "content": said})
 
     def body(self) -> dict[str, Any]:
-        """Return the history, with the files before its last message and a reminder behind."""
+        """Return the history, with the files before its last message and a reminder after it."""
         example = [
             {"role": "user", "content": "Change the greeting to be more casual"},
             {"role": "assistant", "content": f"Ok, I will:\n\n{rules('greeting', 6)}"},
@@ -525,7 +525,7 @@ class Aider(Agent):
         return {"model": "tiny", "messages": messages, "temperature": 0, "stream": True}
 
     def background(self) -> list[tuple[str, dict[str, Any]]]:
-        """Ask for the message of a commit, without a stream."""
+        """Return a request for a commit message, without a stream."""
         system = {"role": "system", "content": "Write a one-line Git commit message."}
         diff = {"role": "user", "content": "# Diffs:\n\n--- a.py\n+++ a.py\n+x = 2\n"}
         body = {"model": "tiny", "messages": [system, diff], "temperature": 0, "stream": False}
@@ -533,10 +533,10 @@ class Aider(Agent):
 
 
 class Cline(Agent):
-    """Cline: tools as XML in the text, and the environment behind each message of the user."""
+    """Cline: tools as XML in the text, and the environment after each message of the user."""
 
     def write(self, text: str, calls: Sequence[Call]) -> str:
-        """Call tools in XML."""
+        """Return an answer with calls in XML."""
         names = {"read": "read_file", "write": "write_to_file", "run": "execute_command"}
         spelled = [
             f"<{names[name]}>\n"
@@ -559,17 +559,17 @@ class Cline(Agent):
         self.history.append({"role": "user", "content": parts})
 
     def answer(self, reply: Reply) -> None:
-        """Add the text as it came, or say that there was none."""
+        """Add the text unchanged, or a note that there was none."""
         text = reply.text or "Failure: I did not provide a response."
         self.history.append({"role": "assistant", "content": text})
 
     def results(self, reply: Reply, texts: Sequence[str], *, failed: bool = False) -> None:
-        """Answer with the results as the user's text."""
-        told = [f"The tool execution failed:\n<error>\n{text}\n</error>" for text in texts]
-        self.ask("\n".join(told if failed else texts))
+        """Add a message of the user with the results."""
+        errors = [f"The tool execution failed:\n<error>\n{text}\n</error>" for text in texts]
+        self.ask("\n".join(errors if failed else texts))
 
     def interrupted(self, reply: Reply) -> None:
-        """Keep what came, with a note behind it."""
+        """Add the partial answer, with a note after it."""
         note = "\n\n[Response interrupted by user]"
         self.history.append({"role": "assistant", "content": reply.text + note})
 

@@ -1,4 +1,4 @@
-"""One server of each kind for the tests of a process."""
+"""Servers that the tests of a process share."""
 
 import functools
 import ssl
@@ -14,7 +14,7 @@ from tests.tiny_vision import save_tiny_vision
 
 @pytest.fixture(autouse=True, scope="session")
 def _certificates_are_read_once() -> Iterator[None]:
-    """Every client reads all authorities of the world: 20 to 40 ms, also where there is no TLS."""
+    """Cache the TLS context, as every client loads all authorities in 20 to 40 ms."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
@@ -28,14 +28,14 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server of a model whose template has tools in Hermes' format."""
+    """Run a server of a model whose template has tools in Hermes' format."""
     with running(model_with(HERMES, tmp_path_factory.mktemp("hermes"), source=ASSETS)) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server of a model whose prompts begin its reasoning."""
+    """Run a server of a model whose prompts start its reasoning."""
     folder = tmp_path_factory.mktemp("thinking")
     with running(model_with(THINKING, folder, source=ASSETS)) as server:
         yield server
@@ -43,6 +43,6 @@ def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
 
 @pytest.fixture(scope="session")
 def image_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server of a model with random weights that takes images."""
+    """Run a server of a vision model with random weights."""
     with running(save_tiny_vision("llava", tmp_path_factory.mktemp("llava"))) as server:
         yield server

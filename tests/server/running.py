@@ -25,7 +25,7 @@ __all__ = ["Running", "listening", "running", "serving"]
 
 
 class Running:
-    """An address that answers, and the engine behind it."""
+    """A running server's address, engine and application."""
 
     def __init__(self, url: str, llm: AsyncLLM, app: FastAPI) -> None:
         self.url = url
@@ -34,7 +34,7 @@ class Running:
         self.service: Service = app.state.service
 
     def pool(self) -> tuple[int, int]:
-        """Return the numbers of blocks and of free blocks, after the pool's `check`."""
+        """Check the pool, and return the numbers of its blocks and free blocks."""
 
         def look() -> tuple[int, int]:
             manager = self.llm.engine.manager
@@ -56,9 +56,9 @@ def running(
     send_buffer: int = 0,
     **options: Any,
 ) -> Iterator[Running]:
-    """Serve a model; `options` are the server's and the engine's.
+    """Run a server of a model; `options` are the server's and the engine's.
 
-    send_buffer: bytes that the kernel takes for a client that does not read.
+    send_buffer: bytes that the kernel buffers for a client that does not read.
     """
     names = set(ServerOptions.__dataclass_fields__)
     server = {k: options.pop(k) for k in list(options) if k in names}
@@ -76,7 +76,7 @@ def serving(
     send_buffer: int = 0,
     **app_options: Any,
 ) -> Iterator[Running]:
-    """Serve what is loaded, and close it in the end; `server` are the server's options."""
+    """Run a server of a loaded model, and close both; `server` are the server's options."""
     # Without keys, whatever keys the user of this machine may have.
     app = create_app(llm, name, ServerOptions(**{"api_keys": False, **server}), **app_options)
     with closing(llm), listening(app, send_buffer=send_buffer) as url:

@@ -1,4 +1,4 @@
-"""Answers that a test writes, in place of a model's, behind a server's own socket."""
+"""Scripted answers, in place of a model's, from a running server."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["scripted"]
 
 @contextmanager
 def scripted(server: Running, pieces: Sequence[str | Exception]) -> Iterator[None]:
-    """Every answer comes in these pieces, one token each; an exception among them is raised."""
+    """Replace every answer by these pieces, one token each; raise those that are exceptions."""
 
     async def run(request: Any) -> AsyncGenerator[RequestOutput]:
         streams = request.params.output_kind is RequestOutputKind.DELTA
-        told = ""
+        text = ""
         for place, piece in enumerate(pieces, 1):
             if isinstance(piece, Exception):
                 raise piece
-            told = piece if streams else told + piece
+            text = piece if streams else text + piece
             reason = "stop" if place == len(pieces) else None
             if streams or reason is not None:
                 ids = [1] if streams else [1] * len(pieces)
-                answer = CompletionOutput(0, told, ids, None, None, reason)
+                answer = CompletionOutput(0, text, ids, None, None, reason)
                 name, prompt = request.request_id, request.prompt_token_ids
                 yield RequestOutput(name, None, prompt, None, [answer], reason is not None)
 

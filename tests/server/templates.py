@@ -1,4 +1,4 @@
-"""Models for tests: the embedded one with chat templates of those that call tools; and pictures."""
+"""The embedded model with chat templates of models that call tools, and images."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ HERMES = _template(_HERMES_CALLS).replace("<think>", "").replace("</think>", "")
 LLAMA = HERMES.replace(_HERMES_CALLS, _LLAMA_CALLS)
 MISTRAL = HERMES.replace(_HERMES_CALLS, _MISTRAL_CALLS)
 THINKING = _template(_HERMES_CALLS, "<think>\\n")
-"""A server of a model whose prompts begin its reasoning."""
+"""Template of a model whose prompts start its reasoning."""
 
 
 def model_with(
     template: str, folder: Path, special: tuple[str, ...] = (), source: Path | None = None
 ) -> Path:
-    """A copy of a model, the shallow one unless another is given.
+    """Copy a model, by default the shallow one, with another chat template.
 
     special: texts that become special tokens in place of others.
     """
@@ -75,8 +75,8 @@ def model_with(
         texts = dict(zip(range(size - len(special), size), special, strict=True))
         vocabulary = tokenizer["model"]["vocab"]
         merges = tokenizer["model"]["merges"]
-        gone = {text for text, i in vocabulary.items() if i in texts}
-        tokenizer["model"]["merges"] = [m for m in merges if "".join(m) not in gone]
+        removed = {text for text, i in vocabulary.items() if i in texts}
+        tokenizer["model"]["merges"] = [m for m in merges if "".join(m) not in removed]
         tokenizer["model"]["vocab"] = {t: i for t, i in vocabulary.items() if i not in texts}
         tokenizer["model"]["vocab"] |= {text: i for i, text in texts.items()}
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -88,7 +88,7 @@ def model_with(
 
 
 def png_of(seed: int) -> str:
-    """A picture in base64."""
+    """Return a PNG in base64."""
     buffer = BytesIO()
     make_image(seed).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()

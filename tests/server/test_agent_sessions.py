@@ -1,7 +1,7 @@
-"""Sessions of coding agents over HTTP: every request is answered, and hits what came before.
+"""Sessions of coding agents over HTTP: each request is answered, and hits the earlier turns.
 
-The model is a real one. Its answers are led to the texts of a script, which it spells in tokens of
-its own choice: a client brings them back as text, changed as the agent changes them.
+The model is real. Grammars force its answers to the texts of a script, in tokens that it chooses.
+A client sends them back as text, with the changes that the agent makes.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ class Turn:
 
 
 @contextmanager
-def recorded(server: Running, said: dict[str, Any]) -> Iterator[list[Turn]]:
-    """Lead answers to the text in `said`, or a part of it, and note the tokens of each request."""
+def recorded(server: Running, script: dict[str, Any]) -> Iterator[list[Turn]]:
+    """Force answers to the text in `script`, or a part of it, and record each request's tokens."""
     turns: list[Turn] = []
     params, run = server.service.params, server.service.run
 
-    def lead(given: dict[str, Any], *, stream: bool) -> Any:
-        given = {**given, "temperature": 0, "max_tokens": 4}
-        if said["text"]:
-            length = len(server.llm.tokenizer.encode(said["text"])) * 3 // 4
-            given["max_tokens"] = length if said["is_cut"] else None
-            given["structured_outputs"] = StructuredOutputsParams(choice=[said["text"]])
-        return params(given, stream=stream)
+    def force(fields: dict[str, Any], *, stream: bool) -> Any:
+        fields = {**fields, "temperature": 0, "max_tokens": 4}
+        if script["text"]:
+            length = len(server.llm.tokenizer.encode(script["text"])) * 3 // 4
+            fields["max_tokens"] = length if script["is_cut"] else None
+            fields["structured_outputs"] = StructuredOutputsParams(choice=[script["text"]])
+        return params(fields, stream=stream)
 
     async def note(request: Any) -> AsyncGenerator[Any]:
         turn = Turn(list(request.prompt_token_ids), 0, [])
@@ -85,7 +85,7 @@ def recorded(server: Running, said: dict[str, Any]) -> Iterator[list[Turn]]:
             turn.answer += output.outputs[0].token_ids
             yield output
 
-    server.service.params = lead  # type: ignore[method-assign]
+    server.service.params = force  # type: ignore[method-assign]
     server.service.run = note  # type: ignore[method-assign, assignment]
     try:
         yield turns
@@ -94,7 +94,7 @@ def recorded(server: Running, said: dict[str, Any]) -> Iterator[list[Turn]]:
 
 
 def lengthened(folder: Path) -> Path:
-    """Have a model take longer prompts."""
+    """Extend the context of a model, and return its folder."""
     config = json.loads((folder / "config.json").read_text())
     config.get("text_config", config)["max_position_embeddings"] = 32768
     (folder / "config.json").write_text(json.dumps(config))
@@ -117,7 +117,7 @@ def reasoning_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runni
 
 
 @pytest.fixture(scope="module")
-def seeing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def vision_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server of a model that takes images and calls tools in Hermes' format."""
     folder = tmp_path_factory.mktemp("seeing")
     shutil.copytree(save_tiny_vision("llava", tmp_path_factory.mktemp("llava")), folder / "model")
@@ -140,19 +140,19 @@ def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 def send(client: httpx.Client, agent: Agent, most: int | None = None) -> Reply:
-    """Send the next request; with `most` the client hangs up after so many events."""
+    """Send the next request; disconnect after `most` events if it is set."""
     with client.stream("POST", agent.path, json=agent.body()) as response:
         assert response.status_code == 200, response.read()
         return agent.read(islice(events_of(response.iter_lines()), most))
 
 
 def play(
-    client: httpx.Client, agent: Agent, said: dict[str, Any], count: int, thought: str
+    client: httpx.Client, agent: Agent, script: dict[str, Any], count: int, thought: str
 ) -> None:
-    """Have a session of `count` turns, of which the first was asked."""
+    """Play `count` turns of a session whose first question was added."""
     for turn in range(count):
         text, calls, then = SCRIPT[turn % len(SCRIPT)]
-        said |= {"text": thought + agent.write(text, calls), "is_cut": then == "cut"}
+        script |= {"text": thought + agent.write(text, calls), "is_cut": then == "cut"}
         reply = send(client, agent, HEARD if then == "stops" else None)
         if then == "stops":
             agent.interrupted(reply)
@@ -176,17 +176,17 @@ def session(
 
     thought: text at the beginning of each answer.
     """
-    said: dict[str, Any] = {"text": None}
+    script: dict[str, Any] = {"text": None}
     with (
         httpx.Client(base_url=server.url, timeout=60) as client,
-        recorded(server, said) as turns,
+        recorded(server, script) as turns,
     ):
         agent.ask("Fix the tests, please.", image)
         for path, body in agent.background():
             answer = client.post(path, json=body)
             assert answer.status_code == 200, answer.text
         turns.clear()
-        play(client, agent, said, count, thought)
+        play(client, agent, script, count, thought)
     assert len(turns) == count
     return turns
 
@@ -198,7 +198,7 @@ def hit_rate(turns: list[Turn]) -> float:
 
 
 def count_same(first: str, second: str) -> int:
-    """Return how many characters two texts begin with in common."""
+    """Return the length of the common prefix of two texts."""
     sizes = range(1, min(len(first), len(second)) + 1)
     return bisect_left(sizes, True, key=lambda size: first[:size] != second[:size])
 
@@ -206,23 +206,23 @@ def count_same(first: str, second: str) -> int:
 def check_hits(server: Running, agent: Agent, turns: list[Turn]) -> None:
     """Check that each prompt hits the text that it shares with an earlier prompt and answer.
 
-    The texts show what a client sent again, in whatever tokens it was read.
+    Texts are compared, as a client's text may have other tokens than the answer had.
     """
     decode = server.llm.tokenizer.decode
-    seen: list[str] = []
+    texts: list[str] = []
     for place, turn in enumerate(turns):
         prompt, hit = decode(turn.prompt), len(decode(turn.prompt[: turn.cached]))
-        common = max((count_same(prompt, text) for text in seen), default=0)
+        common = max((count_same(prompt, text) for text in texts), default=0)
         then = SCRIPT[(place - 1) % len(SCRIPT)][2]
-        # A part of a token that stands at the end may belong to another in the next prompt.
+        # The last characters may be part of another token in the next prompt.
         assert hit >= common - 8, (place, then, prompt[hit:common])
         if place and agent.keeps_prompt and then not in ("cut", "stops"):
-            assert common >= len(seen[-1].rstrip()), (place, then, seen[-1][common:])
-        seen.append(decode(turn.prompt + turn.answer))
+            assert common >= len(texts[-1].rstrip()), (place, then, texts[-1][common:])
+        texts.append(decode(turn.prompt + turn.answer))
 
 
 @pytest.mark.parametrize("make", AGENTS)
-def test_a_session_hits_what_came_before(agent_server: Running, make: type[Agent]) -> None:
+def test_a_session_hits_its_earlier_turns(agent_server: Running, make: type[Agent]) -> None:
     agent = make()
     turns = session(agent_server, agent, TURNS)
     check_hits(agent_server, agent, turns)
@@ -230,16 +230,16 @@ def test_a_session_hits_what_came_before(agent_server: Running, make: type[Agent
 
 
 @pytest.mark.parametrize("make", [ClaudeCode, OpenCode, Cline])
-def test_a_session_with_an_image(seeing_server: Running, make: type[Agent]) -> None:
+def test_a_session_with_an_image(vision_server: Running, make: type[Agent]) -> None:
     agent = make()
-    turns = session(seeing_server, agent, len(SCRIPT), image=png_of(1))
-    check_hits(seeing_server, agent, turns)
+    turns = session(vision_server, agent, len(SCRIPT), image=png_of(1))
+    check_hits(vision_server, agent, turns)
     assert hit_rate(turns) >= 0.95
 
 
 @pytest.mark.parametrize("make", [Codex])
-def test_reasoning_comes_back(reasoning_server: Running, make: type[Agent]) -> None:
-    """Codex sends no text of reasoning again, but what it was given as encrypted."""
+def test_reasoning_is_sent_back(reasoning_server: Running, make: type[Agent]) -> None:
+    """Codex sends back encrypted reasoning instead of its text."""
     agent = make()
     thought = "I think \u00e9.\n</think>\n\n"
     turns = session(reasoning_server, agent, len(SCRIPT), thought=thought)

@@ -1,4 +1,4 @@
-"""Requests as coding agents send them, of which other servers refuse or misread some."""
+"""Requests of coding agents, some of which other servers refuse or misread."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def with_result(content: Any) -> list[Any]:
         ),
     ],
 )
-def test_blocks_that_are_texts_to_a_model(
-    tool_server: Running, block: dict[str, Any], text: str
-) -> None:
+def test_blocks_that_become_text(tool_server: Running, block: dict[str, Any], text: str) -> None:
     in_result = count(tool_server, with_result([block]), tools=[READ])
     assert in_result == count(tool_server, with_result(text), tools=[READ])
     if block["type"] != "tool_reference":
-        asked = [{"role": "user", "content": [block]}]
-        assert count(tool_server, asked) == count(tool_server, [{"role": "user", "content": text}])
+        messages = [{"role": "user", "content": [block]}]
+        assert count(tool_server, messages) == count(
+            tool_server, [{"role": "user", "content": text}]
+        )
 
 
 @pytest.mark.parametrize(
@@ -108,21 +108,21 @@ def test_a_document_has_the_fields_of_its_type(
 def test_a_scope_of_a_cache_mark_is_accepted(tool_server: Running) -> None:
     mark = {"type": "ephemeral", "scope": "global"}
     system = [{"type": "text", "text": "x", "cache_control": mark}]
-    asked = [{"role": "user", "content": "a"}]
-    assert count(tool_server, asked, system=system) == count(tool_server, asked, system="x")
+    messages = [{"role": "user", "content": "a"}]
+    assert count(tool_server, messages, system=system) == count(tool_server, messages, system="x")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_hosted_tool_next_to_own_tools_is_named_in_a_header(
     tool_server: Running, stream: bool
 ) -> None:
-    asked = [{"role": "user", "content": "a"}]
-    body = {"messages": asked, "max_tokens": 2, "tools": [READ, SEARCH], "stream": stream}
+    messages = [{"role": "user", "content": "a"}]
+    body = {"messages": messages, "max_tokens": 2, "tools": [READ, SEARCH], "stream": stream}
     answer = post(tool_server, "/v1/messages", body)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-headstart-ignored"] == "tools[1] web_search_20250305"
-    assert count(tool_server, asked, tools=[READ, SEARCH]) == count(
-        tool_server, asked, tools=[READ]
+    assert count(tool_server, messages, tools=[READ, SEARCH]) == count(
+        tool_server, messages, tools=[READ]
     )
     alone = post(tool_server, "/v1/messages", {**body, "tools": [SEARCH]})
     assert alone.status_code == 400 and "does not run here" in alone.json()["error"]["message"]
@@ -144,7 +144,7 @@ def call_text(name: str, arguments: str) -> str:
 
 
 def respond(server: Running, text: str, **change: Any) -> tuple[Any, list[Any]]:
-    """Return the response and the events of its stream, which end in the same items."""
+    """Return the response and its stream's events, after a check that their items agree."""
     body = {"model": "tiny", "input": "a", "tools": TOOLS, **change}
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     with client, scripted(server, [*text, ""]):
@@ -204,7 +204,7 @@ def test_a_required_call_is_of_an_allowed_tool(tool_server: Running) -> None:
         ("mcp.shell", "{}"),
     ],
 )
-def test_a_call_is_the_same_prompt_in_every_form_of_history(
+def test_every_form_of_a_call_renders_the_same_prompt(
     tool_server: Running, name: str, arguments: str
 ) -> None:
     text = call_text(name, arguments)
@@ -228,8 +228,8 @@ def test_a_call_is_the_same_prompt_in_every_form_of_history(
         {"type": "item_reference", "id": item.id},
         {"id": item.id},
     ]
-    asked = [{"role": "user", "content": "a"}]
-    bodies = [{"input": [*asked, form, one]} for form in forms for one in outputs]
+    messages = [{"role": "user", "content": "a"}]
+    bodies = [{"input": [*messages, form, result]} for form in forms for result in outputs]
     bodies += [{"input": outputs, "previous_response_id": response.id}]
     bodies[-1]["input"] = outputs[:1]
     counts = set()
@@ -245,7 +245,7 @@ def test_an_item_that_is_not_stored_is_not_found(tool_server: Running) -> None:
     assert answer.status_code == 404 and answer.json()["error"]["param"] == "input[0].id"
 
 
-def test_fields_that_codex_sends(tool_server: Running) -> None:
+def test_fields_of_codex_are_accepted(tool_server: Running) -> None:
     body = {
         "input": [
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]}
@@ -271,8 +271,8 @@ def test_fields_that_codex_sends(tool_server: Running) -> None:
     options = {"prompt_cache_options": {"nonsense": 1}}
     assert post(tool_server, "/v1/responses", body | options).status_code == 400
     count = {key: body[key] for key in ("input", "instructions", "tools", "reasoning")}
-    told = post(tool_server, "/v1/responses/input_tokens", count).json()
-    assert told == {
+    report = post(tool_server, "/v1/responses/input_tokens", count).json()
+    assert report == {
         "object": "response.input_tokens",
         "input_tokens": answer.json()["usage"]["input_tokens"],
     }
@@ -296,7 +296,7 @@ def test_fields_that_codex_sends(tool_server: Running) -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_a_field_of_a_message_that_nothing_reads_is_refused(
+def test_an_unused_field_of_a_message_is_refused(
     tool_server: Running, change: dict[str, Any], param: str, path: str
 ) -> None:
     body = {"messages": [{"role": "user", "content": "a", **change}]}
@@ -323,7 +323,7 @@ def test_a_null_is_absent_except_for_the_content() -> None:
     assert check_fields(message, 0, "") == {"role": "user", "content": None}
 
 
-def test_a_template_may_read_a_field_of_its_own() -> None:
+def test_a_template_may_read_a_custom_field() -> None:
     message = {"role": "user", "content": "a", "mood": "b", "name": None}
     read = {"role": "user", "content": "a", "mood": "b"}
     for template in ("{{ m.mood }}", "{{ m['mood'] }}", '{{ m["mood"] }}'):
@@ -345,7 +345,7 @@ def test_a_template_may_read_a_field_of_its_own() -> None:
         ("container", None, "c"),
     ],
 )  # fmt: skip
-def test_fields_of_anthropic_are_honoured_or_refused(
+def test_fields_of_anthropic_are_followed_or_refused(
     tool_server: Running, name: str, good: Any, bad: Any
 ) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -364,7 +364,7 @@ def test_an_empty_stop_stops_nothing(tool_server: Running) -> None:
 
 
 def forms_of(message: Any) -> list[dict[str, Any]]:
-    """Return a client's object in every form of dump."""
+    """Return a client's object in every form that it can be dumped."""
     forms = [
         message.model_dump(),
         message.model_dump(mode="json"),
@@ -377,34 +377,36 @@ def forms_of(message: Any) -> list[dict[str, Any]]:
 CALL = call_text("shell", '{"a": 1}')
 
 
-def test_a_turn_of_openai_comes_back_in_every_form(tool_server: Running) -> None:
+def test_every_form_of_an_openai_turn_is_accepted(tool_server: Running) -> None:
     tool = {"type": "function", "function": {"name": "shell"}}
-    asked = [{"role": "user", "content": "a"}]
-    body = {"model": "tiny", "messages": asked, "tools": [tool]}
+    messages = [{"role": "user", "content": "a"}]
+    body = {"model": "tiny", "messages": messages, "tools": [tool]}
     client = openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0)
     with client, scripted(tool_server, [*f"b {CALL}", ""]):
-        made = client.chat.completions.create(**body)
-        parsed = client.chat.completions.parse(model="tiny", messages=asked)
+        completion = client.chat.completions.create(**body)
+        parsed = client.chat.completions.parse(model="tiny", messages=messages)
     counts = set()
-    for form in forms_of(made.choices[0].message):
+    for form in forms_of(completion.choices[0].message):
         [call] = form["tool_calls"]
         result = {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
-        answer = post(tool_server, "/tokenize", {**body, "messages": [*asked, form, result]})
+        answer = post(tool_server, "/tokenize", {**body, "messages": [*messages, form, result]})
         assert answer.status_code == 200, answer.text
         counts.add(answer.json()["count"])
     assert len(counts) == 1
     for form in forms_of(parsed.choices[0].message):
-        answer = post(tool_server, "/tokenize", {"messages": [*asked, form]})
+        answer = post(tool_server, "/tokenize", {"messages": [*messages, form]})
         assert answer.status_code == 200, answer.text
 
 
-def test_a_turn_of_anthropic_comes_back_in_every_form(tool_server: Running) -> None:
-    asked = [{"role": "user", "content": "a"}]
+def test_every_form_of_an_anthropic_turn_is_accepted(tool_server: Running) -> None:
+    messages = [{"role": "user", "content": "a"}]
     tool = {**READ, "name": "shell"}
     client = anthropic.Anthropic(base_url=tool_server.url, api_key="none", max_retries=0)
     with client, scripted(tool_server, [*f"b {CALL}", ""]):
-        message = client.messages.create(model="tiny", max_tokens=9, messages=asked, tools=[tool])
-        body = {"model": "tiny", "max_tokens": 9, "messages": asked, "tools": [tool]}
+        message = client.messages.create(
+            model="tiny", max_tokens=9, messages=messages, tools=[tool]
+        )
+        body = {"model": "tiny", "max_tokens": 9, "messages": messages, "tools": [tool]}
         with client.messages.stream(**body) as stream:
             streamed = stream.get_final_message()
     counts = set()
@@ -412,7 +414,7 @@ def test_a_turn_of_anthropic_comes_back_in_every_form(tool_server: Running) -> N
         result = {"type": "tool_result", "tool_use_id": form["content"][-1]["id"], "content": "ok"}
         turns = [{"role": "assistant", "content": form["content"]}]
         turns.append({"role": "user", "content": [result]})
-        counts.add(count(tool_server, [*asked, *turns], tools=[tool]))
+        counts.add(count(tool_server, [*messages, *turns], tools=[tool]))
     assert len(counts) == 1
 
 
@@ -447,5 +449,5 @@ def test_an_error_of_a_message_names_the_item(tool_server: Running) -> None:
         ({"input": [turn, wrong]}, "input[1]"),
     ):
         for path in ("/v1/responses", "/v1/responses/input_tokens"):
-            told = post(tool_server, path, body).json()["error"]
-            assert told["param"] == param and told["message"].startswith(f"{param} has an image")
+            error = post(tool_server, path, body).json()["error"]
+            assert error["param"] == param and error["message"].startswith(f"{param} has an image")

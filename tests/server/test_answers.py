@@ -1,4 +1,4 @@
-"""Answers in every format, read whole and however they are cut."""
+"""Answers in every format, parsed whole and split at any position."""
 
 from __future__ import annotations
 
@@ -123,10 +123,10 @@ def test_an_answer_has_its_parts(name: str, text: str, parts: list[Part]) -> Non
     assert parts_of(FORMATS[name], *text) == parts
 
 
-def test_a_prompt_may_open_the_reasoning() -> None:
-    told = [reasoning("Hm."), content("Hi")]
-    assert parts_of(HERMES, "Hm.\n</think>\n\nHi", is_open=True) == told
-    assert parts_of(HERMES, "<think>Hm.</think>Hi", is_open=True) == told
+def test_a_prompt_may_start_the_reasoning() -> None:
+    expected = [reasoning("Hm."), content("Hi")]
+    assert parts_of(HERMES, "Hm.\n</think>\n\nHi", is_open=True) == expected
+    assert parts_of(HERMES, "<think>Hm.</think>Hi", is_open=True) == expected
 
 
 PIECES = st.sampled_from(
@@ -139,7 +139,7 @@ PIECES = st.sampled_from(
 
 
 @given(st.sampled_from(sorted(FORMATS)), st.lists(PIECES, max_size=12), st.booleans(), st.data())
-def test_how_a_text_is_cut_changes_nothing(
+def test_the_result_does_not_depend_on_the_splits(
     name: str, pieces: list[str], is_open: bool, data: st.DataObject
 ) -> None:
     text = "".join(pieces)
@@ -152,7 +152,7 @@ def test_how_a_text_is_cut_changes_nothing(
 
 
 @given(st.text("ab <|{[", max_size=20))
-def test_a_text_without_marks_is_content(text: str) -> None:
+def test_text_without_markers_is_content(text: str) -> None:
     for form in FORMATS.values():
         assert parts_of(form, *text) == ([content(text)] if text else [])
 
@@ -167,5 +167,5 @@ def test_a_text_without_marks_is_content(text: str) -> None:
         ("{{ tools }} <tool_call><function=f>", None),
     ],
 )
-def test_the_template_chooses(template: str, form: CallFormat | None) -> None:
+def test_the_template_selects_the_format(template: str, form: CallFormat | None) -> None:
     assert choose_format(template) is form

@@ -1,4 +1,4 @@
-"""Anthropic's own client against the server, over a socket."""
+"""Anthropic's client against the server, over a socket."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def caller(tool_server: Running) -> Iterator[anthropic.Anthropic]:
 
 
 def ask(client: anthropic.Anthropic, messages: Any = QUESTION, **change: Any) -> Message:
-    """The message, sent whole and as a stream, which Anthropic's client assembles."""
+    """Return the whole message, after a check that the streamed one is equal."""
     extra = {"temperature": 0, **change.pop("extra_body", {})}
     body: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 64, **change}
     whole = client.messages.create(**body, extra_body=extra)
     with client.messages.stream(**body, extra_body=extra) as stream:
         streamed = stream.get_final_message()
-    assert [shown(block) for block in whole.content] == [shown(one) for one in streamed.content]
+    assert [shown(block) for block in whole.content] == [shown(part) for part in streamed.content]
     assert whole.stop_reason == streamed.stop_reason
     assert whole.stop_sequence == streamed.stop_sequence
     assert whole.usage.output_tokens == streamed.usage.output_tokens
@@ -61,8 +61,8 @@ def ask(client: anthropic.Anthropic, messages: Any = QUESTION, **change: Any) ->
 
 
 def shown(block: Any) -> dict[str, Any]:
-    told: dict[str, Any] = block.model_dump(exclude={"id", "parsed_output"}, exclude_none=True)
-    return told
+    fields: dict[str, Any] = block.model_dump(exclude={"id", "parsed_output"}, exclude_none=True)
+    return fields
 
 
 def prompt_tokens(message: Message) -> int:
@@ -72,12 +72,12 @@ def prompt_tokens(message: Message) -> int:
     return usage.input_tokens + cached + created
 
 
-def test_a_message_is_the_engines_answer(client: anthropic.Anthropic) -> None:
+def test_a_message_matches_the_engine(client: anthropic.Anthropic) -> None:
     llm = LLM("headstart-tiny", dtype="float32", num_blocks=256)
     [oracle] = llm.chat(QUESTION, SamplingParams(max_tokens=64, temperature=0))  # type: ignore[arg-type]
     llm.close()
     message = ask(client)
-    assert [shown(one) for one in message.content] == [
+    assert [shown(part) for part in message.content] == [
         {"type": "text", "text": oracle.outputs[0].text}
     ]
     assert message.role == "assistant" and message.type == "message"
@@ -109,7 +109,7 @@ def test_a_stream_has_its_events_in_order(thinking_server: Running) -> None:
     assert around == ["content_block_start", "content_block_stop"] * 4
 
 
-def test_a_stream_that_fails_says_so(thinking_server: Running) -> None:
+def test_a_failed_stream_ends_with_an_error(thinking_server: Running) -> None:
     pieces = ["Hm", EngineError("a step failed")]
     with (
         scripted(thinking_server, pieces),
@@ -120,16 +120,16 @@ def test_a_stream_that_fails_says_so(thinking_server: Running) -> None:
         stream.get_final_message()
 
 
-def test_a_stream_that_fails_names_its_request(server: Running) -> None:
-    """The error has the request id of the header and the log; it had the message's id."""
+def test_the_error_of_a_stream_has_the_request_id(server: Running) -> None:
+    """Regression: the error had the message's id instead of the request id of header and log."""
     body = {"model": "tiny", "max_tokens": 9, "messages": QUESTION, "stream": True}
     with scripted(server, ["Hm", EngineError("a step failed")]):
         answer = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60)
-    told = json.loads(answer.text.rpartition("data: ")[2])
-    assert told["type"] == "error" and told["request_id"] == answer.headers["request-id"]
+    event = json.loads(answer.text.rpartition("data: ")[2])
+    assert event["type"] == "error" and event["request_id"] == answer.headers["request-id"]
 
 
-def test_a_system_text_is_a_text_or_blocks(client: anthropic.Anthropic) -> None:
+def test_a_system_prompt_may_be_text_or_blocks(client: anthropic.Anthropic) -> None:
     blocks: Any = [{"type": "text", "text": "Be brief."}]
     counts = [
         client.messages.count_tokens(model="tiny", messages=QUESTION, system=system).input_tokens  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def test_a_system_text_is_a_text_or_blocks(client: anthropic.Anthropic) -> None:
     assert client.messages.count_tokens(model="tiny", messages=parts).input_tokens == alone  # type: ignore[arg-type]
 
 
-def test_why_a_message_stops(client: anthropic.Anthropic) -> None:
+def test_stop_reasons(client: anthropic.Anthropic) -> None:
     assert ask(client, max_tokens=2).stop_reason == "max_tokens"
     text = ask(client).content[0].text  # type: ignore[union-attr]
     stopped = ask(client, stop_sequences=["zzz", text[2:4]])
@@ -153,17 +153,20 @@ def test_why_a_message_stops(client: anthropic.Anthropic) -> None:
     assert stopped.content[0].text == text[:2]  # type: ignore[union-attr]
 
 
-def test_an_answer_ends_where_the_context_does(client: anthropic.Anthropic) -> None:
-    """The limit applies to any `max_tokens`: many clients always send the same large number."""
+def test_an_answer_ends_at_the_end_of_the_context(client: anthropic.Anthropic) -> None:
+    """The limit applies to any `max_tokens`, as many clients always send the same large number."""
     used = ask(client, max_tokens=1).usage
     most = used.input_tokens + (used.cache_read_input_tokens or 0)
     most += (used.cache_creation_input_tokens or 0) + 2
     with running(max_model_len=most) as small, connect(small) as client_of_small:
-        told = ask(client_of_small, max_tokens=10_000)
-    assert (told.stop_reason, told.usage.output_tokens) == ("model_context_window_exceeded", 2)
+        message = ask(client_of_small, max_tokens=10_000)
+    assert (message.stop_reason, message.usage.output_tokens) == (
+        "model_context_window_exceeded",
+        2,
+    )
 
 
-def test_an_answer_that_is_begun_goes_on(client: anthropic.Anthropic) -> None:
+def test_a_prefilled_answer_continues(client: anthropic.Anthropic) -> None:
     text = ask(client).content[0].text  # type: ignore[union-attr]
     begin, between, rest = text.partition(" is")
     begun = ask(client, [*QUESTION, {"role": "assistant", "content": begin}])
@@ -183,7 +186,7 @@ def test_a_tool_is_used_and_its_result_read(
     assert use.input in ({"city": "Rome"}, {"city": "Oslo"}) and use.id.startswith("toolu_")
     turns = [
         *QUESTION,
-        {"role": "assistant", "content": [one.to_dict() for one in message.content]},
+        {"role": "assistant", "content": [part.to_dict() for part in message.content]},
         {
             "role": "user",
             "content": [
@@ -196,14 +199,14 @@ def test_a_tool_is_used_and_its_result_read(
             ],
         },
     ]
-    told = ask(caller, turns, tools=[WEATHER], tool_choice={"type": "none"})
-    read = told.usage.cache_read_input_tokens
+    next_message = ask(caller, turns, tools=[WEATHER], tool_choice={"type": "none"})
+    read = next_message.usage.cache_read_input_tokens
     assert read is not None and read >= prompt_tokens(message) + message.usage.output_tokens - 2
     blocks, free = tool_server.pool()
     assert blocks == free
 
 
-def test_reasoning_is_a_block_of_its_own(thinking_server: Running) -> None:
+def test_reasoning_is_a_separate_block(thinking_server: Running) -> None:
     with connect(thinking_server) as client:
         message = ask(client, max_tokens=3, thinking={"type": "enabled", "budget_tokens": 1024})
         [block] = message.content
@@ -226,14 +229,14 @@ def mark(text: str, **control: str) -> dict[str, Any]:
     return {"type": "text", "text": text, "cache_control": {"type": "ephemeral", **control}}
 
 
-def test_what_is_no_full_block_is_not_told_as_created(client: anthropic.Anthropic) -> None:
+def test_partial_blocks_are_not_reported_as_created(client: anthropic.Anthropic) -> None:
     first = [mark("Ab"), {"type": "text", "text": "cd"}]
     message = ask(client, [{"role": "user", "content": first}], max_tokens=1)
     assert prompt_tokens(message) < 16 and message.usage.cache_creation_input_tokens == 0
 
 
-def test_a_warm_repeat_creates_nothing_whatever_its_length(client: anthropic.Anthropic) -> None:
-    """One of sixteen lengths fills its last block, and a hit leaves a token of it to compute."""
+def test_a_repeated_prompt_creates_nothing_at_any_length(client: anthropic.Anthropic) -> None:
+    """One of sixteen lengths fills its last block, of which a hit computes one token again."""
     lengths = set()
     for end in range(16):
         turn = [{"role": "user", "content": [mark(f"{end} {PEOPLE}" + "a b c d e f g h "[:end])]}]
@@ -244,7 +247,7 @@ def test_a_warm_repeat_creates_nothing_whatever_its_length(client: anthropic.Ant
 
 
 def test_a_mark_of_the_whole_request_creates_all_full_blocks(client: anthropic.Anthropic) -> None:
-    """It stands after what the template writes behind the last message."""
+    """The mark is after the text that the template adds to the last message."""
     for end in range(16):
         turns = [{"role": "user", "content": f"whole {end} {PEOPLE}" + "a b c d e f g h "[:end]}]
         message = ask(client, turns, max_tokens=1, cache_control={"type": "ephemeral"})
@@ -253,7 +256,7 @@ def test_a_mark_of_the_whole_request_creates_all_full_blocks(client: anthropic.A
         assert usage.cache_creation_input_tokens == full - (usage.cache_read_input_tokens or 0)
 
 
-def test_usage_parts_what_was_read_created_and_neither(
+def test_usage_splits_into_read_created_and_other_tokens(
     client: anthropic.Anthropic, server: Running
 ) -> None:
     # Other tests' prompts may begin as these do, if only with the same token.
@@ -276,10 +279,10 @@ def test_usage_parts_what_was_read_created_and_neither(
     assert usage.cache_read_input_tokens == 0
     assert created.ephemeral_1h_input_tokens > created.ephemeral_5m_input_tokens > 0
     assert usage.input_tokens > 0
-    again, made = send("Who is old?")
+    again, repeated = send("Who is old?")
     read = again.cache_read_input_tokens or 0
     assert read >= usage.cache_creation_input_tokens
-    assert made.ephemeral_1h_input_tokens == made.ephemeral_5m_input_tokens == 0
+    assert repeated.ephemeral_1h_input_tokens == repeated.ephemeral_5m_input_tokens == 0
 
 
 def image(seed: int) -> dict[str, Any]:
@@ -287,7 +290,7 @@ def image(seed: int) -> dict[str, Any]:
     return {"type": "image", "source": source}
 
 
-def test_an_image_is_the_one_that_openais_clients_send(image_server: Running) -> None:
+def test_an_image_matches_one_of_openais_api(image_server: Running) -> None:
     text = {"type": "text", "text": "What is it?"}
     url = f"data:image/png;base64,{png_of(1)}"
     parts = [{"type": "image_url", "image_url": {"url": url}}, text]
@@ -305,10 +308,10 @@ def test_an_image_is_the_one_that_openais_clients_send(image_server: Running) ->
         assert ask(client, turns, max_tokens=1).usage.input_tokens > 0
 
 
-def test_the_model_is_one_of_anthropic_s(client: anthropic.Anthropic) -> None:
-    """Its client's pages had no end that it knew, and its models no name."""
+def test_models_have_anthropics_format(client: anthropic.Anthropic) -> None:
+    """Regression: pages lacked `has_more`, and models a display name."""
     page = client.models.list()
-    assert [one.id for one in client.models.list()] == ["tiny"] == [page.first_id]
+    assert [entry.id for entry in client.models.list()] == ["tiny"] == [page.first_id]
     assert page.has_more is False
     for model in (page.data[0], client.models.retrieve("tiny")):
         TypeAdapter(anthropic.types.ModelInfo).validate_python(model.to_dict())
@@ -338,7 +341,7 @@ BAD = [
     (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
         400,
-        "messages.0.content.0.text: Field required",  # was told twice, once as the block's type
+        "messages.0.content.0.text: Field required",  # was reported twice, once as the block's type
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
@@ -375,29 +378,29 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "status", "says"), BAD)
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_input_is_told_as_anthropic_would(
+def test_bad_input_is_refused_with_anthropics_errors(
     server: Running, change: dict[str, Any], status: int, says: str, stream: bool
 ) -> None:
     body = {"model": "tiny", "max_tokens": 4, "messages": QUESTION, "stream": stream} | change
     content = json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     answer = httpx.post(server.url + "/v1/messages", content=content, headers=headers, timeout=60)
-    told = answer.json()
-    assert answer.status_code == status and told["type"] == "error"
-    assert says in told["error"]["message"] and told["request_id"] == answer.headers["request-id"]
-    assert told["error"]["type"] == (
+    event = answer.json()
+    assert answer.status_code == status and event["type"] == "error"
+    assert says in event["error"]["message"] and event["request_id"] == answer.headers["request-id"]
+    assert event["error"]["type"] == (
         "not_found_error" if status == 404 else "invalid_request_error"
     )
     blocks, free = server.pool()
     assert blocks == free
 
 
-def test_a_model_without_images_says_so(client: anthropic.Anthropic) -> None:
+def test_images_are_refused_by_a_text_model(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="the model takes only text"):
         ask(client, [{"role": "user", "content": [image(1)]}])
 
 
-def test_marks_take_no_place_of_another_call() -> None:
+def test_cache_marks_need_no_slots() -> None:
     with running(max_num_seqs=1, max_waiting=1) as server, connect(server) as client:
         parts = [
             mark("Remember: " + PEOPLE, ttl="1h"),

@@ -1,5 +1,5 @@
-"""Bodies with mistakes: an error tells the first, as its API calls it, and the others are not even
-looked for."""
+"""Bodies with mistakes: an error names the first one, by its name in the API, and parsing stops
+there."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ ANSWER = {"model": "tiny", "max_tokens": 1}
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """All parts of a schema of pydantic's core."""
+    """Yield all parts of a schema of pydantic-core."""
     if isinstance(schema, dict):
         yield schema
-    for one in schema.values() if isinstance(schema, dict) else schema:
-        if isinstance(one, dict | list | tuple):
-            yield from schemas_in(one)
+    for part in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(part, dict | list | tuple):
+            yield from schemas_in(part)
 
 
-def test_every_list_of_every_body_is_read_up_to_its_first_mistake() -> None:
+def test_every_list_is_parsed_up_to_its_first_mistake() -> None:
     kinds = {
         endpoint.body
         for router in (*_ROUTERS, cache.router)
@@ -71,8 +71,8 @@ def test_every_list_of_every_body_is_read_up_to_its_first_mistake() -> None:
         (DetokenizeRequest, {"tokens": [None] * MANY}),
     ],
 )
-def test_an_error_does_not_note_every_mistake(kind: type[Body], body: dict[str, Any]) -> None:
-    """The mistakes of 1 MB were noted in two seconds, in which every stream stood still."""
+def test_an_error_does_not_collect_every_mistake(kind: type[Body], body: dict[str, Any]) -> None:
+    """Regression: collecting the mistakes of 1 MB blocked every stream for two seconds."""
     with pytest.raises(RequestValidationError) as raised:
         app._parse_body(kind, json.dumps(body).encode())
     assert 1 <= len(raised.value.errors()) <= 4
@@ -87,10 +87,10 @@ def test_an_error_does_not_note_every_mistake(kind: type[Body], body: dict[str, 
         ("/cache/explain", {"messages": CHAT}, {"function": {"name": "a b"}}),
     ],
 )
-def test_too_many_tools_are_counted_before_one_is_made(
+def test_tools_are_counted_before_they_are_created(
     server: Running, path: str, body: dict[str, Any], tool: dict[str, Any]
 ) -> None:
-    """20,000 were made, which stopped every stream for 57 ms. None of these can be made."""
+    """Regression: creating 20,000 tools blocked every stream for 57 ms. These are all invalid."""
     kind = "custom" if path == "/v1/messages" else "function"
     for count, says in ((128, "a tool has the name"), (129, "128 at most")):
         tools = [{"type": kind, **tool}] * count
@@ -99,7 +99,7 @@ def test_too_many_tools_are_counted_before_one_is_made(
 
 
 @pytest.mark.parametrize(
-    ("path", "given", "name"),
+    ("path", "body", "name"),
     [
         ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 0}, "max_tokens"),
         (
@@ -115,11 +115,11 @@ def test_too_many_tools_are_counted_before_one_is_made(
         ),
     ],
 )
-def test_an_error_names_the_field_as_its_api_does(
-    server: Running, path: str, given: dict[str, object], name: str | None
+def test_an_error_uses_the_apis_name_of_a_field(
+    server: Running, path: str, body: dict[str, object], name: str | None
 ) -> None:
-    """It named the field of the sampling, by which the API in part refuses it."""
-    name = name or list(given)[-1]
-    error = httpx.post(server.url + path, json=given, timeout=60).json()["error"]
+    """Regression: it named the field of `SamplingParams`."""
+    name = name or list(body)[-1]
+    error = httpx.post(server.url + path, json=body, timeout=60).json()["error"]
     assert error["message"].startswith(f"{name} ")
     assert error.get("param", name) == name

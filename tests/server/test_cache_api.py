@@ -58,7 +58,7 @@ def test_cells_show_the_prefix_of_each_block(client: httpx.Client) -> None:
 
 
 def test_watchers_are_bounded(server: Running) -> None:
-    """600 that did not read kept 130 MB."""
+    """Regression: 600 watchers that did not read used 130 MB."""
     events: list[Iterator[bytes]] = []
 
     def watch(others: ExitStack) -> int:
@@ -73,18 +73,18 @@ def test_watchers_are_bounded(server: Running) -> None:
             assert {watch(opened) for _ in range(MAX_WATCHERS)} == {200}
             assert watch(opened) == 429
         with ExitStack() as opened:
-            while watch(opened) == 429:  # until the server sees that the others are gone
+            while watch(opened) == 429:  # until the server notices that the others disconnected
                 pass
 
 
-def test_what_is_in_the_pool(client: httpx.Client) -> None:
+def test_the_report_counts_blocks_prefixes_and_hits(client: httpx.Client) -> None:
     empty = client.get("/cache").json()
     assert (empty["held"], empty["cached"], empty["empty"]) == (0, 0, 128)
     ask(client, PEOPLE + "How old is Ben?")
-    told = ask(client, PEOPLE + "How old is Anna?")
+    answer = ask(client, PEOPLE + "How old is Anna?")
     full = client.get("/cache").json()
     assert full["cached"] + full["held"] + full["empty"] == 128
-    assert full["hit_tokens"] == cached(told) > 16
+    assert full["hit_tokens"] == cached(answer) > 16
     assert full["running"] == full["waiting"] == 0
     assert set(full["missed"]) <= set(full["reasons"])
     explained = client.post("/cache/explain", json={"prompt": PEOPLE + "Who is it?"}).json()
@@ -92,29 +92,29 @@ def test_what_is_in_the_pool(client: httpx.Client) -> None:
     assert full["owners"] == [{"salt": None, "adapter": None, "blocks": full["cached"], "held": 0}]
     shared = full["prefixes"][0]
     assert shared["parent"] is None and shared["text"].startswith("Anna is 31")
-    branches = [one for one in full["prefixes"] if one["parent"] == shared["id"]]
+    branches = [prefix for prefix in full["prefixes"] if prefix["parent"] == shared["id"]]
     assert len(branches) == 2
-    assert sum(one["blocks"] for one in full["prefixes"]) == full["cached"]
-    assert [shared["hits"], *(one["hits"] for one in branches)] == [1, 0, 0]
+    assert sum(prefix["blocks"] for prefix in full["prefixes"]) == full["cached"]
+    assert [shared["hits"], *(prefix["hits"] for prefix in branches)] == [1, 0, 0]
     for _ in range(2):
         ask(client, PEOPLE + "Who of them all is the oldest one, and by how many years is that so?")
     again = client.get("/cache").json()["prefixes"]
-    assert sorted(one["hits"] for one in again) == [0, 0, 1, 3]
+    assert sorted(prefix["hits"] for prefix in again) == [0, 0, 1, 3]
 
 
-def test_messages_are_explained_as_a_chat_asks_them(client: httpx.Client) -> None:
-    """Without the beginning of the reply, a chat's prompt was a token longer than reported."""
+def test_messages_are_explained_as_a_chat_renders_them(client: httpx.Client) -> None:
+    """Regression: the generation prompt was left out, so the count was a token too low."""
     body = {"messages": [{"role": "user", "content": PEOPLE}]}
     chat = client.post("/v1/chat/completions", json={**body, "max_tokens": 1}).json()["usage"]
-    told = client.post("/cache/explain", json=body).json()
-    assert told["prompt_tokens"] == chat["prompt_tokens"]
-    assert told["cached_tokens"] == chat["prompt_tokens"] - 1
+    explained = client.post("/cache/explain", json=body).json()
+    assert explained["prompt_tokens"] == chat["prompt_tokens"]
+    assert explained["cached_tokens"] == chat["prompt_tokens"] - 1
     shorter = client.post("/cache/explain", json={**body, "add_generation_prompt": False}).json()
-    assert shorter["prompt_tokens"] < told["prompt_tokens"]
+    assert shorter["prompt_tokens"] < explained["prompt_tokens"]
 
 
-def test_a_requests_own_body_is_explained(client: httpx.Client) -> None:
-    """The body of a chat that missed was refused, as max_tokens was unknown."""
+def test_the_body_of_a_request_is_explained(client: httpx.Client) -> None:
+    """Regression: the body of a chat was refused, as max_tokens was unknown."""
     chat = {
         "model": "tiny",
         "messages": [{"role": "user", "content": PEOPLE}, {"role": "assistant", "content": "Anna"}],
@@ -125,9 +125,9 @@ def test_a_requests_own_body_is_explained(client: httpx.Client) -> None:
         "tool_choice": "none",
     }
     usage = client.post("/v1/chat/completions", json=chat).json()["usage"]
-    told = client.post("/cache/explain", json={**chat, "stream": True}).json()
-    assert told["prompt_tokens"] == usage["prompt_tokens"]
-    assert told["cached_tokens"] == usage["prompt_tokens"] - 1
+    explained = client.post("/cache/explain", json={**chat, "stream": True}).json()
+    assert explained["prompt_tokens"] == usage["prompt_tokens"]
+    assert explained["cached_tokens"] == usage["prompt_tokens"] - 1
     completion = {"prompt": PEOPLE, "max_tokens": 2, "logprobs": 1, "echo": False}
     assert client.post("/cache/explain", json=completion).status_code == 200
     slip = client.post("/cache/explain", json={**chat, "max_token": 2})
@@ -137,7 +137,7 @@ def test_a_requests_own_body_is_explained(client: httpx.Client) -> None:
     assert "use a chat's `messages`" in other
 
 
-def test_why_a_prompt_hits_what_it_does(client: httpx.Client) -> None:
+def test_reasons_for_misses(client: httpx.Client) -> None:
     dated = "Today is 2026-11-21 10:32.\n" + PEOPLE
     unseen = client.post("/cache/explain", json={"prompt": dated}).json()
     assert (unseen["cached_tokens"], unseen["closest"]) == (0, None)
@@ -159,7 +159,7 @@ def test_why_a_prompt_hits_what_it_does(client: httpx.Client) -> None:
     assert same["cached_tokens"] == same["prompt_tokens"] - 1 and same["reason"] == "none"
 
 
-def test_an_evicted_prompt_says_so(client: httpx.Client) -> None:
+def test_an_evicted_prompt_is_explained(client: httpx.Client) -> None:
     ask(client, PEOPLE)
     for count in range(12):
         ask(client, f"{count} " * 150)
@@ -181,8 +181,8 @@ def test_an_evicted_prompt_says_so(client: httpx.Client) -> None:
 def test_advice_names_the_fork_that_costs_most(client: httpx.Client) -> None:
     computed = 0
     for minute in range(5):
-        told = ask(client, f"It is 2026-11-22 10:{minute + 10}.\n{PEOPLE}")
-        computed += told["usage"]["prompt_tokens"] - cached(told)
+        answer = ask(client, f"It is 2026-11-22 10:{minute + 10}.\n{PEOPLE}")
+        computed += answer["usage"]["prompt_tokens"] - cached(answer)
     for name in ("Zoe", "Yan"):
         ask(client, f"A question for {name}: who are you?")
     advice = client.get("/cache/advice").json()
@@ -191,26 +191,26 @@ def test_advice_names_the_fork_that_costs_most(client: httpx.Client) -> None:
     assert fork["looks_like"] == "a date or time"
     assert 0 < fork["tokens_computed_again"] < computed
     assert fork["prompts"] == 4
-    moved = told["usage"]["prompt_tokens"]
+    moved = answer["usage"]["prompt_tokens"]
     assert fork["tokens_computed_again"] > 0.8 * 4 * moved
 
 
-def test_a_time_is_one_cause_whichever_digit_differs(client: httpx.Client) -> None:
-    """Each digit was a separate fork: four pieces of advice, and each promised too little."""
-    told = []
+def test_times_that_differ_in_any_digit_are_one_cause(client: httpx.Client) -> None:
+    """Regression: each digit was a separate fork, with its own and too low estimate."""
+    answers = []
     for second in range(0, 1400, 70):
-        told.append(ask(client, f"It is 10:{second // 60:02}:{second % 60:02}. {PEOPLE}"))
+        answers.append(ask(client, f"It is 10:{second // 60:02}:{second % 60:02}. {PEOPLE}"))
     [fork] = client.get("/cache/advice").json()["forks"]
-    assert fork["prompts"] == len(told) - 1 and fork["looks_like"] == "a date or time"
-    usage = told[-1]["usage"]
-    assert fork["tokens_computed_again"] > 0.8 * (len(told) - 1) * usage["prompt_tokens"]
+    assert fork["prompts"] == len(answers) - 1 and fork["looks_like"] == "a date or time"
+    usage = answers[-1]["usage"]
+    assert fork["tokens_computed_again"] > 0.8 * (len(answers) - 1) * usage["prompt_tokens"]
     assert re.search(r" at tokens \d+ to \d+ \(probably a date or time\)", fork["advice"])
 
 
-def test_a_fork_that_came_once_is_told_until_one_came_twice(client: httpx.Client) -> None:
-    """With two prompts there was neither advice nor a reason for its absence."""
+def test_a_single_fork_is_reported_until_one_repeats(client: httpx.Client) -> None:
+    """Regression: two prompts led to neither advice nor a reason for its absence."""
     for minute in (10, 11):
-        told = ask(client, f"It is 2026-11-22 10:{minute}.\n{PEOPLE}")
+        answer = ask(client, f"It is 2026-11-22 10:{minute}.\n{PEOPLE}")
     [fork] = client.get("/cache/advice").json()["forks"]
     assert fork["prompts"] == 1 and fork["looks_like"] == "a date or time"
     assert fork["advice"] == (
@@ -218,19 +218,19 @@ def test_a_fork_that_came_once_is_told_until_one_came_twice(client: httpx.Client
         "time) and continues with equal text: moving the differing text to the end would have "
         f"saved {fork['tokens_computed_again']} tokens"
     )
-    assert fork["tokens_computed_again"] > 0.8 * told["usage"]["prompt_tokens"]
+    assert fork["tokens_computed_again"] > 0.8 * answer["usage"]["prompt_tokens"]
     for name in ("Zoe", "Yan", "Uma"):
         ask(client, f"A question for {name}: {PEOPLE}")
     [fork] = client.get("/cache/advice").json()["forks"]
     assert fork["prompts"] == 2 and fork["advice"].startswith("2 prompts differ from")
 
 
-def test_a_block_that_is_not_there_is_not_found(client: httpx.Client) -> None:
+def test_an_unknown_block_is_not_found(client: httpx.Client) -> None:
     for block, status in ((0, 200), (127, 200), (128, 404), (-1, 404)):
         assert client.get(f"/cache/blocks/{block}").status_code == status
 
 
-def test_a_prompt_is_computed_ahead(client: httpx.Client) -> None:
+def test_prewarm_computes_a_prompt(client: httpx.Client) -> None:
     messages = [{"role": "user", "content": PEOPLE}]
     first = client.post("/cache/prewarm", json={"messages": messages}).json()
     assert first["computed_tokens"] == first["prompt_tokens"]
@@ -243,30 +243,32 @@ def test_a_prompt_is_computed_ahead(client: httpx.Client) -> None:
     assert unread["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_a_chat_with_tools_hits_what_was_computed_ahead(tool_server: Running) -> None:
-    """Tools were written as they came, and in a chat in another order: nothing behind was hit."""
+def test_a_chat_with_tools_hits_a_prewarmed_prompt(tool_server: Running) -> None:
+    """Regression: tools were rendered in another order than in a chat, so the rest missed."""
     parameters = {"type": "object", "properties": {"name": {"type": "string"}}}
     age = {"name": "age", "description": "How old", "parameters": parameters, "strict": True}
     body = {
         "messages": [{"role": "user", "content": "How old is Anna?"}],
-        "tools": [{"type": "function", "function": one} for one in (age, {"name": "now"})],
+        "tools": [
+            {"type": "function", "function": function} for function in (age, {"name": "now"})
+        ],
     }
     with httpx.Client(base_url=tool_server.url, timeout=60) as client:
         ahead = client.post("/cache/prewarm", json=body).json()
-        told = client.post("/cache/explain", json=body).json()
+        explained = client.post("/cache/explain", json=body).json()
         usage = client.post("/v1/chat/completions", json={**body, "max_tokens": 1}).json()["usage"]
         assert cached({"usage": usage}) >= ahead["prompt_tokens"] - 1
-        assert told["prompt_tokens"] == usage["prompt_tokens"]
+        assert explained["prompt_tokens"] == usage["prompt_tokens"]
         wrong = client.post("/cache/prewarm", json={**body, "tools": [{"name": "age"}]})
         assert wrong.status_code == 400
 
 
-def test_what_is_computed_ahead_may_be_kept_or_not(client: httpx.Client) -> None:
-    """`no_store`, `no_read` and `prompt_cache_retention` were taken, and did nothing."""
+def test_prewarm_follows_cache_options(client: httpx.Client) -> None:
+    """Regression: `no_store`, `no_read` and `prompt_cache_retention` had no effect."""
 
     def ahead(prompt: str, **more: object) -> int:
-        told = client.post("/cache/prewarm", json={"prompt": prompt, **more}).json()
-        return int(told["cached_tokens"])
+        answer = client.post("/cache/prewarm", json={"prompt": prompt, **more}).json()
+        return int(answer["cached_tokens"])
 
     assert ahead(PEOPLE, no_store=True) == ahead(PEOPLE) == ahead(PEOPLE, no_read=True) == 0
     assert ahead(PEOPLE) > 0
@@ -278,7 +280,7 @@ def test_what_is_computed_ahead_may_be_kept_or_not(client: httpx.Client) -> None
     assert ahead(PEOPLE) == 0 and ahead("Kept. " * 100) > 0
 
 
-def test_everything_is_forgotten(client: httpx.Client) -> None:
+def test_reset_empties_the_cache(client: httpx.Client) -> None:
     ask(client, PEOPLE)
     assert client.post("/cache/reset").json() == {"reset": True}
     assert client.get("/cache").json()["cached"] == 0
@@ -286,7 +288,7 @@ def test_everything_is_forgotten(client: httpx.Client) -> None:
     assert cached(ask(client, PEOPLE)) == 0
 
 
-def test_images_and_turns_are_forgotten_too(image_server: Running) -> None:
+def test_reset_also_forgets_images_and_chats(image_server: Running) -> None:
     url = f"data:image/png;base64,{png_of(9)}"
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Eh?"}]
     body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": parts}]}
@@ -305,8 +307,8 @@ def test_images_and_turns_are_forgotten_too(image_server: Running) -> None:
     assert encoded[1] == encoded[0] + 1
 
 
-def test_many_questions_cost_few_looks() -> None:
-    """Requests before a query share it; none sees events before its own query."""
+def test_concurrent_requests_share_pool_queries() -> None:
+    """Concurrent requests share a query of the pool; none gets a result older than itself."""
     with running(shallow_built_in(), num_blocks=128) as server:
         looks, look = [], server.llm.engine.manager.path_segments
 
@@ -316,12 +318,12 @@ def test_many_questions_cost_few_looks() -> None:
 
         server.llm.engine.manager.path_segments = count  # type: ignore[method-assign]
 
-        async def ask_often() -> list[int]:
+        async def query_often() -> list[int]:
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 answers = await asyncio.gather(*(client.get("/cache") for _ in range(60)))
                 return [answer.json()["empty"] for answer in answers]
 
-        assert asyncio.run(ask_often()) == [128] * 60
+        assert asyncio.run(query_often()) == [128] * 60
         assert 0 < len(looks) < 30
         with httpx.Client(base_url=server.url, timeout=60) as client:
             for round in range(3):
@@ -334,7 +336,7 @@ def test_many_questions_cost_few_looks() -> None:
     [{}, {"prompt": "a", "messages": []}, {"prompt": ""}, {"prompt": [2**31]}, {"what": 1},
      {"prompt": "a", "model": "b"}],
 )  # fmt: skip
-def test_no_prompt(client: httpx.Client, body: dict[str, Any]) -> None:
+def test_an_invalid_prompt_is_refused(client: httpx.Client, body: dict[str, Any]) -> None:
     for path in ("/cache/explain", "/cache/prewarm"):
         answer = client.post(path, json=body)
         assert answer.status_code in (400, 404) and answer.json()["error"]["message"]

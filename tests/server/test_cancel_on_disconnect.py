@@ -1,4 +1,4 @@
-"""Work that ends when its client disconnects: the ending that is reported."""
+"""Work that ends when its client disconnects, and the error that it raises."""
 
 from __future__ import annotations
 
@@ -14,64 +14,64 @@ from headstart.server.openai.api import merge
 from headstart.server.service import Calls, ClientDisconnected, cancel_on_disconnect, time_limit
 from headstart.server.tenants import EVERYBODY
 
-GONE: Message = {"type": "http.disconnect"}
+DISCONNECT: Message = {"type": "http.disconnect"}
 MORE: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
 class Client:
-    """A client's messages: the rest of its request, then those that a test sends."""
+    """A client's messages: the rest of its request, then those that a test adds."""
 
     def __init__(self) -> None:
-        self._said: asyncio.Queue[Message | Exception] = asyncio.Queue()
-        self._said.put_nowait(MORE)
+        self._messages: asyncio.Queue[Message | Exception] = asyncio.Queue()
+        self._messages.put_nowait(MORE)
 
-    def say(self, what: Message | Exception) -> None:
-        self._said.put_nowait(what)
+    def send(self, message: Message | Exception) -> None:
+        self._messages.put_nowait(message)
 
     async def receive(self) -> Message:
-        said = await self._said.get()
-        if isinstance(said, Exception):
-            raise said
-        return said
+        message = await self._messages.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
 
 
-async def for_ever(ended: list[str]) -> None:
+async def wait_forever(events: list[str]) -> None:
     try:
         await asyncio.Event().wait()
     finally:
-        ended.append("work")
+        events.append("work")
 
 
 def run(what: Callable[[Client, list[str]], Awaitable[None]]) -> list[str]:
-    """Run with a client; return the ending, and asyncio's reports of unretrieved errors."""
-    ended: list[str] = []
+    """Run with a client; return the events, including asyncio's unretrieved errors."""
+    events: list[str] = []
 
     async def watched() -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: ended.append(context["message"]))
-        await what(Client(), ended)
-        gc.collect()  # a task whose error was never asked for says so when it goes
+        loop.set_exception_handler(lambda _, context: events.append(context["message"]))
+        await what(Client(), events)
+        gc.collect()  # a task with an unretrieved error reports it when it is deleted
 
     asyncio.run(watched())
     gc.collect()
-    return ended
+    return events
 
 
-def test_the_client_goes() -> None:
-    async def go(client: Client, ended: list[str]) -> None:
-        client.say(GONE)
+def test_a_disconnected_client_ends_the_work() -> None:
+    async def go(client: Client, events: list[str]) -> None:
+        client.send(DISCONNECT)
         with pytest.raises(ClientDisconnected):
-            await cancel_on_disconnect(client.receive, for_ever(ended))
+            await cancel_on_disconnect(client.receive, wait_forever(events))
 
     assert run(go) == ["work"]
 
 
-def test_the_work_is_done_first() -> None:
-    """Also where the watcher fails in the same turn of the loop."""
+def test_finished_work_is_returned() -> None:
+    """The result is returned even if the watcher fails in the same iteration of the loop."""
 
-    async def finish(client: Client, ended: list[str]) -> None:
+    async def finish(client: Client, events: list[str]) -> None:
         async def work() -> int:
-            client.say(ValueError("nobody wants to know"))
+            client.send(ValueError("ignored"))
             return 5
 
         assert await cancel_on_disconnect(client.receive, work()) == 5
@@ -81,26 +81,26 @@ def test_the_work_is_done_first() -> None:
     assert run(finish) == []
 
 
-def test_an_error_of_what_is_received_is_raised() -> None:
-    """It was lost, and the client's disconnection was no longer noticed."""
+def test_an_error_of_receive_is_raised() -> None:
+    """Regression: the error was lost, and disconnections were no longer noticed."""
 
-    async def fail(client: Client, ended: list[str]) -> None:
-        client.say(ValueError("broken"))
+    async def fail(client: Client, events: list[str]) -> None:
+        client.send(ValueError("broken"))
         with pytest.raises(ValueError, match="broken"):
-            await cancel_on_disconnect(client.receive, for_ever(ended))
+            await cancel_on_disconnect(client.receive, wait_forever(events))
 
     assert run(fail) == ["work"]
 
 
-@pytest.mark.parametrize("said", [GONE, ValueError("broken")], ids=["gone", "broken"])
-def test_who_is_cancelled_is_cancelled(said: Message | Exception) -> None:
-    """A client that went away in the same turn of the loop hid that its caller was cancelled."""
+@pytest.mark.parametrize("message", [DISCONNECT, ValueError("broken")], ids=["gone", "broken"])
+def test_a_cancelled_caller_raises_cancelled_error(message: Message | Exception) -> None:
+    """Regression: a client that disconnected in the same iteration hid the cancellation."""
 
-    async def cancel(client: Client, ended: list[str]) -> None:
-        caller = asyncio.ensure_future(cancel_on_disconnect(client.receive, for_ever(ended)))
+    async def cancel(client: Client, events: list[str]) -> None:
+        caller = asyncio.ensure_future(cancel_on_disconnect(client.receive, wait_forever(events)))
         for _ in range(5):
             await asyncio.sleep(0)
-        client.say(said)
+        client.send(message)
         await asyncio.sleep(0)  # the watcher has ended now, and has not cancelled the work yet
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -109,14 +109,14 @@ def test_who_is_cancelled_is_cancelled(said: Message | Exception) -> None:
     assert run(cancel) == ["work"]
 
 
-def test_a_call_whose_time_is_over_is_told_so_though_its_client_is_gone() -> None:
-    async def end(client: Client, ended: list[str]) -> None:
+def test_a_timeout_is_raised_even_if_the_client_disconnected() -> None:
+    async def end(client: Client, events: list[str]) -> None:
         calls = Calls(1, 1, seconds=0.0)
         late = ApiError(504, "too late")
 
         async def work() -> None:
-            client.say(GONE)
-            await for_ever(ended)
+            client.send(DISCONNECT)
+            await wait_forever(events)
 
         with calls.call(EVERYBODY) as call, pytest.raises(ApiError) as raised:
             async with time_limit(call, 0.0, lambda: late):
@@ -126,8 +126,8 @@ def test_a_call_whose_time_is_over_is_told_so_though_its_client_is_gone() -> Non
     assert run(end) == ["work"]
 
 
-def test_streams_that_are_left_are_all_closed() -> None:
-    """One waits for its item, and the item of the other was just taken."""
+def test_closing_merged_streams_closes_each() -> None:
+    """One stream waits for its item; the other's item was just received."""
     closed: list[str] = []
 
     async def stream(name: str, *, waits: bool) -> AsyncGenerator[str]:
@@ -148,8 +148,8 @@ def test_streams_that_are_left_are_all_closed() -> None:
     asyncio.run(leave())
 
 
-def test_the_time_of_work_that_ended_passes_without_effect() -> None:
-    """Nothing is left of a call until its deadline, and nothing fails then."""
+def test_the_deadline_of_finished_work_has_no_effect() -> None:
+    """No timer remains until the deadline, and nothing fails then."""
     failures: list[dict[str, object]] = []
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""Answers that end before they are complete: their clients see an error, not a shorter answer."""
+"""Clients of incomplete answers get an error, not a shorter answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDLESS = ["word " * 2000] * 10_000  # 10 KB each
 
 @pytest.fixture(scope="module")
 def short_time() -> Iterator[Running]:
-    """A server whose answers may take half a second, and no moment more."""
+    """Run a server whose answers may take half a second, without a grace period."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headstart.server.middleware._GRACE", 0.0)
         with running(send_buffer=1 << 16) as server:
@@ -49,10 +49,10 @@ def message(url: str) -> Any:
 
 
 @pytest.mark.parametrize("ask", [complete, chat, respond, message])
-def test_a_slow_reader_sees_that_its_stream_was_cut_off(
+def test_a_slow_reader_gets_an_error_for_a_cut_off_stream(
     ask: Callable[[str], Any], short_time: Running
 ) -> None:
-    """The time ends while an event waits to be sent, so no event can report it."""
+    """The timeout passes while an event waits to be sent, so no event can report it."""
     with scripted(short_time, ENDLESS):
         stream = ask(short_time.url)
         with pytest.raises(Exception, match="incomplete chunked read"):
@@ -61,8 +61,8 @@ def test_a_slow_reader_sees_that_its_stream_was_cut_off(
                     time.sleep(0.01)
 
 
-def test_a_slow_reader_sees_that_its_whole_answer_was_cut_off(short_time: Running) -> None:
-    """Its length is in the head."""
+def test_a_slow_reader_gets_an_error_for_a_cut_off_answer(short_time: Running) -> None:
+    """The client compares its length with Content-Length."""
     body = {"model": "tiny", "prompt": "Hello"}
     url = f"{short_time.url}/v1/completions"
     with (

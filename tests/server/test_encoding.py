@@ -1,4 +1,4 @@
-"""JSON is read as `json.loads` reads it, and written so that it reads the same."""
+"""JSON is parsed as by `json.loads`, and encoded so that it parses to the same value."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCRAPS = st.lists(
 
 
 def outcome(read: Any, text: str) -> str:
-    """Return the value that is read, so that NaN and -0.0 are distinct, or the error's name."""
+    """Return the parsed value as text, which distinguishes NaN and -0.0, or the error's name."""
     try:
         return repr(read(text.encode("utf-8", "surrogatepass")))
     except ValueError as error:
@@ -42,7 +42,7 @@ def outcome(read: Any, text: str) -> str:
 
 
 @given(VALUES, st.booleans(), st.sampled_from([None, 1]))
-def test_it_reads_what_json_reads(value: Any, ascii_only: bool, indent: int | None) -> None:
+def test_it_parses_what_json_parses(value: Any, ascii_only: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     assert outcome(decode, text) == outcome(json.loads, text)
 
@@ -55,7 +55,7 @@ def test_it_refuses_what_json_refuses(text: str) -> None:
 
 
 @given(VALUES)
-def test_it_writes_what_json_writes(value: Any) -> None:
+def test_encoded_values_parse_to_the_same_value(value: Any) -> None:
     try:
         text = json.dumps(value, allow_nan=False)
     except ValueError:
@@ -64,12 +64,12 @@ def test_it_writes_what_json_writes(value: Any) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32-le"])
-def test_encodings_that_json_may_have(encoding: str) -> None:
+def test_every_encoding_of_json_is_accepted(encoding: str) -> None:
     value = {"é": ["漢😀" * 300_000, 1]}
     assert decode(json.dumps(value, ensure_ascii=False).encode(encoding)) == value
 
 
-def test_a_broken_text_is_told_where() -> None:
+def test_an_error_has_its_position() -> None:
     for text in ('{"a": [1, 2,, 3]}', '{"a": [1, 2, x]}', '{"a" 1}', '{"a": 1 2}', "[1] 2"):
         with pytest.raises(json.JSONDecodeError) as ours:
             decode(text.encode())
@@ -78,6 +78,6 @@ def test_a_broken_text_is_told_where() -> None:
         assert (ours.value.msg, ours.value.pos) == (theirs.value.msg, theirs.value.pos)
 
 
-def test_brackets_without_end_are_no_crash() -> None:
+def test_deep_nesting_does_not_crash() -> None:
     with pytest.raises(RecursionError):
         decode(b"[" * 1_000_000)

@@ -19,7 +19,7 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "the 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, int]]:
-    """A server of a model as Llama 2, whose texts begin with a special token; the id of ▁then."""
+    """Yield a server of a model like Llama 2, with a BOS token, and the id of the token " the"."""
     tokenizer = TINY_TOKENIZERS["prepended"]()
     first = tokenizer.convert_tokens_to_ids(FIRST)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[attr-defined]
@@ -43,9 +43,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, i
 
 
 def post(server: Running, path: str, **body: Any) -> dict[str, Any]:
-    told = httpx.post(f"{server.url}/v1/{path}", json={"model": "tiny", "max_tokens": 2, **body})
-    assert told.status_code == 200, told.text
-    answer: dict[str, Any] = told.json()
+    response = httpx.post(
+        f"{server.url}/v1/{path}", json={"model": "tiny", "max_tokens": 2, **body}
+    )
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
     return answer
 
 
@@ -67,12 +69,12 @@ def test_a_completion_with_its_echo_and_offsets(llama: tuple[Running, int]) -> N
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == " the the the"
 
 
-def test_a_chat_that_continues_the_assistant_s_words(llama: tuple[Running, int]) -> None:
+def test_a_chat_that_continues_the_assistants_text(llama: tuple[Running, int]) -> None:
     server, the = llama
-    going_on = {"add_generation_prompt": False, "continue_final_message": True}
+    options = {"add_generation_prompt": False, "continue_final_message": True}
     body = {"messages": CHAT, "allowed_token_ids": [the]}
-    told = post(server, "chat/completions", **body, **going_on)
-    assert told["choices"][0]["message"]["content"] == " the the"
+    answer = post(server, "chat/completions", **body, **options)
+    assert answer["choices"][0]["message"]["content"] == " the the"
 
 
 def test_a_prefilled_message(llama: tuple[Running, int]) -> None:
@@ -82,9 +84,9 @@ def test_a_prefilled_message(llama: tuple[Running, int]) -> None:
     assert tokenizer is not None
     prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, continue_final_message=True)
     ids = tokenizer.encode(prompt, add_special_tokens=False)
-    going_on = {"add_generation_prompt": False, "continue_final_message": True, "max_tokens": 5}
-    told = post(
-        server, "chat/completions", messages=CHAT, temperature=0, return_token_ids=True, **going_on
+    options = {"add_generation_prompt": False, "continue_final_message": True, "max_tokens": 5}
+    answer = post(
+        server, "chat/completions", messages=CHAT, temperature=0, return_token_ids=True, **options
     )
-    whole = tokenizer.decode(ids + told["choices"][0]["token_ids"], skip_special_tokens=True)
+    whole = tokenizer.decode(ids + answer["choices"][0]["token_ids"], skip_special_tokens=True)
     assert part["text"] == whole[len(tokenizer.decode(ids, skip_special_tokens=True)) :]

@@ -1,4 +1,4 @@
-"""The grammar of answers that must call a tool: which texts it takes."""
+"""The grammar of answers that must call a tool, and the texts that it accepts."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def takes(form: StructuredOutputsParams, text: str) -> bool:
     matcher = llguidance.LLMatcher(guide(), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     token_ids = tokenizer().encode(text, add_special_tokens=False)
-    taken = matcher.try_consume_tokens(token_ids)
-    return bool(taken == len(token_ids) and matcher.is_accepting())
+    num_consumed = matcher.try_consume_tokens(token_ids)
+    return bool(num_consumed == len(token_ids) and matcher.is_accepting())
 
 
 def hermes(*calls: str) -> str:
@@ -95,22 +95,22 @@ def test_a_named_tool_is_called_once() -> None:
         ("begun", "", False),
     ],
 )
-def test_reasoning_stands_before_a_call_where_the_prompt_began_it(
+def test_reasoning_may_precede_a_forced_call(
     reasoning: Reasoning, before: str, is_taken: bool
 ) -> None:
     form = force_calls(ToolUse(TOOLS, "required"), HERMES, {}, reasoning)
     assert takes(form, before + hermes(F)) is is_taken
 
 
-def test_special_tokens_stand_by_their_ids() -> None:
+def test_special_tokens_are_written_by_their_ids() -> None:
     special = {"<tool_call>": 7, "</tool_call>": 8}
     form = force_calls(ToolUse(TOOLS, "required", "g"), HERMES, special, "none")
     assert form.grammar is not None and "<[7]>" in form.grammar and "<[8]>" in form.grammar
 
 
-def test_a_form_of_json_comes_after_reasoning() -> None:
-    given = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
-    form = after_reasoning(given, {})
+def test_json_follows_the_reasoning() -> None:
+    params = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    form = after_reasoning(params, {})
     assert form is not None
     assert takes(form, 'so, {"n"}.</think>\n\n{"n":3}')
     assert not takes(form, '{"n":3}')

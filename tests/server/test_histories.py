@@ -18,8 +18,8 @@ QUESTION = {"role": "user", "content": "Hi"}
 def post(server: Running, path: str, **body: Any) -> dict[str, Any]:
     answer = httpx.post(f"{server.url}{path}", json={"model": "tiny", **body}, timeout=60)
     assert answer.status_code == 200, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    response: dict[str, Any] = answer.json()
+    return response
 
 
 def text(value: str) -> dict[str, str]:
@@ -36,7 +36,7 @@ def text(value: str) -> dict[str, str]:
     ],
 )
 def test_only_the_billing_line_is_removed(server: Running, system: Any) -> None:
-    """A block that began with the line was dropped whole, and chats had the line in the prompt."""
+    """Regression: a block that began with the line was dropped, and chats included the line."""
     path = "/v1/messages/count_tokens"
     plain = post(server, path, system=SYSTEM, messages=[QUESTION])
     assert post(server, path, system=system, messages=[QUESTION]) == plain
@@ -49,7 +49,7 @@ def test_only_the_billing_line_is_removed(server: Running, system: Any) -> None:
         assert answer["usage"]["input_tokens"] == plain["input_tokens"]
 
 
-def test_a_system_text_of_the_billing_line_alone_is_none(server: Running) -> None:
+def test_a_system_prompt_with_only_the_billing_line_is_absent(server: Running) -> None:
     plain = post(server, "/tokenize", messages=[QUESTION])
     system = {"role": "system", "content": LINE}
     assert post(server, "/tokenize", messages=[system, QUESTION]) == plain
@@ -63,8 +63,8 @@ WRITE = {
 FUNCTION = {"type": "function", "function": {"name": "write", "parameters": WRITE}}
 
 
-def test_a_call_that_was_cut_off_comes_back_in_a_chat(tool_server: Running) -> None:
-    """The next turn, and every one after it, was refused; now it hits all before the cut."""
+def test_a_cut_off_call_is_accepted_in_a_chats_history(tool_server: Running) -> None:
+    """Regression: the next turn was refused. It hits all blocks before the cut."""
     body: dict[str, Any] = {"tools": [FUNCTION], "temperature": 0}
     path = "/v1/chat/completions"
     forced = {"tool_choice": "required", "max_tokens": 60}
@@ -78,7 +78,7 @@ def test_a_call_that_was_cut_off_comes_back_in_a_chat(tool_server: Running) -> N
     assert usage["prompt_tokens_details"]["cached_tokens"] >= answer["usage"]["total_tokens"] - 1
 
 
-def test_a_call_that_was_cut_off_comes_back_in_a_response(tool_server: Running) -> None:
+def test_a_cut_off_call_is_accepted_in_a_responses_history(tool_server: Running) -> None:
     path, tool = "/v1/responses", {"type": "function", "name": "write", "parameters": WRITE}
     body: dict[str, Any] = {"tools": [tool], "temperature": 0}
     first = post(
@@ -96,7 +96,7 @@ def test_a_call_that_was_cut_off_comes_back_in_a_response(tool_server: Running) 
         assert cached >= first["usage"]["total_tokens"] - 1
 
 
-def test_a_call_that_was_cut_off_comes_back_in_a_message(tool_server: Running) -> None:
+def test_a_cut_off_call_is_accepted_in_a_messages_history(tool_server: Running) -> None:
     call = {"type": "tool_use", "id": "toolu_1", "name": "write", "input": '{"text": "On'}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "cut off"}
     history = [
@@ -108,7 +108,7 @@ def test_a_call_that_was_cut_off_comes_back_in_a_message(tool_server: Running) -
     post(tool_server, "/v1/messages", messages=history, tools=tools, max_tokens=1)
 
 
-def test_a_refusal_of_an_earlier_response_is_text(server: Running) -> None:
+def test_a_refusal_of_an_earlier_response_becomes_text(server: Running) -> None:
     counts = [
         post(
             server,
@@ -128,8 +128,8 @@ def test_a_refusal_of_an_earlier_response_is_text(server: Running) -> None:
     assert counts[0] == counts[1]
 
 
-def test_any_model_answers_as_long_as_the_context() -> None:
-    """Agents ask for a large model's longest answer, and for a second model."""
+def test_any_model_name_and_max_tokens_are_accepted() -> None:
+    """Agents request the longest answer of a large model, and name a second model."""
     names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
     with running(any_model=True, max_model_len=16) as small:
         card = httpx.get(small.url + "/v1/models/claude-haiku-4-5").json()
@@ -142,9 +142,9 @@ def test_any_model_answers_as_long_as_the_context() -> None:
         ):
             key = "input" if path == "/v1/responses" else "messages"
             body = {key: [{"role": "user", "content": "Hello there"}], field: 10**6}
-            told = post(small, path, **body, model="claude-haiku-4-5")
-            assert told["model"] == "claude-haiku-4-5"
-            usage = told["usage"]
+            answer = post(small, path, **body, model="claude-haiku-4-5")
+            assert answer["model"] == "claude-haiku-4-5"
+            usage = answer["usage"]
             if "total_tokens" not in usage:
                 usage["total_tokens"] = sum(usage[name] for name in (*names, "output_tokens"))
             assert usage["total_tokens"] == 16

@@ -1,4 +1,4 @@
-"""A server of a model with recurrent layers: chats, forks, aborts, reports of checkpoints."""
+"""Chats, forks, aborts and checkpoints of a model with recurrent layers behind a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAT = [{"role": "user", "content": TEXT}]
 
 @pytest.fixture(params=["lfm2", "qwen3_5_text"])
 def hybrid(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
-    """A server of a tiny model, whose invariants are checked after every step."""
+    """Run a server of a tiny model that checks its invariants after every step."""
     folder = save_chatting(request.param, tmp_path)
     with running(folder, num_blocks=64, num_states=16, debug=True) as server:
         yield server
@@ -30,7 +30,7 @@ def hybrid(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
 
 
 def read_metrics(url: str) -> dict[str, float]:
-    """Return the values of headstart's own metrics, without the model's label."""
+    """Return the values of headstart's metrics, without the model's label."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     values = (re.fullmatch(r'headstart:(\S+?)\{model_name="tiny",?(.*)\} (.*)', x) for x in lines)
     return {f"{m[1]} {m[2]}".strip(): float(m[3]) for m in values if m is not None}
@@ -53,7 +53,7 @@ def test_a_chat_resumes_where_its_last_turn_ended(hybrid: Running) -> None:
         chat += [{"role": "assistant", "content": reply}, {"role": "user", "content": "and then"}]
 
 
-def test_answers_of_one_prompt_and_clients_that_leave(hybrid: Running) -> None:
+def test_several_answers_and_disconnected_clients(hybrid: Running) -> None:
     client = OpenAI(base_url=f"{hybrid.url}/v1", api_key="none", max_retries=0)
     body: dict[str, Any] = {"model": "tiny", "messages": CHAT, "temperature": 0, "seed": 1}
     first = client.chat.completions.create(**body, max_tokens=8, n=3)
@@ -90,7 +90,7 @@ def test_checkpoints_in_reports(hybrid: Running) -> None:
     fork = 2 * TEXT + "x"
     missed = ask(fork, "/cache/explain")
     assert missed["reason"] == "state" and missed["cached_tokens"] == 0
-    [known] = re.findall(
+    [num_computed] = re.findall(
         r"cached up to token (\d+), but no checkpoint to resume from", missed["text"]
     )
     ask(fork)
@@ -99,18 +99,18 @@ def test_checkpoints_in_reports(hybrid: Running) -> None:
     states = look["states"]
     assert states["slots"] == 16 == states["checkpoints"] + states["free"]
     assert states["running"] == states["dropped"] == 0
-    assert look["recomputed_tokens"] == int(known)
+    assert look["recomputed_tokens"] == int(num_computed)
     assert sum(prefix["checkpoints"] for prefix in look["prefixes"]) == states["checkpoints"] > 2
     metrics = read_metrics(hybrid.url)
     assert metrics['state_slots use="checkpoint"'] == states["checkpoints"]
     assert metrics['state_slots use="free"'] == states["free"]
     assert metrics["checkpoints_dropped_total"] == 0
-    assert metrics["recomputed_tokens_total"] == int(known)
+    assert metrics["recomputed_tokens_total"] == int(num_computed)
     assert metrics['prefix_cache_misses_total reason="state"'] == 1
 
 
 def test_window_blocks_in_reports(tmp_path: Path) -> None:
-    """Blocks of the layers with a sliding window are counted by use."""
+    """Blocks of sliding-window layers are counted by use."""
     folder = save_chatting("gemma3", tmp_path)
     with running(folder, num_blocks=256, debug=True) as server:
         body = {"model": "tiny", "prompt": 3 * TEXT, "max_tokens": 1}

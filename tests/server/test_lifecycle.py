@@ -1,4 +1,4 @@
-"""`headstart serve` as a process: it starts, stops in order, is killed, and starts again."""
+"""`headstart serve` as a process that starts, shuts down, is killed, and restarts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WITH_TLS = ("--tls-cert", str(TLS / "certificate.pem"), "--tls-key", str(TLS / "
 
 
 class Process:
-    """A server process, and the address that it prints."""
+    """A server process and the address that it prints."""
 
     def __init__(self, *options: str, folder: Path) -> None:
         command = ["serve", "--num-blocks", "512", "--served-model-name", "tiny"]
@@ -55,12 +55,12 @@ class Process:
         os.kill(self._process.pid, kind)
 
     def wait(self) -> int | None:
-        """The exit status."""
+        """Wait for the end of the process, and return its exit status."""
         self._process.join(SECONDS)
         return self._process.exitcode
 
     def errors(self) -> str:
-        """Return its stderr, once it has ended."""
+        """Return its stderr after it has exited."""
         return self._stderr.read()
 
     def end(self) -> None:
@@ -74,7 +74,7 @@ class Process:
 
     @contextmanager
     def stream(self, tokens: int) -> Iterator[Iterator[str]]:
-        """The lines of a long answer, of which the first is there."""
+        """Yield the lines of a long answer after its first one."""
         body = BODY | {"max_tokens": tokens, "stream": True}
         url = f"{self.url}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=SECONDS) as answer:
@@ -93,20 +93,22 @@ def process(folder: Path, *options: str) -> Iterator[Process]:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
-def test_what_runs_is_answered_before_the_end(kind: signal.Signals, tmp_path: Path) -> None:
+def test_running_requests_are_answered_before_the_shutdown(
+    kind: signal.Signals, tmp_path: Path
+) -> None:
     with process(tmp_path, "--port", "0") as server:
         with server.stream(100) as lines:
             server.signal(kind)
             *_, last = filter(None, lines)
             assert last == "data: [DONE]"
         assert server.wait() == 0
-        said = server.errors()
-        assert said.endswith("Stopped.\n")
-        assert said.count("8 million parameters") == 1
-        assert "The cache at work, in a browser: http://127.0.0.1:" in said
+        log = server.errors()
+        assert log.endswith("Stopped.\n")
+        assert log.count("8 million parameters") == 1
+        assert "The cache at work, in a browser: http://127.0.0.1:" in log
 
 
-def test_while_it_drains_it_says_so_and_takes_nothing(tmp_path: Path) -> None:
+def test_a_draining_server_is_not_ready_and_refuses_requests(tmp_path: Path) -> None:
     with process(tmp_path, "--port", "0", "--drain-seconds", "600") as server:
         with server.stream(300) as lines:
             assert httpx.get(f"{server.url}/ready").status_code == 200
@@ -126,8 +128,8 @@ def test_while_it_drains_it_says_so_and_takes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "0.2"])
-def test_an_answer_that_takes_too_long_is_cut_off(seconds: str, tmp_path: Path) -> None:
-    """More tokens than a second makes."""
+def test_a_stream_that_takes_too_long_is_cut_off(seconds: str, tmp_path: Path) -> None:
+    """The answer needs more than a second."""
     with process(tmp_path, "--port", "0", "--drain-seconds", seconds) as server:
         with server.stream(8000) as lines:
             server.signal(signal.SIGTERM)
@@ -135,9 +137,9 @@ def test_an_answer_that_takes_too_long_is_cut_off(seconds: str, tmp_path: Path) 
             error = json.loads(last.removeprefix("data: "))["error"]  # and no "[DONE]"
             assert error["message"] == "the server stopped before the answer was complete"
         assert server.wait() == 0
-        said = server.errors()
-        assert "the server stopped before the answer was complete" in said
-        assert "Traceback" not in said
+        log = server.errors()
+        assert "the server stopped before the answer was complete" in log
+        assert "Traceback" not in log
 
 
 def test_a_whole_answer_that_takes_too_long_is_refused(tmp_path: Path) -> None:
@@ -146,11 +148,11 @@ def test_a_whole_answer_that_takes_too_long_is_refused(tmp_path: Path) -> None:
         lines = stack.enter_context(server.stream(8000))
         body = BODY | {"max_tokens": 8000}
         url = f"{server.url}/v1/completions"
-        asked = pool.submit(httpx.post, url, json=body, timeout=SECONDS)
+        future = pool.submit(httpx.post, url, json=body, timeout=SECONDS)
         while httpx.get(f"{server.url}/cache").json()["running"] < 2:
             assert next(lines) is not None
         server.signal(signal.SIGTERM)
-        answer = asked.result()
+        answer = future.result()
         assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
         assert "before the answer was complete" in answer.json()["error"]["message"]
         list(lines)
@@ -158,12 +160,12 @@ def test_a_whole_answer_that_takes_too_long_is_refused(tmp_path: Path) -> None:
         assert "Traceback" not in server.errors()
 
 
-def test_it_ends_whatever_its_clients_do(tmp_path: Path) -> None:
-    """One is idle, one watches, one stopped reading its answer, two are amid their requests."""
+def test_it_shuts_down_regardless_of_its_clients(tmp_path: Path) -> None:
+    """One is idle, one watches, one stopped reading its answer, two are sending requests."""
     body = json.dumps(BODY | {"max_tokens": 8000, "stream": True})
     head = "{} HTTP/1.1\r\nHost: localhost\r\n"
-    asked = head.format("POST /v1/completions") + "Content-Type: application/json\r\n"
-    asked += f"Content-Length: {len(body)}\r\n\r\n{body}"
+    request = head.format("POST /v1/completions") + "Content-Type: application/json\r\n"
+    request += f"Content-Length: {len(body)}\r\n\r\n{body}"
     with process(tmp_path, "--port", "0", "--drain-seconds", "0.2") as server, ExitStack() as stack:
 
         def send(text: str) -> socket.socket:
@@ -174,58 +176,60 @@ def test_it_ends_whatever_its_clients_do(tmp_path: Path) -> None:
             client.sendall(text.encode())
             return client
 
-        for text in (head.format("GET /ready"), head.format("GET /cache/live"), asked):
+        for text in (head.format("GET /ready"), head.format("GET /cache/live"), request):
             assert send(f"{text}\r\n").recv(15) == b"HTTP/1.1 200 OK"
-        amid_head, amid_body = send(head.format("GET /ready")), send(asked[:-1])
-        assert server.ask().status_code == 200  # what came before it has been read
+        amid_head, amid_body = send(head.format("GET /ready")), send(request[:-1])
+        assert server.ask().status_code == 200  # earlier requests have been read
         server.signal(signal.SIGTERM)
         assert amid_head.recv(1) == b""
         assert amid_body.recv(12) == b"HTTP/1.1 503"
         assert server.wait() == 0
-        said = server.errors()
-        assert said.endswith("Stopped.\n") and "Traceback" not in said
+        log = server.errors()
+        assert log.endswith("Stopped.\n") and "Traceback" not in log
 
 
 @pytest.mark.parametrize("kinds", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM,) * 2])
-def test_a_second_signal_ends_it_at_once(kinds: tuple[signal.Signals, ...], tmp_path: Path) -> None:
+def test_a_second_signal_stops_it_at_once(
+    kinds: tuple[signal.Signals, ...], tmp_path: Path
+) -> None:
     first, second = kinds
     with process(tmp_path, "--port", "0", "--drain-seconds", "600") as server:
         with server.stream(8000) as lines:
             server.signal(first)
-            while server.ask().status_code == 200:  # until the first was seen
+            while server.ask().status_code == 200:  # until the first signal was handled
                 assert next(lines) != "data: [DONE]"
             server.signal(second)
             *_, last = filter(None, lines)
             assert "the server stopped before" in last
         assert server.wait() == 0
-        said = server.errors()
-        assert re.search("waiting up to 600 s for [12] requests?; Ctrl-C again stops now", said)
-        assert "ASGI callable" not in said and "running task" not in said
+        log = server.errors()
+        assert re.search("waiting up to 600 s for [12] requests?; Ctrl-C again stops now", log)
+        assert "ASGI callable" not in log and "running task" not in log
 
 
-def test_after_a_kill_it_serves_again(tmp_path: Path) -> None:
-    """At the same port, to the same key, whose salt is the same."""
+def test_it_restarts_after_a_kill(tmp_path: Path) -> None:
+    """It uses the same port and accepts the same key, with the same salt."""
     key = KeyFolder(tmp_path).add("alice")
     headers = {"x-api-key": key}
-    port, said = "0", []
+    port, answers = "0", []
     for _ in range(2):
         with process(tmp_path, "--port", port) as server:
             port = server.url.rpartition(":")[2]
             url = f"{server.url}/v1/completions"
             assert server.ask().status_code == 401
             answer = httpx.post(url, json=BODY, headers=headers, timeout=SECONDS)
-            said.append(answer.json()["choices"][0]["text"])
+            answers.append(answer.json()["choices"][0]["text"])
             with httpx.stream(
                 "POST", url, json=BODY | {"max_tokens": 8000, "stream": True}, headers=headers
             ) as streamed:
                 assert next(streamed.iter_lines()).startswith("data: ")
                 server.signal(signal.SIGKILL)
             assert server.wait() == -signal.SIGKILL
-    assert said[0] == said[1]
+    assert answers[0] == answers[1]
 
 
-def test_after_a_stop_with_open_connections_it_serves_again_at_once(tmp_path: Path) -> None:
-    """The server's old connections were in TIME_WAIT, and kept its port for a minute."""
+def test_it_restarts_at_once_after_a_stop_with_open_connections(tmp_path: Path) -> None:
+    """Regression: old connections in TIME_WAIT blocked the port for a minute."""
     port = "0"
     for _ in range(2):
         with process(tmp_path, "--port", port) as server:
@@ -236,7 +240,7 @@ def test_after_a_stop_with_open_connections_it_serves_again_at_once(tmp_path: Pa
                 assert server.wait() == 0
 
 
-def test_adapters_are_models_that_clients_name(demo_model: Path, tmp_path: Path) -> None:
+def test_adapters_are_listed_as_models(demo_model: Path, tmp_path: Path) -> None:
     sea = make_adapter(demo_model, tmp_path / "adapter", lora_alpha=64)
     with closing(LLM(demo_model, num_blocks=64)) as llm:
         llm.load_adapter("sea", sea)
@@ -249,7 +253,7 @@ def test_adapters_are_models_that_clients_name(demo_model: Path, tmp_path: Path)
     model = ["--model", str(demo_model), "--port", "0", "--lora-modules", f"sea={sea}"]
     with process(tmp_path / "keys", *model) as server:
         models = httpx.get(f"{server.url}/v1/models").json()["data"]
-        assert [one["id"] for one in models] == ["tiny", "sea"]
+        assert [entry["id"] for entry in models] == ["tiny", "sea"]
         for name, text in zip(("tiny", "sea"), expected, strict=True):
             body = BODY | {"model": name, "temperature": 0}
             answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=SECONDS)
@@ -257,7 +261,7 @@ def test_adapters_are_models_that_clients_name(demo_model: Path, tmp_path: Path)
 
 
 def test_connections_send_each_write_at_once() -> None:
-    """An answer's body waited 40 ms for the client to acknowledge its head."""
+    """Regression: an answer's body waited 40 ms for the client to acknowledge its head."""
     with listen(ServerOptions(port=0)) as listener:
         assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -278,7 +282,7 @@ def test_https_with_a_certificate(tmp_path: Path) -> None:
             body: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 8}
             whole = client.chat.completions.create(**body, temperature=0)
             chunks = client.chat.completions.create(**body, temperature=0, stream=True)
-            text = "".join(one.choices[0].delta.content or "" for one in chunks)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
             assert text and text == whole.choices[0].message.content
 
 
@@ -293,7 +297,7 @@ def test_https_with_a_certificate(tmp_path: Path) -> None:
         (("--max-requests-per-tenant", "0"), "max_requests_per_tenant is 0"),
     ],
 )
-def test_wrong_options_are_told_before_the_model_is_loaded(
+def test_invalid_options_are_refused_before_the_model_is_loaded(
     options: tuple[str, ...], says: str
 ) -> None:
     command = ["serve", "--model", "/no/such/model", "--port", "0", *options]
@@ -301,26 +305,26 @@ def test_wrong_options_are_told_before_the_model_is_loaded(
     assert result.exit_code == 2 and says in result.stderr
 
 
-def test_pages_of_other_origins_may_ask_only_if_they_are_named() -> None:
-    ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    ask["Access-Control-Request-Headers"] = "authorization,content-type"
-    named = "access-control-allow-origin"
+def test_only_configured_origins_may_send_requests() -> None:
+    headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    headers["Access-Control-Request-Headers"] = "authorization,content-type"
+    allow_origin = "access-control-allow-origin"
     with running(cors_origin="https://a.example, https://b.example") as server:
         url = f"{server.url}/v1/completions"
-        allowed = httpx.options(url, headers=ask)
-        assert allowed.status_code == 200 and allowed.headers[named] == "https://a.example"
-        refused = httpx.options(url, headers=ask | {"Origin": "https://c.example"})
-        assert refused.status_code == 400 and named not in refused.headers
+        allowed = httpx.options(url, headers=headers)
+        assert allowed.status_code == 200 and allowed.headers[allow_origin] == "https://a.example"
+        refused = httpx.options(url, headers=headers | {"Origin": "https://c.example"})
+        assert refused.status_code == 400 and allow_origin not in refused.headers
         answer = httpx.post(url, json={}, headers={"Origin": "https://b.example"})
-        assert answer.status_code == 400 and answer.headers[named] == "https://b.example"
+        assert answer.status_code == 400 and answer.headers[allow_origin] == "https://b.example"
     with running() as server:
-        answer = httpx.options(f"{server.url}/v1/completions", headers=ask)
-        assert answer.status_code == 403 and named not in answer.headers
+        answer = httpx.options(f"{server.url}/v1/completions", headers=headers)
+        assert answer.status_code == 403 and allow_origin not in answer.headers
         assert json.loads(answer.text)["error"]
 
 
-def test_a_port_that_is_taken_is_told_with_the_way_out() -> None:
-    with listen(ServerOptions(port=0)) as taken:
-        port = taken.getsockname()[1]
+def test_a_port_in_use_is_reported_with_a_remedy() -> None:
+    with listen(ServerOptions(port=0)) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}.*another program.*--port N"):
             listen(ServerOptions(port=port))

@@ -1,4 +1,4 @@
-"""litellm against the server, over a socket, by both of its routes."""
+"""litellm against the server, over a socket, by its OpenAI and Anthropic routes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHOICE = {"type": "function", "function": {"name": "get_weather"}}
 
 @pytest.fixture
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """litellm sends telemetry, and warns about its pydantic models."""
+    """Import litellm without its telemetry and warnings."""
     litellm = import_quietly("litellm")
     monkeypatch.setattr(litellm, "telemetry", False)
     with warnings.catch_warnings():
@@ -45,7 +45,7 @@ def route(request: pytest.FixtureRequest, tool_server: Running) -> dict[str, Any
     return {"model": f"{request.param}/tiny", "api_base": base, "api_key": "none"}
 
 
-def test_an_answer_whole_and_streamed(litellm: Any, route: dict[str, Any]) -> None:
+def test_a_streamed_answer_matches_the_whole(litellm: Any, route: dict[str, Any]) -> None:
     body = {**route, "messages": QUESTION, "max_tokens": 24, "temperature": 0}
     answer = litellm.completion(**body)
     text = answer.choices[0].message.content
@@ -74,15 +74,17 @@ def test_a_function_is_called(litellm: Any, route: dict[str, Any]) -> None:
             assert litellm.completion(**turn).choices[0].finish_reason
 
 
-def test_an_error_has_its_kind(litellm: Any, route: dict[str, Any]) -> None:
+def test_errors_have_litellms_types(litellm: Any, route: dict[str, Any]) -> None:
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(**{**route, "model": route["model"] + "x"}, messages=QUESTION)
     with pytest.raises(litellm.BadRequestError):
         litellm.completion(**route, messages=QUESTION, temperature=-1)
 
 
-def test_a_prompt_that_is_too_long_is_known_as_such(litellm: Any, route: dict[str, Any]) -> None:
-    """Programs that cut their conversations wait for this error."""
+def test_a_too_long_prompt_raises_a_context_window_error(
+    litellm: Any, route: dict[str, Any]
+) -> None:
+    """Programs shorten their conversations on this error."""
     for text in ("x " * 5_000, "x" * 1_000_000):
         with pytest.raises(litellm.ContextWindowExceededError):
             litellm.completion(**route, messages=[{"role": "user", "content": text}], max_retries=0)

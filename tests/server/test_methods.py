@@ -1,4 +1,4 @@
-"""Requests by `HEAD`, compressed, by HTTP/1.0, or with an offer of another protocol."""
+"""Requests with `HEAD`, compression, HTTP/1.0, or an `Upgrade` header."""
 
 from __future__ import annotations
 
@@ -18,27 +18,31 @@ BODY = {"model": "tiny", "prompt": "a", "max_tokens": 1}
 
 
 @pytest.mark.parametrize("path", [*GET_PATHS, "/v1/models/tiny", "/v1/models/x", "/nothing"])
-def test_head_has_what_get_has_but_for_the_body(server: Running, path: str) -> None:
-    """Load balancers ask by it whether a server lives; it was refused with status 405."""
+def test_head_returns_the_headers_of_get(server: Running, path: str) -> None:
+    """Regression: `HEAD` had status 405, but load balancers use it for health checks."""
     with httpx.Client(base_url=server.url) as client:
-        told, head = client.get(path), client.head(path)
+        whole, head = client.get(path), client.head(path)
         again = client.get(path)  # on the same connection: no byte of a body was in front of it
-    assert (head.status_code, head.content, again.content) == (told.status_code, b"", told.content)
+    assert (head.status_code, head.content, again.content) == (
+        whole.status_code,
+        b"",
+        whole.content,
+    )
     own = {"date", "x-request-id", "request-id"}
     assert {k: v for k, v in head.headers.items() if k not in own} == {
-        k: v for k, v in told.headers.items() if k not in own
+        k: v for k, v in whole.headers.items() if k not in own
     }
-    assert int(head.headers["content-length"]) == len(told.content)
+    assert int(head.headers["content-length"]) == len(whole.content)
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/cache", "/cache/advice"])
-def test_head_of_what_changes(server: Running, path: str) -> None:
+def test_head_of_a_dynamic_path_has_a_length(server: Running, path: str) -> None:
     head = httpx.head(server.url + path)
     assert head.status_code == 200 and int(head.headers["content-length"]) > 0
 
 
 def test_head_of_a_stream_ends_it(server: Running) -> None:
-    """Which would be sent as long as the client stays."""
+    """The stream would last as long as the connection."""
     with httpx.Client(base_url=server.url, timeout=60) as client:
         head = client.head("/cache/live")
         assert head.headers["content-type"].startswith("text/event-stream")
@@ -46,14 +50,14 @@ def test_head_of_a_stream_ends_it(server: Running) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
-def test_head_of_what_is_posted(server: Running, path: str) -> None:
+def test_head_of_a_post_only_path_is_refused(server: Running, path: str) -> None:
     head = httpx.head(server.url + path)
     assert head.status_code == 405 and head.headers["allow"] == "POST" and not head.content
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "Deflate"])
-def test_a_compressed_body_is_told_so(server: Running, encoding: str) -> None:
-    """It was no JSON that can be read."""
+def test_a_compressed_body_is_refused_as_such(server: Running, encoding: str) -> None:
+    """Regression: the error called it invalid JSON."""
     content = gzip.compress(json.dumps(BODY).encode())
     headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
     url = server.url + "/v1/completions"
@@ -67,7 +71,7 @@ def test_a_compressed_body_is_told_so(server: Running, encoding: str) -> None:
     )
 
 
-def test_a_body_that_is_said_to_be_as_it_is(server: Running) -> None:
+def test_a_body_with_identity_encoding_is_accepted(server: Running) -> None:
     headers = {"Content-Encoding": "identity"}
     answer = httpx.post(server.url + "/v1/completions", json=BODY, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -83,15 +87,15 @@ def ask_for_more(to: socket.socket, protocol: str) -> bytes:
 @pytest.mark.parametrize(
     ("protocol", "status"), [("websocket", 400), ("WebSocket", 400), ("h2c", 200)]
 )
-def test_what_would_be_more_than_http_is_answered_quietly(
+def test_upgrades_are_declined_without_warnings(
     server: Running, logged: list[logging.LogRecord], protocol: str, status: int
 ) -> None:
-    """There were two warnings in the log; one advised to install a library."""
+    """Regression: two warnings were logged, one of which advised to install a library."""
     where = httpx.URL(server.url)
     with closing(socket.create_connection((where.host, where.port), 60)) as client:
-        told = ask_for_more(client, protocol)
-        assert told.startswith(b"HTTP/1.1 %d" % status)
-        assert (b"websockets are not supported" in told) == (status == 400)
+        answer = ask_for_more(client, protocol)
+        assert answer.startswith(b"HTTP/1.1 %d" % status)
+        assert (b"websockets are not supported" in answer) == (status == 400)
         assert ask_for_more(client, "h2c").startswith(b"HTTP/1.1 200"), "the connection goes on"
     assert not [record for record in logged if "granian" in record.name]
 
@@ -107,12 +111,12 @@ def spell_post(server: Running, body: bytes, *more: str, version: str = "1.1") -
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-def tell(server: Running, asked: bytes, size: int = 1 << 20) -> bytes:
+def exchange(server: Running, request: bytes, size: int = 1 << 20) -> bytes:
     """Send bytes, `size` at a time; return the answer until the server closes the connection."""
     where = httpx.URL(server.url)
     with closing(socket.create_connection((where.host, where.port), 60)) as client:
-        for start in range(0, len(asked), size):
-            client.sendall(asked[start : start + size])
+        for start in range(0, len(request), size):
+            client.sendall(request[start : start + size])
         return b"".join(iter(lambda: client.recv(65_536), b""))
 
 
@@ -127,21 +131,21 @@ H2C = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: A
 def test_a_body_after_an_offer_of_http_2_is_read(
     server: Running, length: str, body: bytes, size: int
 ) -> None:
-    """Java's HttpClient offers it with each request: its body was reported as missing."""
-    asked = spell_post(server, body, *H2C, length) * 2
-    asked += spell_post(server, body, "Connection: close, Upgrade", "Upgrade: h2c", length)
-    told = tell(server, asked, size)
-    assert told.count(b"HTTP/1.1 200") == told.count(b"text_completion") == 3, told
+    """Regression: the body of Java's HttpClient, which offers HTTP/2, was reported as missing."""
+    requests = spell_post(server, body, *H2C, length) * 2
+    requests += spell_post(server, body, "Connection: close, Upgrade", "Upgrade: h2c", length)
+    answer = exchange(server, requests, size)
+    assert answer.count(b"HTTP/1.1 200") == answer.count(b"text_completion") == 3, answer
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_http_1_0_is_answered_without_chunks(server: Running, stream: bool) -> None:
-    """It knows none: their sizes stood between the events."""
+    """Regression: sizes of chunks, which HTTP/1.0 does not have, appeared between the events."""
     body = json.dumps({**BODY, "stream": stream}).encode()
-    asked = spell_post(server, body, f"Content-Length: {len(body)}", version="1.0")
-    head, _, told = tell(server, asked).partition(b"\r\n\r\n")
+    request = spell_post(server, body, f"Content-Length: {len(body)}", version="1.0")
+    head, _, content = exchange(server, request).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.0 200") and b"transfer-encoding" not in head.lower()
     if stream:
-        assert told.startswith(b"data: {") and told.endswith(b"data: [DONE]\n\n")
+        assert content.startswith(b"data: {") and content.endswith(b"data: [DONE]\n\n")
     else:
-        assert json.loads(told)["object"] == "text_completion"
+        assert json.loads(content)["object"] == "text_completion"

@@ -1,4 +1,4 @@
-"""Long work runs in threads, since every stream needs the event loop."""
+"""Long work runs in threads, as it would block all streams in the event loop."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ BODY = {"model": "tiny", "max_tokens": 1}
 
 
 class Watched:
-    """Notes the threads in which a function runs, and whether one of them is the event loop's."""
+    """Records the threads in which a function runs, and the event loop's thread."""
 
     def __init__(self, server: Running, patch: pytest.MonkeyPatch) -> None:
         self.threads: list[int] = []
         self.loops: set[int] = set()
         self._patch = patch
-        of = server.service.tenants.of  # which every request is asked in the loop
+        of = server.service.tenants.of  # which the loop calls for every request
         patch.setattr(server.service.tenants, "of", self._noting(self.loops.add, of))
 
     def _noting(self, note: Callable[[int], object], run: Callable[..., Any]) -> Any:
@@ -99,7 +99,7 @@ def test_long_bodies_are_read_in_threads(
 
 
 def test_a_short_body_takes_no_thread(server: Running, watched: Watched) -> None:
-    """Which also shows that what runs in the loop is seen."""
+    """This also shows that `Watched` detects calls in the loop."""
     watched.watch(app, "_parse_body")
     assert post(server, "/v1/completions", prompt="a").status_code == 200
     assert set(watched.threads) == watched.loops
@@ -114,25 +114,25 @@ def test_prompts_are_tokenized_in_threads(server: Running, watched: Watched, pat
     assert watched.ran_outside()
 
 
-def test_the_loop_turns_between_two_prompts_of_a_call(
+def test_other_work_runs_between_two_prompts_of_a_call(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """85 prompts of 4,000 token ids, which are prepared in it, stopped every stream for 0.14 s."""
-    turns: list[int] = []
-    seen: list[int] = []
+    """Regression: preparing 85 prompts of 4,000 token ids blocked every stream for 0.14 s."""
+    iterations: list[int] = []
+    counts: list[int] = []
     prepare = server.service.prepare
 
     async def note(*args: Any, **options: Any) -> Any:
-        seen.append(len(turns))
-        asyncio.get_running_loop().call_soon(turns.append, 1)
+        counts.append(len(iterations))
+        asyncio.get_running_loop().call_soon(iterations.append, 1)
         return await prepare(*args, **options)
 
     monkeypatch.setattr(server.service, "prepare", note)
-    assert post(server, "/v1/completions", prompt=[[5, at] for at in range(4)]).status_code == 200
-    assert seen == [0, 1, 2, 3]
+    assert post(server, "/v1/completions", prompt=[[5, i] for i in range(4)]).status_code == 200
+    assert counts == [0, 1, 2, 3]
 
 
-def test_token_ids_become_text_in_threads(server: Running, watched: Watched) -> None:
+def test_token_ids_are_decoded_in_threads(server: Running, watched: Watched) -> None:
     watched.watch(server.llm.tokenizer, "decode")
     answer = httpx.post(server.url + "/detokenize", json={"tokens": [5, 6]}, timeout=60)
     assert answer.status_code == 200 and watched.ran_outside()
@@ -160,7 +160,7 @@ def test_chats_are_rendered_in_threads(server: Running, watched: Watched, path: 
     ],
 )
 @pytest.mark.parametrize("count", [3, 5])
-def test_many_messages_are_read_and_kept_in_threads(
+def test_many_messages_are_read_and_stored_in_threads(
     server: Running,
     watched: Watched,
     monkeypatch: pytest.MonkeyPatch,
@@ -170,11 +170,11 @@ def test_many_messages_are_read_and_kept_in_threads(
     more: dict[str, object],
     count: int,
 ) -> None:
-    """20,000 items of a response stopped every stream for 28 ms, and for 56 ms to be kept."""
+    """Regression: 20,000 items blocked every stream for 28 ms, and storing them for 56 ms."""
     monkeypatch.setattr(chats, "_MANY", 3)
     watched.watch(where, step)
-    given = chat("Hi") * count
-    body = {"input": given} if path == "/v1/responses" else {"messages": given}
+    messages = chat("Hi") * count
+    body = {"input": messages} if path == "/v1/responses" else {"messages": messages}
     answer = httpx.post(server.url + path, json={"model": "tiny", **body, **more}, timeout=60)
     assert answer.status_code == 200, answer.text
     assert watched.ran_outside() == (count == 5)
@@ -191,8 +191,10 @@ def test_many_parts_of_a_message_are_read_in_a_thread(
 
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
-def test_the_description_is_made_in_a_thread(server: Running, watched: Watched, path: str) -> None:
-    """The first request, even without a key, stopped every stream for a third of a second."""
+def test_the_openapi_description_is_built_in_a_thread(
+    server: Running, watched: Watched, path: str
+) -> None:
+    """Regression: the first request, even without a key, blocked every stream for 0.3 s."""
     watched.watch(server.app, "openapi")
     assert httpx.get(server.url + "/v1/models").status_code == 200  # which shows the loop's thread
     assert httpx.get(server.url + path, timeout=60).status_code == 200
@@ -201,7 +203,7 @@ def test_the_description_is_made_in_a_thread(server: Running, watched: Watched, 
 
 def test_grammars_are_compiled_in_threads(server: Running, watched: Watched) -> None:
     watched.watch(GrammarCompiler, "matcher")
-    schema = {"type": "object", "properties": {"never asked before": {"type": "null"}}}
+    schema = {"type": "object", "properties": {"never compiled before": {"type": "null"}}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     answer = post(server, "/v1/chat/completions", messages=chat("Hi"), response_format=form)
     assert answer.status_code == 200, answer.text
@@ -214,8 +216,9 @@ def test_grammars_are_compiled_in_threads(server: Running, watched: Watched) -> 
 def test_long_answers_are_read_in_threads(
     server: Running, watched: Watched, path: str, is_long: bool, stream: bool
 ) -> None:
-    """40,000 characters of an answer stopped every stream for 60 ms; of a stream as many come at
-    once when its client has not read for a while."""
+    """Regression: 40,000 characters blocked every stream for 60 ms.
+
+    A stream has as many at once when its client has not read for a while."""
     watched.watch(AnswerParser, "feed")
     body: dict[str, object] = {"messages": chat("Hello")} | BODY
     if path == "/v1/responses":
@@ -228,11 +231,11 @@ def test_long_answers_are_read_in_threads(
 
 
 @pytest.mark.parametrize("count", [8, 300])
-def test_many_log_probabilities_of_a_streamed_chat_are_told_by_threads(
+def test_many_log_probabilities_of_a_streamed_chat_are_built_in_threads(
     server: Running, watched: Watched, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """A client that read on after a thousand tokens stopped every stream for 40 ms."""
-    rows: list[Logprobs] = [{at: Logprob(-1.0, at + 1, "a") for at in range(20)}] * count
+    """Regression: a client that resumed after a thousand tokens blocked every stream for 40 ms."""
+    rows: list[Logprobs] = [{i: Logprob(-1.0, i + 1, "a") for i in range(20)}] * count
 
     async def run(request: Any) -> AsyncGenerator[RequestOutput]:
         answer = CompletionOutput(0, "a" * count, [0] * count, None, rows, "stop")
@@ -241,16 +244,16 @@ def test_many_log_probabilities_of_a_streamed_chat_are_told_by_threads(
     monkeypatch.setattr(server.service, "run", run)
     watched.watch(openai_api, "chat_logprobs")
     more = {"messages": chat("Hi"), "logprobs": True, "top_logprobs": 20, "stream": True}
-    told = post(server, "/v1/chat/completions", **more).text.split("\n\n")
-    tokens = [one for event in told for one in event.split('"top_logprobs":')[1:]]
-    assert len(tokens) == count and told[-2:] == ["data: [DONE]", ""]
+    events = post(server, "/v1/chat/completions", **more).text.split("\n\n")
+    tokens = [entry for event in events for entry in event.split('"top_logprobs":')[1:]]
+    assert len(tokens) == count and events[-2:] == ["data: [DONE]", ""]
     assert watched.ran_outside() == (count == 300)
 
 
-def test_many_log_probabilities_are_told_by_threads(
+def test_many_log_probabilities_are_built_in_threads(
     server: Running, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Log-probabilities of 8,000 tokens stopped every stream for 0.3 s."""
+    """Regression: log-probabilities of 8,000 tokens blocked every stream for 0.3 s."""
     for count in (8, 300):
         watched.threads.clear()
         watched.watch(openai_api, "prompt_logprobs")
@@ -259,7 +262,7 @@ def test_many_log_probabilities_are_told_by_threads(
         assert watched.ran_outside() == (count == 300)
 
 
-def test_a_long_prompt_is_echoed_into_a_stream_by_a_thread(
+def test_a_long_prompt_is_echoed_into_a_stream_in_a_thread(
     server: Running, watched: Watched
 ) -> None:
     watched.watch(openai_api, "completion_logprobs")
@@ -269,10 +272,10 @@ def test_a_long_prompt_is_echoed_into_a_stream_by_a_thread(
     assert watched.ran_outside()
 
 
-def test_the_end_of_a_streamed_response_is_made_in_a_thread(
+def test_the_end_of_a_streamed_response_is_built_in_a_thread(
     thinking_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which counts the tokens of its reasoning: a millisecond for a thousand characters."""
+    """It counts the tokens of the reasoning, which takes 1 ms for a thousand characters."""
     watched = Watched(thinking_server, monkeypatch)
     watched.watch(thinking_server.llm.tokenizer, "encode")
     body = {"model": "tiny", "input": "Hello", "stream": True}
@@ -287,16 +290,15 @@ def test_the_end_of_a_streamed_response_is_made_in_a_thread(
     ("where", "step"),
     [(responses_api, "_repeat"), (responses_api, "encode"), (ResponseStore, "add")],
 )
-def test_a_response_tells_long_tools_once_and_in_threads(
+def test_long_tools_are_encoded_once_and_in_threads(
     server: Running, watched: Watched, where: object, step: str, stream: bool
 ) -> None:
-    """A stream spelled them three times, and what is kept was measured by object: 2 MB of tools
-    stopped every stream for 64 ms."""
+    """Regression: 2 MB of tools blocked every stream for 64 ms, as they were encoded repeatedly."""
     watched.watch(where, step)
-    tools = [{"type": "function", "name": f"f{at}", "description": "x" * 2000} for at in range(40)]
+    tools = [{"type": "function", "name": f"f{i}", "description": "x" * 2000} for i in range(40)]
     body = {"model": "tiny", "input": "Hi", "tools": tools, "tool_choice": "none"}
-    told = httpx.post(server.url + "/v1/responses", json=body | {"stream": stream}, timeout=60)
-    assert told.status_code == 200 and told.text.count('"f39"') == (3 if stream else 1)
+    response = httpx.post(server.url + "/v1/responses", json=body | {"stream": stream}, timeout=60)
+    assert response.status_code == 200 and response.text.count('"f39"') == (3 if stream else 1)
     assert watched.ran_outside()
     assert step == "add" or len(watched.threads) == 1
 
@@ -313,12 +315,12 @@ def test_images_are_decoded_in_threads(
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
-def test_entries_of_the_sampling_are_bounded(server: Running, name: str) -> None:
+def test_entries_of_sampling_options_are_bounded(server: Running, name: str) -> None:
     def ask(count: int) -> httpx.Response:
-        ids = [at % 2000 for at in range(count)]
-        bias = {f"{at:06}": 1 for at in range(count)}
-        given = ids if name == "stop_token_ids" else bias
-        return post(server, "/v1/completions", prompt="a", **{name: given})
+        ids = [i % 2000 for i in range(count)]
+        bias = {f"{i:06}": 1 for i in range(count)}
+        entries = ids if name == "stop_token_ids" else bias
+        return post(server, "/v1/completions", prompt="a", **{name: entries})
 
     refused = ask(16_385)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == name
@@ -328,8 +330,8 @@ def test_entries_of_the_sampling_are_bounded(server: Running, name: str) -> None
     assert ask(2000).status_code == 200
 
 
-def test_what_no_request_needs_is_not_read(server: Running) -> None:
-    """Ten million token ids stopped every stream for half a second, to be too many."""
+def test_excessive_bodies_are_refused_before_parsing(server: Running) -> None:
+    """Regression: refusing ten million token ids blocked every stream for half a second."""
 
     def ask(body: bytes) -> Any:
         kind = {"Content-Type": "application/json"}

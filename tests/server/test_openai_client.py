@@ -1,4 +1,4 @@
-"""OpenAI's own client against the server, over a socket."""
+"""OpenAI's client against the server, over a socket."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def expected() -> Iterator[LLM]:
 MESSAGES = [{"role": "user", "content": PEOPLE + "What is the age of Ben?"}]
 
 
-def test_an_answer_is_the_engines(client: openai.OpenAI, expected: LLM) -> None:
+def test_an_answer_matches_the_engine(client: openai.OpenAI, expected: LLM) -> None:
     [oracle] = expected.chat(MESSAGES, SamplingParams(max_tokens=24, temperature=0))  # type: ignore[arg-type]
     for cached in (False, True):
         answer = client.chat.completions.create(
@@ -57,7 +57,7 @@ def test_an_answer_is_the_engines(client: openai.OpenAI, expected: LLM) -> None:
             assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
-def test_a_stream_says_the_same_bit_by_bit(client: openai.OpenAI, expected: LLM) -> None:
+def test_a_stream_matches_the_whole_answer(client: openai.OpenAI, expected: LLM) -> None:
     [oracle] = expected.chat(MESSAGES, SamplingParams(max_tokens=24, temperature=0))  # type: ignore[arg-type]
     stream = client.chat.completions.create(
         model="tiny",
@@ -77,7 +77,7 @@ def test_a_stream_says_the_same_bit_by_bit(client: openai.OpenAI, expected: LLM)
 
 
 def test_a_prediction_is_drafted_and_counted() -> None:
-    """OpenAI's predicted outputs: the answer is the same, and the usage counts their tokens."""
+    """A predicted output leaves the answer unchanged, and the usage counts its tokens."""
     options = {"max_tokens": 60, "temperature": 0, "model": "tiny", "messages": MESSAGES}
     with (
         running(speculation=15, enable_prefix_caching=False) as server,
@@ -131,18 +131,18 @@ def test_several_answers_of_several_prompts(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_cached_of_several_prompts_is_told_together(server: Running, stream: bool) -> None:
+def test_cached_tokens_of_several_prompts_are_added(server: Running, stream: bool) -> None:
     prompts = [[place + 80 * stream] * 40 for place in (71, 72, 73)]  # two full blocks each
     body = {"prompt": prompts, "max_tokens": 1, "stream": stream}
     body |= {"stream_options": {"include_usage": True}} if stream else {}
-    told = []
-    for given in (prompts[:2], prompts):
+    usages = []
+    for batch in (prompts[:2], prompts):
         url = f"{server.url}/v1/completions"
-        answer = httpx.post(url, json=body | {"prompt": given}, timeout=60).text
-        told.append(json.loads(answer.split("data: ")[-2] if stream else answer)["usage"])
-    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in told]
+        answer = httpx.post(url, json=body | {"prompt": batch}, timeout=60).text
+        usages.append(json.loads(answer.split("data: ")[-2] if stream else answer)["usage"])
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
     assert cached == [0, 2 * 39], "the last token is computed"
-    assert [usage["prompt_tokens"] for usage in told] == [80, 120]
+    assert [usage["prompt_tokens"] for usage in usages] == [80, 120]
 
 
 def test_log_probabilities(client: openai.OpenAI, expected: LLM) -> None:
@@ -156,21 +156,21 @@ def test_log_probabilities(client: openai.OpenAI, expected: LLM) -> None:
         logprobs=True,
         top_logprobs=2,
     )
-    told = answer.choices[0].logprobs
-    assert told is not None and told.content is not None
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
     assert oracle.outputs[0].logprobs is not None
-    for token, wanted in zip(told.content, oracle.outputs[0].logprobs, strict=True):
+    for token, wanted in zip(logprobs.content, oracle.outputs[0].logprobs, strict=True):
         assert token.logprob == pytest.approx(next(iter(wanted.values())).logprob, abs=1e-4)
         assert len(token.top_logprobs) == 2
 
 
-def test_token_ids_are_echoed_and_a_prompt_alone_is_judged(client: openai.OpenAI) -> None:
+def test_token_ids_are_echoed_and_a_prompt_can_be_scored(client: openai.OpenAI) -> None:
     text = client.completions.create(
         model="tiny", prompt="one two three", echo=True, logprobs=1, max_tokens=0, temperature=0
     )
-    usage, told = text.usage, text.choices[0].logprobs
-    assert usage is not None and told is not None and told.tokens is not None
-    assert usage.completion_tokens == 0 and len(told.tokens) == usage.prompt_tokens
+    usage, logprobs = text.usage, text.choices[0].logprobs
+    assert usage is not None and logprobs is not None and logprobs.tokens is not None
+    assert usage.completion_tokens == 0 and len(logprobs.tokens) == usage.prompt_tokens
     assert text.choices[0].text == "one two three"
     ids = httpx.post(
         str(client.base_url) + "../tokenize", json={"model": "tiny", "prompt": "one two three"}
@@ -185,27 +185,27 @@ def test_token_ids_are_echoed_and_a_prompt_alone_is_judged(client: openai.OpenAI
             temperature=0,
         )
         assert again.choices[0].text.strip() == "one two three"
-        assert again.choices[0].logprobs == told
+        assert again.choices[0].logprobs == logprobs
 
 
-def test_a_stream_tells_all_of_a_long_prompts_log_probabilities() -> None:
-    """One of two answers hit the prompt and was sent before the other had computed all of it."""
-    asked: dict[str, Any] = {"prompt": [3, 4, 5, 6] * 30, "n": 2, "echo": True, "logprobs": 1}
-    asked |= {"model": "tiny", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-    told: dict[int, list[str]] = {0: [], 1: []}
+def test_a_stream_has_all_log_probabilities_of_a_long_prompt() -> None:
+    """Regression: an answer that hit the prompt was sent before another had computed all of it."""
+    body: dict[str, Any] = {"prompt": [3, 4, 5, 6] * 30, "n": 2, "echo": True, "logprobs": 1}
+    body |= {"model": "tiny", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    tokens: dict[int, list[str]] = {0: [], 1: []}
     with running(max_num_batched_tokens=32, max_num_seqs=4) as server:
         url = f"{server.url}/v1/completions"
-        whole = httpx.post(url, json=asked, timeout=60).json()["choices"]
-        with httpx.stream("POST", url, json=asked | {"stream": True}, timeout=60) as stream:
+        whole = httpx.post(url, json=body, timeout=60).json()["choices"]
+        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as stream:
             for line in stream.iter_lines():
                 if line.startswith("data: {"):
                     for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                        told[choice["index"]] += choice["logprobs"]["tokens"]
-    assert told == {choice["index"]: choice["logprobs"]["tokens"] for choice in whole}
-    assert len(told[0]) == len(told[1]) == 122
+                        tokens[choice["index"]] += choice["logprobs"]["tokens"]
+    assert tokens == {choice["index"]: choice["logprobs"]["tokens"] for choice in whole}
+    assert len(tokens[0]) == len(tokens[1]) == 122
 
 
-def test_a_stream_is_counted_whole(client: openai.OpenAI, server: Running) -> None:
+def test_all_tokens_of_a_stream_are_counted(client: openai.OpenAI, server: Running) -> None:
     def generated() -> float:
         text = httpx.get(f"{server.url}/metrics").text
         return float(re.findall(r"vllm:generation_tokens_total{.*} (.*)", text)[0])
@@ -219,7 +219,7 @@ def test_a_stream_is_counted_whole(client: openai.OpenAI, server: Running) -> No
     assert generated() == before + 7
 
 
-def test_a_form_is_kept(client: openai.OpenAI) -> None:
+def test_an_answer_follows_its_schema(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -250,7 +250,7 @@ def test_a_form_is_kept(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "the prompt has"),
     ],
 )
-def test_bad_input_is_told_as_openai_would(
+def test_bad_input_is_refused_with_openais_errors(
     client: openai.OpenAI, server: Running, change: dict[str, object], status: int, says: str
 ) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4} | change
@@ -263,12 +263,12 @@ def test_bad_input_is_told_as_openai_would(
     assert free == blocks
 
 
-def test_a_client_that_goes_away_ends_its_request(client: openai.OpenAI, server: Running) -> None:
-    gone = threading.Event()
+def test_a_disconnected_client_ends_its_request(client: openai.OpenAI, server: Running) -> None:
+    was_aborted = threading.Event()
     engine_abort = server.llm.engine.abort
 
     def abort(request_id: str) -> object:
-        gone.set()
+        was_aborted.set()
         return engine_abort(request_id)
 
     server.llm.engine.abort = abort  # type: ignore[method-assign]
@@ -282,15 +282,15 @@ def test_a_client_that_goes_away_ends_its_request(client: openai.OpenAI, server:
         )
         next(iter(stream))
         stream.close()
-        assert gone.wait(30)
+        assert was_aborted.wait(30)
     finally:
         server.llm.engine.abort = engine_abort  # type: ignore[method-assign]
     blocks, free = server.pool()
     assert free == blocks
 
 
-def test_a_first_question_is_answered_in_half_the_bits_too() -> None:
-    """With first names alone the model said "not in the document" in bfloat16, the default."""
+def test_a_first_question_is_answered_in_bfloat16() -> None:
+    """Regression: in bfloat16, a question with first names was answered "not in the document"."""
     llm = LLM("headstart-tiny", dtype="bfloat16", num_blocks=64)
     try:
         params = SamplingParams(max_tokens=16, temperature=0)
@@ -301,7 +301,7 @@ def test_a_first_question_is_answered_in_half_the_bits_too() -> None:
 
 
 def test_a_first_question_has_a_sensible_answer(client: openai.OpenAI) -> None:
-    """The one that `headstart serve` shows, without a word about sampling; asked for, it draws."""
+    """Without sampling options, the example of `headstart serve` is answered greedily."""
     turns: Any = [{"role": "user", "content": FIRST_QUESTION}]
 
     def ask(**more: Any) -> str | None:

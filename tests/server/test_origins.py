@@ -1,4 +1,4 @@
-"""Without keys only pages of the server itself may ask, under names of this machine."""
+"""Without keys, only the server's pages may send requests, under names of this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.server.running import Running
         ({"host": "localhost:8000", "origin": "https://good.example"}, True),
     ],
 )
-def test_who_may_ask(headers: dict[str, str], is_allowed: bool) -> None:
+def test_allowed_origins(headers: dict[str, str], is_allowed: bool) -> None:
     options = ServerOptions(cors_origin="https://good.example")
     sent = {name.encode(): value.encode() for name, value in headers.items()}
     if is_allowed:

@@ -1,4 +1,4 @@
-"""Overload: refused on arrival, ended in time, without delays for other requests."""
+"""Requests under overload are refused on arrival or time out, without delaying others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS = 60
 
 
 class Watch:
-    """Waits for calls to come and go."""
+    """Counts running calls, and waits for a count."""
 
     def __init__(self, server: Running) -> None:
         self._server = server
@@ -38,13 +38,13 @@ class Watch:
 
     @contextmanager
     def _call(self, tenant: Tenant) -> Iterator[Call]:
-        place = self._open(tenant)
-        call = place.__enter__()  # a call that is refused ends here
+        slot = self._open(tenant)
+        call = slot.__enter__()  # a call that is refused ends here
         self._add(1)
         try:
             yield call
         finally:
-            place.__exit__(None, None, None)
+            slot.__exit__(None, None, None)
             self._add(-1)
 
     def _add(self, change: int) -> None:
@@ -53,12 +53,12 @@ class Watch:
             self._changed.notify()
 
     def until(self, count: int) -> bool:
-        """True as soon as so many calls are under way."""
+        """Wait for `count` running calls; return False on a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._count == count, SECONDS)
 
     def all_free(self) -> bool:
-        """No call is under way, and nothing is held any more."""
+        """Wait until no call runs; return True if all blocks and slots are free."""
         if not self.until(0):
             return False
         blocks, free = self._server.pool()
@@ -71,12 +71,12 @@ def body(**change: object) -> bytes:
 
 def connect(server: Running, small: bool = False) -> socket.socket:
     url = httpx.URL(server.url)
-    made = socket.socket()
+    client = socket.socket()
     if small:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    made.settimeout(SECONDS)
-    made.connect((url.host, url.port))
-    return made
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(SECONDS)
+    client.connect((url.host, url.port))
+    return client
 
 
 def send(
@@ -94,7 +94,7 @@ def ask(server: Running, key: str = "", **change: object) -> httpx.Response:
 
 @contextmanager
 def held(server: Running) -> Iterator[None]:
-    """The engine takes no step meanwhile."""
+    """Stop the engine's steps within the block."""
     gate, inside = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -113,28 +113,28 @@ def held(server: Running) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Any, Watch]]:
-    """Four places in all, two for a tenant."""
-    kept = KeyFolder(tmp_path_factory.mktemp("keys"))
-    made = {name: kept.add(name) for name in ("alice", "bob", "carl")}
-    options = {"max_num_seqs": 1, "max_waiting": 3, "keys_folder": str(kept.folder)}
+    """Run a server with four slots, of which a tenant may use two."""
+    folder = KeyFolder(tmp_path_factory.mktemp("keys"))
+    secrets = {name: folder.add(name) for name in ("alice", "bob", "carl")}
+    options = {"max_num_seqs": 1, "max_waiting": 3, "keys_folder": str(folder.folder)}
     with running(api_keys=True, **options) as server:
-        yield server, made, Watch(server)
+        yield server, secrets, Watch(server)
 
 
-def test_places_are_bounded_in_all_and_for_each_tenant(keys: tuple[Running, Any, Watch]) -> None:
-    """Taken by requests whose bodies have not even come."""
+def test_slots_are_bounded_in_total_and_per_tenant(keys: tuple[Running, Any, Watch]) -> None:
+    """Requests occupy slots before their bodies arrive."""
     server, key, watch = keys
-    with ExitStack() as open_ones:
+    with ExitStack() as clients:
         for count, name in enumerate(("alice", "alice", "bob", "bob"), 1):
             if name == "bob":
                 refused = ask(server, key["alice"])
                 assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
                 assert "2 requests of 'alice'" in refused.json()["error"]["message"]
                 assert refused.json()["error"]["type"] == "rate_limit_error"
-            send(open_ones.enter_context(connect(server)), body(), key[name], whole=False)
+            send(clients.enter_context(connect(server)), body(), key[name], whole=False)
             assert watch.until(count)
-        told = httpx.get(f"{server.url}/cache/advice", headers={"x-api-key": key["bob"]})
-        assert told.status_code == 429, "what a tenant asks of its own takes a place"
+        response = httpx.get(f"{server.url}/cache/advice", headers={"x-api-key": key["bob"]})
+        assert response.status_code == 429, "a tenant's queries of the cache need a slot too"
         refused = ask(server, key["carl"])
         assert refused.status_code == 429 and "4 requests are" in refused.json()["error"]["message"]
         assert httpx.get(server.url + "/health").status_code == 200
@@ -142,7 +142,7 @@ def test_places_are_bounded_in_all_and_for_each_tenant(keys: tuple[Running, Any,
     assert ask(server, key["alice"]).status_code == 200 and watch.all_free()
 
 
-def test_each_prompt_of_a_call_has_a_place(keys: tuple[Running, Any, Watch]) -> None:
+def test_each_prompt_of_a_call_needs_a_slot(keys: tuple[Running, Any, Watch]) -> None:
     server, key, watch = keys
     assert ask(server, key["alice"], prompt=[PROMPT] * 2).status_code == 200
     for stream in (False, True):
@@ -150,7 +150,7 @@ def test_each_prompt_of_a_call_has_a_place(keys: tuple[Running, Any, Watch]) -> 
         assert refused.status_code == 429 and watch.all_free()
 
 
-def test_a_request_ends_when_its_time_is_over() -> None:
+def test_a_request_times_out() -> None:
     with running(request_timeout=0.2) as server:
         watch = Watch(server)
         with held(server):
@@ -162,7 +162,7 @@ def test_a_request_ends_when_its_time_is_over() -> None:
         assert watch.all_free()
 
 
-def test_a_body_that_never_comes_is_not_waited_for() -> None:
+def test_a_body_that_never_arrives_times_out() -> None:
     with running(request_timeout=0.2) as server, connect(server) as slow:
         watch = Watch(server)
         send(slow, body(), whole=False)
@@ -170,8 +170,8 @@ def test_a_body_that_never_comes_is_not_waited_for() -> None:
         assert watch.all_free()
 
 
-def test_what_comes_while_the_server_stops_is_refused() -> None:
-    """Also what needs no engine, and a request whose body came too late."""
+def test_requests_are_refused_while_the_server_drains() -> None:
+    """This includes requests without generation, and those whose body arrived too late."""
     with running() as server, connect(server) as slow:
         watch = Watch(server)
         send(slow, body(), whole=False)
@@ -185,12 +185,12 @@ def test_what_comes_while_the_server_stops_is_refused() -> None:
 
 
 class Steps:
-    """Counts an engine's steps, and notes when a request was cancelled and when it was gone."""
+    """Counts an engine's steps, and records when a request was cancelled and aborted."""
 
     def __init__(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         engine, driver = server.llm.engine, server.llm.driver
-        self.count = self.cancelled_at = self.gone_at = 0
-        self.queued, self.gone = threading.Semaphore(0), threading.Event()
+        self.count = self.cancelled_at = self.aborted_at = 0
+        self.queued, self.aborted = threading.Semaphore(0), threading.Event()
         step, submit, abort, cancel = engine.step, engine.submit, engine.abort, driver.cancel
 
         def count() -> object:
@@ -205,20 +205,20 @@ class Steps:
             self.cancelled_at = self.count
             cancel(groups, wait=wait)
 
-        def note_gone(request_id: str) -> object:
+        def note_aborted(request_id: str) -> object:
             output = abort(request_id)
-            self.gone_at, self.waiting = self.count, len(engine.requests[1])
-            self.gone.set()
+            self.aborted_at, self.waiting = self.count, len(engine.requests[1])
+            self.aborted.set()
             return output
 
         monkeypatch.setattr(engine, "step", count)
         monkeypatch.setattr(engine, "submit", note_queued)
-        monkeypatch.setattr(engine, "abort", note_gone)
+        monkeypatch.setattr(engine, "abort", note_aborted)
         monkeypatch.setattr(driver, "cancel", note_cancelled)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_the_queue_is_gone_after_one_step(
+def test_a_waiting_request_is_aborted_within_one_step(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(max_num_seqs=1) as server, connect(server) as runs:
@@ -228,15 +228,15 @@ def test_who_leaves_the_queue_is_gone_after_one_step(
         with connect(server) as waits:
             send(waits, body(stream=stream))
             assert steps.queued.acquire(timeout=SECONDS)
-        assert steps.gone.wait(SECONDS)
-        assert steps.waiting == 0 and steps.gone_at - steps.cancelled_at <= 1
-        steps.gone.clear()
+        assert steps.aborted.wait(SECONDS)
+        assert steps.waiting == 0 and steps.aborted_at - steps.cancelled_at <= 1
+        steps.aborted.clear()
         runs.close()
-        assert steps.gone.wait(SECONDS)
+        assert steps.aborted.wait(SECONDS)
         assert ask(server).status_code == 200 and watch.all_free()
 
 
-def test_who_leaves_a_stream_with_requests_behind_it_is_gone_after_one_step(
+def test_a_stream_with_pipelined_requests_is_aborted_within_one_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with running(max_num_seqs=1) as server:
@@ -246,27 +246,27 @@ def test_who_leaves_a_stream_with_requests_behind_it_is_gone_after_one_step(
             assert steps.queued.acquire(timeout=SECONDS)
             send(client, body())
             send(client, body())
-        assert steps.gone.wait(SECONDS)
-        assert steps.gone_at - steps.cancelled_at <= 1 and watch.all_free()
+        assert steps.aborted.wait(SECONDS)
+        assert steps.aborted_at - steps.cancelled_at <= 1 and watch.all_free()
 
 
-def test_requests_that_are_sent_at_once_are_answered_in_turn(
+def test_pipelined_requests_are_answered_in_order(
     keys: tuple[Running, Any, Watch],
 ) -> None:
-    """More of them than wait before the connection is read no further."""
+    """There are more of them than the server reads ahead."""
     server, key, watch = keys
-    prompts = [f"{at} of twelve" for at in range(12)]
+    prompts = [f"{i} of twelve" for i in range(12)]
     with connect(server) as client:
         for prompt in prompts:
             send(client, body(prompt=prompt, echo=True, max_tokens=0), key["bob"])
-        told = b""
-        while told.count(b'"usage"') < len(prompts):
-            told += client.recv(65_536)
-    assert re.findall(rb'"text":"(\d+ of twelve)"', told) == [one.encode() for one in prompts]
+        received = b""
+        while received.count(b'"usage"') < len(prompts):
+            received += client.recv(65_536)
+    assert re.findall(rb'"text":"(\d+ of twelve)"', received) == [text.encode() for text in prompts]
     assert watch.all_free()
 
 
-def test_prompts_and_images_have_their_greatest_size(tmp_path: Path) -> None:
+def test_the_size_of_prompts_and_images_is_bounded(tmp_path: Path) -> None:
     model = save_tiny_vision("llava", tmp_path)
     with running(model, max_model_len=100, max_image_pixels=1000) as server:
         refused = ask(server, prompt=[5] * 100)

@@ -1,4 +1,4 @@
-"""The page in a real browser: chat, hover, keyboard, reset, and what axe-core says of it.
+"""The page in a real browser: chat, hover, keyboard, reset, and accessibility by axe-core.
 
 Needs a Chromium; without one these tests are skipped.
 """
@@ -44,10 +44,10 @@ def open_page(browser, served: Running, **options: object):  # type: ignore[no-u
     page = browser.new_page(**options)
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
+    page.on("console", lambda log: problems.append(log.text) if log.type == "error" else None)
     page.on(
         "request",
-        lambda asked: None if asked.url.startswith(served.url) else problems.append(asked.url),
+        lambda sent: None if sent.url.startswith(served.url) else problems.append(sent.url),
     )
     page.goto(served.url)
     page.wait_for_selector("#connection.live")
@@ -55,16 +55,16 @@ def open_page(browser, served: Running, **options: object):  # type: ignore[no-u
 
 
 def say(page, text: str) -> str:  # type: ignore[no-untyped-def]
-    """Send a message; what its reply cost."""
-    said = page.locator(".cost").count()
+    """Send a message; return the displayed cost of its reply."""
+    count = page.locator(".cost").count()
     page.fill("#message", text)
     page.press("#message", "Enter")
-    page.locator(".cost").nth(said).wait_for()
+    page.locator(".cost").nth(count).wait_for()
     cost: str = page.locator(".cost").last.text_content()
     return cost
 
 
-def test_a_chat_shows_what_was_cached_and_the_map_shows_where(browser, served) -> None:  # type: ignore[no-untyped-def]
+def test_a_chat_shows_cached_tokens_and_the_map_their_blocks(browser, served) -> None:  # type: ignore[no-untyped-def]
     page, problems = open_page(browser, served)
     first = say(page, PEOPLE + "How old is Ben?")
     assert first.startswith("0 of ")
@@ -83,21 +83,21 @@ def test_a_chat_shows_what_was_cached_and_the_map_shows_where(browser, served) -
     expect(page.locator("#block")).to_contain_text("Block 1:")
     expect(page.locator("#block")).to_contain_text("tokens: ")
     forget = page.get_by_role("button", name="Empty the cache")
-    asked: list[str] = []
-    page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
+    dialogs: list[str] = []
+    page.once("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
     forget.click()
     page.once("dialog", lambda dialog: dialog.accept())
-    assert int(say(page, "How old is Anna?").split()[0]) > cached  # all is there
+    assert int(say(page, "How old is Anna?").split()[0]) > cached  # nothing was removed
     forget.click()
     expect(page.locator("#pool-counts")).to_contain_text("0 cached")
-    assert "computed again" in asked[0]
+    assert "computed again" in dialogs[0]
     assert say(page, "How old is Carl?").startswith("0 of ")
     assert problems == []
     page.close()
 
 
-def test_an_example_is_there_for_who_has_no_question(browser) -> None:  # type: ignore[no-untyped-def]
-    """New users ask a small model questions that it cannot answer."""
+def test_the_page_offers_an_example(browser) -> None:  # type: ignore[no-untyped-def]
+    """New users send a small model questions that it cannot answer."""
     with running(name="headstart-tiny", num_blocks=512) as alone:
         page, problems = open_page(browser, alone)
         expect(page.locator("#small")).to_be_visible()
@@ -107,14 +107,16 @@ def test_an_example_is_there_for_who_has_no_question(browser) -> None:  # type: 
             cost = say(page, page.locator("#message").input_value())
             assert str(age) in page.locator(".turn.reply").last.text_content()
             assert (int(cost.split()[0]) > 60) == reused
-            asked = page.locator(".turn.user").last
-            assert asked.evaluate("one => one.scrollHeight - one.clientHeight - one.scrollTop") < 2
+            question = page.locator(".turn.user").last
+            assert (
+                question.evaluate("one => one.scrollHeight - one.clientHeight - one.scrollTop") < 2
+            )
         page.close()
         assert problems == []
 
 
 def test_a_large_pool_does_not_look_empty(browser) -> None:  # type: ignore[no-untyped-def]
-    """Its few used blocks were two dots of four pixels among 8,192."""
+    """Regression: its few used blocks were two dots of four pixels among 8,192."""
     with running(num_blocks=65_536, block_size=1) as large:  # which takes little memory
         page, problems = open_page(browser, large)
         say(page, PEOPLE)
@@ -129,7 +131,7 @@ def test_a_large_pool_does_not_look_empty(browser) -> None:  # type: ignore[no-u
         assert problems == []
 
 
-def test_a_bubble_shows_how_far_its_prompt_is_read(browser) -> None:  # type: ignore[no-untyped-def]
+def test_a_bubble_shows_the_progress_of_its_prompt(browser) -> None:  # type: ignore[no-untyped-def]
     with running(num_blocks=512, max_num_batched_tokens=16) as slow:
         page, problems = open_page(browser, slow, viewport={"width": 1024, "height": 800})
         expect(page.locator("#tree")).to_contain_text("send a message")
@@ -147,8 +149,8 @@ def test_a_bubble_shows_how_far_its_prompt_is_read(browser) -> None:  # type: ig
         assert problems == []
 
 
-def go_on_and_on(page) -> None:  # type: ignore[no-untyped-def]
-    """Ask what takes long to answer, with the button; some of the answer is there."""
+def start_long_reply(page) -> None:  # type: ignore[no-untyped-def]
+    """Send a message with a long answer by the button, and wait for the first words."""
     page.route(
         "**/v1/chat/completions",
         lambda route: route.continue_(
@@ -162,7 +164,7 @@ def go_on_and_on(page) -> None:  # type: ignore[no-untyped-def]
 
 def test_a_reply_can_be_stopped(browser, served) -> None:  # type: ignore[no-untyped-def]
     page, problems = open_page(browser, served)
-    go_on_and_on(page)
+    start_long_reply(page)
     expect(page.get_by_role("button", name="Send")).to_be_hidden()
     stop = page.get_by_role("button", name="Stop")
     expect(stop).to_be_focused()
@@ -179,21 +181,21 @@ def test_a_reply_can_be_stopped(browser, served) -> None:  # type: ignore[no-unt
 
 def test_a_new_chat_ends_a_reply_and_forgets_it(browser, served) -> None:  # type: ignore[no-untyped-def]
     page, problems = open_page(browser, served)
-    go_on_and_on(page)
+    start_long_reply(page)
     page.get_by_role("button", name="New chat").click()
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     expect(page.locator(".turn")).to_have_count(0)
     page.unroute("**/v1/chat/completions")
-    asked: list[str] = []
-    page.on("request", lambda one: asked.append(one.post_data or ""))
+    bodies: list[str] = []
+    page.on("request", lambda request: bodies.append(request.post_data or ""))
     say(page, "How old is Ben?")
-    assert not any("on and on" in body for body in asked)
+    assert not any("on and on" in body for body in bodies)
     page.close()
     assert problems == []
 
 
-def test_a_key_that_does_not_suffice_is_told_why(browser, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """The dialog stayed unchanged, and the page showed that it was not connected."""
+def test_an_insufficient_key_is_explained(browser, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Regression: the dialog stayed unchanged, and the page looked disconnected."""
     keys = KeyFolder(tmp_path / "keys")
     key = keys.add("research")
     with running(num_blocks=64, api_keys=True, keys_folder=str(tmp_path / "keys")) as served:
@@ -212,8 +214,8 @@ def test_a_key_that_does_not_suffice_is_told_why(browser, tmp_path) -> None:  # 
         page.close()
 
 
-def test_advice_goes_with_what_it_is_about(browser) -> None:  # type: ignore[no-untyped-def]
-    """It stood there still when all was forgotten, and did not say what the prompts begin with."""
+def test_advice_shows_its_prompts_and_is_removed_by_a_reset(browser) -> None:  # type: ignore[no-untyped-def]
+    """Regression: advice stayed after a reset, and did not show the start of the prompts."""
     with running(num_blocks=512) as alone:
         page, problems = open_page(browser, alone)
         for minute in (10, 11, 12):
@@ -229,7 +231,7 @@ def test_advice_goes_with_what_it_is_about(browser) -> None:  # type: ignore[no-
         assert problems == []
 
 
-def test_one_is_one(browser) -> None:  # type: ignore[no-untyped-def]
+def test_one_block_is_shown_in_the_singular(browser) -> None:  # type: ignore[no-untyped-def]
     with running(num_blocks=512) as alone:
         page, problems = open_page(browser, alone)
         say(page, "Eh?")
@@ -245,14 +247,14 @@ CUT = """() => [...document.querySelectorAll("main *")].filter((one) => {
 
 
 @pytest.mark.parametrize("width", [1440, 390])
-def test_the_api_is_described_without_any_other_server(browser, served, width: int) -> None:  # type: ignore[no-untyped-def]
+def test_the_reference_loads_nothing_from_other_servers(browser, served, width: int) -> None:  # type: ignore[no-untyped-def]
     page = browser.new_page(viewport={"width": width, "height": 900})
-    asked: list[str] = []
-    page.on("request", lambda one: asked.append(one.url))
-    page.on("console", lambda said: asked.append(said.text) if said.type == "error" else None)
+    urls: list[str] = []
+    page.on("request", lambda request: urls.append(request.url))
+    page.on("console", lambda log: urls.append(log.text) if log.type == "error" else None)
     answer = page.goto(f"{served.url}/docs")
     assert "default-src 'self'" in answer.headers["content-security-policy"]
-    assert all(url.startswith(served.url) for url in asked)
+    assert all(url.startswith(served.url) for url in urls)
     for path in served.app.openapi()["paths"]:
         expect(page.locator("h2", has_text=f" {path}").first).to_be_visible()
     page.locator("a[href='#schema-ChatCompletionRequest']").first.click()
@@ -283,7 +285,7 @@ def test_the_reference_sends_requests(browser, tmp_path) -> None:  # type: ignor
         chat.get_by_role("button", name="Send").click()
         expect(chat.locator("output")).to_contain_text("text/event-stream")
         expect(chat.locator("pre")).to_contain_text("data: [DONE]")
-        live = page.locator("section[id='get-/cache/live']")  # which has no end
+        live = page.locator("section[id='get-/cache/live']")  # which never ends
         live.locator("summary").click()
         live.get_by_role("button", name="Send").click()
         expect(live.locator("pre")).to_contain_text("data: {")
@@ -298,7 +300,7 @@ def test_the_reference_sends_requests(browser, tmp_path) -> None:  # type: ignor
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 820, 390])
-def test_nothing_hinders_anybody(browser, served, scheme: str, width: int) -> None:  # type: ignore[no-untyped-def]
+def test_the_page_is_accessible_and_fits(browser, served, scheme: str, width: int) -> None:  # type: ignore[no-untyped-def]
     page, problems = open_page(
         browser, served, color_scheme=scheme, viewport={"width": width, "height": 900}
     )
@@ -309,16 +311,16 @@ def test_nothing_hinders_anybody(browser, served, scheme: str, width: int) -> No
     wide = page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
     assert not wide and problems == []
     for kind in ("warm", "cold"):  # a time and its word stand in one line, and nothing behind them
-        one = page.locator("#first span", has_text=kind)
-        assert one.evaluate("one => one.getClientRects().length") == 1
-        assert re.fullmatch(rf"(–|[\d.]+ m?s) {kind}", one.text_content())
+        label = page.locator("#first span", has_text=kind)
+        assert label.evaluate("one => one.getClientRects().length") == 1
+        assert re.fullmatch(rf"(–|[\d.]+ m?s) {kind}", label.text_content())
     if width == 390:
         assert page.evaluate(CUT) == []
     page.close()
 
 
-def test_a_request_is_told_by_its_name(browser, served) -> None:  # type: ignore[no-untyped-def]
-    """A completion was named by the number of its prompt: 0."""
+def test_a_request_is_shown_by_its_id(browser, served) -> None:  # type: ignore[no-untyped-def]
+    """Regression: a completion was named by the number of its prompt, 0."""
     page, problems = open_page(browser, served)
     body = {"model": "tiny", "prompt": ["one", "two"], "max_tokens": 1}
     name = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["id"]
@@ -330,8 +332,8 @@ def test_a_request_is_told_by_its_name(browser, served) -> None:  # type: ignore
     page.close()
 
 
-def test_a_reply_that_was_warm_from_the_start_says_what_it_saved(browser, served) -> None:  # type: ignore[no-untyped-def]
-    """A chat that had computed nothing knew no time to compare with."""
+def test_a_chat_that_starts_warm_shows_its_savings(browser, served) -> None:  # type: ignore[no-untyped-def]
+    """Regression: a chat without cold prompts had no time to compare with."""
     for head in ("It is early. ", "It is late. "):
         body = {"model": "tiny", "messages": [{"role": "user", "content": head + PEOPLE}]}
         httpx.post(f"{served.url}/v1/chat/completions", json={**body, "max_tokens": 1}, timeout=60)
@@ -366,7 +368,7 @@ SAVED = """async () => {
 }"""
 
 
-def test_what_was_saved_is_at_most_what_cold_prompts_took(browser, served) -> None:  # type: ignore[no-untyped-def]
+def test_savings_are_bounded_by_the_time_of_cold_prompts(browser, served) -> None:  # type: ignore[no-untyped-def]
     page, problems = open_page(browser, served)
     saved = page.evaluate(SAVED)
     assert saved == [None, None, 90 * 3 / 1100, pytest.approx(2), pytest.approx(6000 / 1100)]
@@ -374,8 +376,8 @@ def test_what_was_saved_is_at_most_what_cold_prompts_took(browser, served) -> No
     page.close()
 
 
-def test_running_requests_are_told_one_by_one(browser, served) -> None:  # type: ignore[no-untyped-def]
-    """Only their number was shown, not the progress of each."""
+def test_running_requests_are_listed(browser, served) -> None:  # type: ignore[no-untyped-def]
+    """Regression: only their number was shown, not the progress of each."""
     page, problems = open_page(browser, served)
     expect(page.locator("#batch")).to_have_text("none")
     body = {"model": "tiny", "prompt": PEOPLE, "max_tokens": 4000, "ignore_eos": True}
@@ -392,8 +394,8 @@ def test_running_requests_are_told_one_by_one(browser, served) -> None:  # type:
     page.close()
 
 
-def test_an_administrator_sees_who_has_the_blocks(browser, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """By salt, each looked like any other."""
+def test_an_administrator_sees_the_owners_of_blocks(browser, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Regression: owners were shown by salt, and looked alike."""
     keys = KeyFolder(tmp_path / "keys")
     key = keys.add("research", group="lab", admin=True)
     with running(num_blocks=64, api_keys=True, keys_folder=str(tmp_path / "keys")) as served:

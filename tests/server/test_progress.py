@@ -42,9 +42,9 @@ def text_of(events: list[dict[str, Any]]) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
-def test_progress_grows_up_to_the_prompt_and_comes_before_the_answer(server: Running) -> None:
-    asked = {"stream_options": {"include_usage": True}}
-    events = stream(server, return_progress=True, **asked)
+def test_progress_grows_to_the_prompts_length_before_the_answer(server: Running) -> None:
+    options = {"stream_options": {"include_usage": True}}
+    events = stream(server, return_progress=True, **options)
     progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
     total = events[-1]["usage"]["prompt_tokens"]
     assert len(progress) > 2
@@ -53,16 +53,16 @@ def test_progress_grows_up_to_the_prompt_and_comes_before_the_answer(server: Run
     assert processed == sorted(set(processed))
     assert 0 < processed[0] < processed[-1] <= total
     assert {(event["total"], event["cache"]) for event in progress} == {(total, 0)}
-    plain = stream(server, no_read=True, **asked)
+    plain = stream(server, no_read=True, **options)
     assert all("prompt_progress" not in event for event in plain)
     assert text_of(events) == text_of(plain) != ""
 
 
-def test_a_client_that_leaves_while_its_prompt_is_read_ends_its_request(server: Running) -> None:
+def test_a_client_that_disconnects_during_prefill_ends_its_request(server: Running) -> None:
     url = f"{server.url}/v1/chat/completions"
-    asked = body(return_progress=True, no_read=True)
-    with httpx.stream("POST", url, json=asked, timeout=60) as response:
+    request = body(return_progress=True, no_read=True)
+    with httpx.stream("POST", url, json=request, timeout=60) as response:
         assert "prompt_progress" in next(response.iter_lines())
-    stream(server)  # which is answered after the one that left
+    stream(server)  # which is answered after the disconnected one
     num_blocks, num_free = server.pool()
     assert num_free == num_blocks

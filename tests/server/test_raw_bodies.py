@@ -1,4 +1,4 @@
-"""Bodies that no client would send: each has a status and an error in OpenAI's shape."""
+"""Invalid bodies get a status and an error in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FILE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 
 
 def body(**change: object) -> bytes:
-    given = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-    return json.dumps(given | change).encode()
+    fields = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    return json.dumps(fields | change).encode()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_bad_body_is_refused(server: Running, content: bytes, status: int, str
 
 
 @pytest.mark.parametrize(
-    ("change", "param", "said"),
+    ("change", "param", "message"),
     [
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream": 1}, "stream", "valid boolean"),
@@ -93,42 +93,45 @@ def test_a_bad_body_is_refused(server: Running, content: bytes, status: int, str
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     ],
 )
-def test_what_is_wrong_is_named(
-    server: Running, change: dict[str, object], param: str, said: str
+def test_an_invalid_field_is_named(
+    server: Running, change: dict[str, object], param: str, message: str
 ) -> None:
-    """Booleans were guessed, and a role that is misspelt answered to the end of the context."""
+    """Regression: booleans were coerced, and misspelled roles were accepted."""
     answer = httpx.post(server.url + CHAT, content=body(**change), headers=JSON)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert error["param"] == param and said in error["message"]
+    assert error["param"] == param and message in error["message"]
 
 
 @pytest.mark.parametrize("role", ["developer", "system", "tool", "function", "ipython"])
-def test_roles_that_clients_and_templates_know(server: Running, role: str) -> None:
-    """One that the template alone knows is for those who know the template."""
-    said = [{"role": role, "content": "Ben is 45."}, {"role": "user", "content": "How old is Ben?"}]
-    known = "{# 'ipython' #}" + server.llm.tokenizer.chat_template
+def test_roles_of_clients_and_templates_are_accepted(server: Running, role: str) -> None:
+    """A role is accepted if clients use it or the template mentions it."""
+    messages = [
+        {"role": role, "content": "Ben is 45."},
+        {"role": "user", "content": "How old is Ben?"},
+    ]
+    template = "{# 'ipython' #}" + server.llm.tokenizer.chat_template
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.llm.tokenizer, "chat_template", known)
-        answer = httpx.post(server.url + CHAT, content=body(messages=said), headers=JSON)
+        patch.setattr(server.llm.tokenizer, "chat_template", template)
+        answer = httpx.post(server.url + CHAT, content=body(messages=messages), headers=JSON)
     assert answer.status_code == 200, answer.text
 
 
-def test_the_cache_explains_the_prompt_that_a_chat_has(server: Running) -> None:
-    """A developer's words were rendered as such there alone, and any role was."""
-    told = []
+def test_explain_renders_the_prompt_of_a_chat(server: Running) -> None:
+    """Regression: `/cache/explain` rendered developer messages differently, and any role."""
+    results = []
     for role in ("system", "developer", "sytem"):
-        said = [{"role": role, "content": "Ben is 45."}, {"role": "user", "content": "Hi"}]
-        answer = httpx.post(server.url + "/cache/explain", json={"messages": said})
-        told.append((answer.status_code, answer.json().get("prompt_tokens")))
-    assert told[0] == told[1]
-    assert [status for status, _ in told] == [200, 200, 400]
+        messages = [{"role": role, "content": "Ben is 45."}, {"role": "user", "content": "Hi"}]
+        answer = httpx.post(server.url + "/cache/explain", json={"messages": messages})
+        results.append((answer.status_code, answer.json().get("prompt_tokens")))
+    assert results[0] == results[1]
+    assert [status for status, _ in results] == [200, 200, 400]
     blocks, free = server.pool()
     assert blocks == free
 
 
-def test_a_body_that_is_broken_is_told_where(server: Running) -> None:
-    """The position of the error was reported as the name of a field."""
+def test_invalid_json_is_reported_with_its_position(server: Running) -> None:
+    """Regression: the error's position was reported as the name of a field."""
     answer = httpx.post(server.url + CHAT, content=b'{"model": "tiny",, "n": 1}', headers=JSON)
     error = answer.json()["error"]
     assert error["message"].startswith("the body is not JSON, at character 17: ")
@@ -137,29 +140,29 @@ def test_a_body_that_is_broken_is_told_where(server: Running) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/completions", "/cache/explain"])
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", "jsonx", None])
-def test_a_body_that_is_not_declared_to_be_json_is_told_so(
+def test_a_body_without_a_json_content_type_is_refused(
     server: Running, path: str, kind: str | None
 ) -> None:
-    """The error for `curl -d` was that the body "should be a valid dictionary"."""
+    """Regression: the error for `curl -d` was "should be a valid dictionary"."""
     headers = {} if kind is None else {"Content-Type": kind}
     answer = httpx.post(server.url + path, content=body(), headers=headers, timeout=60)
     assert answer.status_code == 400
-    said = "is missing" if kind is None else f"is {kind}"
+    problem = "is missing" if kind is None else f"is {kind}"
     assert answer.json()["error"]["message"] == (
-        f"the header Content-Type {said}; send Content-Type: application/json"
+        f"the header Content-Type {problem}; send Content-Type: application/json"
     )
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("kind", ["Application/JSON; charset=utf-8", "application/problem+json"])
-def test_json_by_any_of_its_names_is_read(server: Running, kind: str) -> None:
+def test_other_json_content_types_are_accepted(server: Running, kind: str) -> None:
     answer = httpx.post(
         server.url + CHAT, content=body(), headers={"Content-Type": kind}, timeout=60
     )
     assert answer.status_code == 200, answer.text
 
 
-def test_a_body_that_is_too_large_is_not_read(server: Running) -> None:
+def test_a_body_that_is_too_large_is_refused(server: Running) -> None:
     most = server.service.options.max_request_bytes
     declared = httpx.post(server.url + CHAT, content=b" " * (most + 1), headers=JSON, timeout=60)
     assert declared.status_code == 413
@@ -191,8 +194,8 @@ def test_a_body_may_be_as_long_as_the_limit() -> None:
         (b"GET /health HTTP/1.0\r\n", 200),
     ],
 )
-def test_a_request_names_one_host(server: Running, head: bytes, status: int) -> None:
-    """By the host a server without keys knows whose page asks."""
+def test_a_request_has_exactly_one_host(server: Running, head: bytes, status: int) -> None:
+    """A server without keys checks the origin of a page by its host."""
     where = httpx.URL(server.url)
     with closing(socket.create_connection((where.host, where.port), 60)) as client:
         client.sendall(head + b"\r\n")
@@ -206,8 +209,8 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n
     "begin", [b"GET / HTTP/1.1\r\nHost: localhost\r\n", CHUNKED], ids=["head", "trailers"]
 )
 @pytest.mark.parametrize("line", [b"x: y\r\n", b"x"], ids=["many lines", "one long line"])
-def test_a_head_that_does_not_end_is_not_kept(server: Running, begin: bytes, line: bytes) -> None:
-    """A head is read before the key that is in it."""
+def test_an_endless_head_is_refused(server: Running, begin: bytes, line: bytes) -> None:
+    """A client without a key could otherwise fill the memory, as the key is in the head."""
     where = httpx.URL(server.url)
     with closing(socket.create_connection((where.host, where.port), 60)) as client:
         client.sendall(begin)
@@ -228,8 +231,8 @@ def impatient_server() -> Iterator[Running]:
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
-def test_a_head_that_does_not_come_is_not_waited_for(impatient_server: Running) -> None:
-    """A client without a key could hold all connections of the server for ever."""
+def test_an_incomplete_head_times_out(impatient_server: Running) -> None:
+    """A client without a key could otherwise occupy all connections forever."""
     where = httpx.URL(impatient_server.url)
     with ExitStack() as stack:
         clients = {}
@@ -242,8 +245,8 @@ def test_a_head_that_does_not_come_is_not_waited_for(impatient_server: Running) 
             assert answer.count(b"HTTP/1.1 200 OK") == begin.count(b"\r\n\r\n")
 
 
-def test_a_request_whose_head_has_come_is_waited_for(impatient_server: Running) -> None:
-    """Its body may come slowly, and its answer may take longer than a head."""
+def test_the_timeout_of_heads_does_not_apply_to_bodies(impatient_server: Running) -> None:
+    """The timeout of heads applies neither to a slow body nor to a slow answer."""
     content = body()
     head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head = head % CHAT.encode() + b"Content-Length: %d\r\n\r\n" % len(content)
@@ -256,8 +259,8 @@ def test_a_request_whose_head_has_come_is_waited_for(impatient_server: Running) 
         assert answer.count(b"HTTP/1.1 200 OK") == 1 and b'"completion_tokens":1' in answer
 
 
-def test_clients_that_drip_hold_up_nobody(server: Running) -> None:
-    """Many heads and bodies are incomplete while others are answered."""
+def test_incomplete_requests_do_not_delay_others(server: Running) -> None:
+    """Other requests are answered while many heads and bodies are incomplete."""
     where = httpx.URL(server.url)
     post = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     post = post % CHAT.encode() + b"Content-Length: 900\r\n\r\n{"
@@ -269,7 +272,7 @@ def test_clients_that_drip_hold_up_nobody(server: Running) -> None:
         assert answer.status_code == 200, answer.text
 
 
-def test_a_long_body_in_small_parts_is_no_long_head(server: Running) -> None:
+def test_a_long_body_may_arrive_in_small_parts(server: Running) -> None:
     def parts() -> Iterator[bytes]:
         yield from (b" " for _ in range(100_000))
         yield body()
@@ -279,12 +282,12 @@ def test_a_long_body_in_small_parts_is_no_long_head(server: Running) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/v1/models/nothing"])
-def test_what_is_not_there(server: Running, path: str) -> None:
+def test_an_unknown_path_is_not_found(server: Running, path: str) -> None:
     answer = httpx.get(server.url + path)
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
 
 
-def test_no_message_and_no_such_model_are_told_with_their_field(server: Running) -> None:
+def test_errors_of_empty_messages_and_unknown_models_name_the_field(server: Running) -> None:
     empty = httpx.post(server.url + CHAT, json={"messages": []}).json()["error"]
     assert empty["param"] == "messages"
     nothing = httpx.get(server.url + "/v1/models/nothing").json()["error"]
@@ -299,7 +302,7 @@ def test_no_message_and_no_such_model_are_told_with_their_field(server: Running)
         ("/v1/nothing", "there is no /v1/nothing: GET /docs lists the paths"),
     ],
 )
-def test_a_path_that_is_not_there_says_what_is(
+def test_the_error_of_an_unknown_path_suggests_others(
     server: Running, path: str, says: str, kind: dict[str, str]
 ) -> None:
     answer = httpx.post(server.url + path, content=b"{}", headers=kind)
@@ -308,18 +311,18 @@ def test_a_path_that_is_not_there_says_what_is(
 
 
 @pytest.mark.parametrize("name", ["gpt", "\ud800", "x" * 10_000])
-def test_a_model_that_is_not_there(server: Running, name: str) -> None:
+def test_an_unknown_model_is_not_found(server: Running, name: str) -> None:
     answer = httpx.post(server.url + CHAT, content=body(model=name), headers=JSON)
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
 
 
-def test_another_method(server: Running) -> None:
+def test_another_method_is_refused(server: Running) -> None:
     answer = httpx.get(server.url + CHAT)
     assert answer.status_code == 405 and answer.headers["allow"] == "POST"
     assert answer.json()["error"]["message"] == "the method is GET; allowed at this path: POST"
 
 
-def test_a_request_has_the_name_that_its_client_gave_it(server: Running) -> None:
+def test_a_request_has_the_id_that_its_client_sent(server: Running) -> None:
     mine = httpx.get(server.url + "/health", headers={"X-Request-Id": "mine-1"})
     assert mine.headers["x-request-id"] == "mine-1" == mine.headers["request-id"]
     odd = httpx.get(server.url + "/health", headers={"X-Request-Id": "a b\tc"})

@@ -1,4 +1,4 @@
-"""OpenAI's client for Responses against the server, over a socket."""
+"""OpenAI's client of the Responses API against the server, over a socket."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def caller(tool_server: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def ask(client: openai.OpenAI, given: Any = QUESTION, **change: Any) -> Response:
-    """The response, sent whole and as a stream, whose events agree with its end."""
+def ask(client: openai.OpenAI, question: Any = QUESTION, **change: Any) -> Response:
+    """Return the whole response, after a check that the streamed one and its events agree."""
     body: dict[str, Any] = {
         "model": "tiny",
-        "input": given,
+        "input": question,
         "max_output_tokens": 64,
         "temperature": 0,
         **change,
@@ -65,7 +65,7 @@ def ask(client: openai.OpenAI, given: Any = QUESTION, **change: Any) -> Response
     streamed = events[-1].response
     assert events[-1].type == f"response.{streamed.status}" and streamed.status == whole.status
     assert items_of(streamed) == items_of(whole)
-    assert told_by(events) == items_of(streamed)
+    assert read_items(events) == items_of(streamed)
     assert isinstance(whole, openai.types.responses.Response)
     return whole
 
@@ -78,8 +78,8 @@ def items_of(response: Response) -> list[dict[str, Any]]:
     return items
 
 
-def told_by(events: Any) -> list[dict[str, Any]]:
-    """The items as the deltas alone spell them."""
+def read_items(events: Any) -> list[dict[str, Any]]:
+    """Return the items that the deltas add up to."""
     items: list[dict[str, Any]] = []
     for event in events:
         if event.type == "response.output_item.added":
@@ -103,7 +103,7 @@ def told_by(events: Any) -> list[dict[str, Any]]:
     return items
 
 
-def test_a_response_is_what_a_chat_answers(client: openai.OpenAI) -> None:
+def test_a_response_matches_a_chat(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": QUESTION}], max_tokens=64, temperature=0
     )
@@ -122,13 +122,16 @@ def test_a_response_is_what_a_chat_answers(client: openai.OpenAI) -> None:
 
 def test_instructions_and_messages(client: openai.OpenAI) -> None:
     first = ask(client, instructions="Be brief.")
-    given = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": QUESTION},
+    ]
     parts = [{"type": "input_text", "text": QUESTION}]
     typed = [
         {"type": "message", "role": "system", "content": "Be brief."},
         {"type": "message", "role": "user", "content": parts},
     ]
-    for same in (given, typed):
+    for same in (messages, typed):
         other = ask(client, same)
         assert other.usage is not None and first.usage is not None
         assert other.usage.input_tokens == first.usage.input_tokens
@@ -137,7 +140,7 @@ def test_instructions_and_messages(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("flag", [True, False, None])
 def test_a_response_repeats_its_request(client: openai.OpenAI, flag: bool | None) -> None:
-    """None is the default: a response is stored, and may call several tools."""
+    """By default, a response is stored and may call several tools."""
     change: Any = {"max_output_tokens": 1, "store": flag, "parallel_tool_calls": flag}
     fields = client.responses.create(model="tiny", input="Hi", **change).to_dict()
     expected = flag is not False
@@ -153,19 +156,19 @@ def test_an_answer_that_is_too_long(client: openai.OpenAI) -> None:
     assert response.incomplete_details.reason == "max_output_tokens"
 
 
-def test_a_form_is_kept(client: openai.OpenAI) -> None:
+def test_a_response_follows_its_schema(client: openai.OpenAI) -> None:
     form = {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}
     assert json.loads(ask(client, text={"format": form}).output_text)["city"] in ("Rome", "Oslo")
 
 
-def test_a_form_without_a_schema(client: openai.OpenAI) -> None:
+def test_json_without_a_schema(client: openai.OpenAI) -> None:
     plain = ask(client).output_text
     assert ask(client, text={"format": {"type": "text"}}).output_text == plain
     assert ask(client, text={"format": {"type": "json_object"}}).output_text.startswith("{")
     assert not plain.startswith("{")
 
 
-def test_a_conversation_goes_on(client: openai.OpenAI, server: Running) -> None:
+def test_a_conversation_continues(client: openai.OpenAI, server: Running) -> None:
     first = ask(client)
     second = ask(client, "And Carl?", previous_response_id=first.id)
     turns = [
@@ -192,8 +195,8 @@ def test_a_conversation_goes_on(client: openai.OpenAI, server: Running) -> None:
     assert third.usage is not None and third.usage.input_tokens > second.usage.input_tokens
 
 
-def test_a_kept_response_is_told_whole(client: openai.OpenAI) -> None:
-    """A client that requested its events read none, without a reason."""
+def test_a_stored_response_is_returned_whole(client: openai.OpenAI) -> None:
+    """Regression: a client that requested events got none, without an error."""
     first = client.responses.create(model="tiny", input="Hi", max_output_tokens=1)
     included: Any = ["reasoning.encrypted_content"]
     same = client.responses.retrieve(first.id, stream=False, include=included)
@@ -214,13 +217,13 @@ def test_a_function_is_called_and_its_output_read(caller: openai.OpenAI) -> None
     assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "Sun"}
     change: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "none"}
-    told = ask(caller, [output], previous_response_id=first.id, **change)
+    reply = ask(caller, [output], previous_response_id=first.id, **change)
     user = {"role": "user", "content": QUESTION}
     whole = ask(caller, [user, call.to_dict(), output], **change)
-    assert whole.output_text == told.output_text
-    assert whole.usage is not None and told.usage is not None and first.usage is not None
-    assert whole.usage.input_tokens == told.usage.input_tokens
-    cached = told.usage.input_tokens_details.cached_tokens
+    assert whole.output_text == reply.output_text
+    assert whole.usage is not None and reply.usage is not None and first.usage is not None
+    assert whole.usage.input_tokens == reply.usage.input_tokens
+    cached = reply.usage.input_tokens_details.cached_tokens
     assert cached >= first.usage.total_tokens - 2
 
 
@@ -234,7 +237,7 @@ def test_a_custom_tool_is_shown_with_its_grammar() -> None:
     assert CustomTool(type="custom", name="patch").read()[1].description is None
 
 
-def test_items_come_one_after_another(thinking_server: Running) -> None:
+def test_items_are_streamed_one_after_another(thinking_server: Running) -> None:
     call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
     text = "Hm, Rome.</think>\n\nLet me see.\n" + call + call
     with scripted(thinking_server, text), connect(thinking_server) as client:
@@ -264,18 +267,18 @@ def test_a_stream_that_fails_says_so(server: Running, logged: list[logging.LogRe
     assert "a request failed: a step failed" in [record.getMessage() for record in logged]
 
 
-def test_an_image_is_a_data_url(image_server: Running) -> None:
+def test_an_image_may_be_a_data_url(image_server: Running) -> None:
     url = f"data:image/png;base64,{png_of(3)}"
-    given = [{"type": "input_image", "image_url": url, "detail": "auto"}]
-    given.append({"type": "input_text", "text": "What is it?"})
+    content = [{"type": "input_image", "image_url": url, "detail": "auto"}]
+    content.append({"type": "input_text", "text": "What is it?"})
     with connect(image_server) as client:
-        turns = [{"role": "user", "content": given}]
+        turns = [{"role": "user", "content": content}]
         ask(client, turns, max_output_tokens=4)
         response = ask(client, turns, max_output_tokens=4)
         assert response.usage is not None and response.usage.input_tokens_details.cached_tokens > 0
 
 
-def test_the_store_keeps_what_fits() -> None:
+def test_the_store_is_bounded() -> None:
     store = ResponseStore(max_values=2, max_bytes=4000)
     for name in "abc":
         store.add(name, b"{}", [], "x")
@@ -288,7 +291,7 @@ def test_the_store_keeps_what_fits() -> None:
     assert store.remove("d", "x") and len(store) == 0 == store.num_bytes
 
 
-def test_an_item_is_found_by_its_tenant_alone() -> None:
+def test_only_its_tenant_finds_an_item() -> None:
     store = ResponseStore()
     item = {"id": "msg_1", "type": "message"}
     store.add("a", json.dumps({"output": [item]}).encode(), [], "x")
@@ -299,21 +302,21 @@ def test_an_item_is_found_by_its_tenant_alone() -> None:
     assert not store.find_items({"msg"}, "x")
 
 
-def test_a_response_takes_the_place_of_one_of_its_id() -> None:
-    """The bytes of both were counted ever after, so that the store held less and less."""
+def test_a_response_replaces_one_with_its_id() -> None:
+    """Regression: the replaced response's bytes stayed counted, so the capacity shrank."""
     store = ResponseStore(max_bytes=4000)
-    for told in (b"x" * 3000, b"y"):
-        store.add("a", told, [], "x")
-    kept = store.get("a", "x")
-    assert kept is not None and kept.response == b"y" and len(store) == 1
+    for content in (b"x" * 3000, b"y"):
+        store.add("a", content, [], "x")
+    entry = store.get("a", "x")
+    assert entry is not None and entry.response == b"y" and len(store) == 1
     assert 0 < store.num_bytes < 1000
-    store.add("a", b"z" * 4000, [], "x")  # kept no more than what it replaces
+    store.add("a", b"z" * 4000, [], "x")  # too large, so that neither is stored
     assert store.get("a", "x") is None and len(store) == 0 == store.num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "x" * 1000])
-def test_a_flood_of_responses_takes_the_place_of_its_own(text: str) -> None:
-    """By number and by bytes: one tenant's responses went when another made many."""
+def test_a_flood_of_responses_evicts_only_its_tenants(text: str) -> None:
+    """Regression: one tenant's responses were evicted when another stored many."""
     store = ResponseStore(max_values=50, max_bytes=30_000)
     store.add("mine", b"{}", [], "a")
     for number in range(200):
@@ -323,8 +326,8 @@ def test_a_flood_of_responses_takes_the_place_of_its_own(text: str) -> None:
     assert 10 < len(store) <= 50 and store.num_bytes <= 30_000
     for number in range(200):
         store.add(f"{number}", b"{}", [{"content": text}], "c")
-    kept = [sum(store.get(f"{at}", one) is not None for at in range(200)) for one in "bc"]
-    assert abs(kept[0] - kept[1]) <= 1 < min(kept)
+    counts = [sum(store.get(f"{i}", owner) is not None for i in range(200)) for owner in "bc"]
+    assert abs(counts[0] - counts[1]) <= 1 < min(counts)
 
 
 DEEP: dict[str, Any] = functools.reduce(lambda inner, _: {"a": inner}, range(400), {})
@@ -368,34 +371,34 @@ def test_bad_input_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("fields", "says"),
     [
         ({"metadata": {"a": "x" * 513}}, "metadata"),
         ({"metadata": {"x" * 65: "a"}}, "metadata"),
-        ({"metadata": {f"{at}": "a" for at in range(17)}}, "metadata"),
+        ({"metadata": {f"{i}": "a" for i in range(17)}}, "metadata"),
         ({"user": "x" * 4097}, "user"),
         ({"cache_salt": "x" * 4097}, "cache_salt"),
         ({"reasoning": {"effort": "x" * 4097}}, "reasoning.effort"),
     ],
 )
-def test_what_is_told_again_is_bounded(server: Running, given: dict[str, Any], says: str) -> None:
-    """30 MB of metadata, repeated in the response, stopped every stream for 0.3 s."""
+def test_repeated_fields_are_bounded(server: Running, fields: dict[str, Any], says: str) -> None:
+    """Regression: 30 MB of metadata, repeated in the response, blocked every stream for 0.3 s."""
     body = {"model": "tiny", "input": "Hi", "max_output_tokens": 1}
-    answer = httpx.post(server.url + "/v1/responses", json=body | given, timeout=60)
+    answer = httpx.post(server.url + "/v1/responses", json=body | fields, timeout=60)
     assert answer.status_code == 400 and says in answer.json()["error"]["message"]
-    metadata = {"x" * 60 + f"{at}": "x" * 512 for at in range(16)}
+    metadata = {"x" * 60 + f"{i}": "x" * 512 for i in range(16)}
     answer = httpx.post(server.url + "/v1/responses", json=body | {"metadata": metadata})
     assert answer.status_code == 200 and answer.json()["metadata"] == metadata
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("given", [DEEP, {"a": {"\ud800": 1}}])
-def test_what_is_not_told_again_may_be_any_json(
-    server: Running, given: dict[str, Any], stream: bool
+@pytest.mark.parametrize("metadata", [DEEP, {"a": {"\ud800": 1}}])
+def test_client_metadata_may_be_any_json(
+    server: Running, metadata: dict[str, Any], stream: bool
 ) -> None:
-    """The whole request was copied into its response: status 500."""
-    asked = {"model": "tiny", "input": "Hi", "max_output_tokens": 1, "stream": stream}
-    content = json.dumps(asked | {"client_metadata": given}).encode()
+    """Regression: the status was 500, as the whole request was copied into its response."""
+    body = {"model": "tiny", "input": "Hi", "max_output_tokens": 1, "stream": stream}
+    content = json.dumps(body | {"client_metadata": metadata}).encode()
     headers = {"Content-Type": "application/json"}
     answer = httpx.post(server.url + "/v1/responses", content=content, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text

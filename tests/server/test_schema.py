@@ -1,4 +1,4 @@
-"""Requests made of the server's own OpenAPI description, right and wrong ones: none fails it."""
+"""The OpenAPI description, and valid and invalid requests generated from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LENGTHS = {
 
 
 def tame(path: str, body: Any) -> Any:
-    """Change a body to name an existing model and ask for a short answer."""
+    """Change a body to name an existing model and request a short answer."""
     if not isinstance(body, dict):
         return body
     if isinstance(body.get("model"), str):
@@ -48,7 +48,7 @@ def tame(path: str, body: Any) -> Any:
     return body
 
 
-def test_pages_may_load_nothing_from_elsewhere(server: Running) -> None:
+def test_pages_load_nothing_from_other_servers(server: Running) -> None:
     for path in (
         "/",
         "/docs",
@@ -64,7 +64,7 @@ def test_pages_may_load_nothing_from_elsewhere(server: Running) -> None:
         assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_the_reference_escapes_what_it_shows() -> None:
+def test_the_reference_escapes_html() -> None:
     body = {"properties": {"<a>": {"type": "string", "default": "<b>"}}, "description": "<c>"}
     shown = render_reference({"paths": {}, "components": {"schemas": {"<d>": body}}})
     assert not any(f"<{letter}>" in shown for letter in "abcd")
@@ -102,7 +102,9 @@ def test_examples_are_valid(server: Running) -> None:
 
 def test_examples_of_bodies_are_answered(server: Running) -> None:
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
-    posted = {path: one["post"] for path, one in paths.items() if "post" in one}
+    posted = {
+        path: operations["post"] for path, operations in paths.items() if "post" in operations
+    }
     assert len(posted) >= 11
     for path, operation in posted.items():
         example = operation["requestBody"]["content"]["application/json"]["example"]
@@ -112,10 +114,10 @@ def test_examples_of_bodies_are_answered(server: Running) -> None:
     assert paths["/v1/models/{name}"]["get"]["parameters"][0]["example"] == "tiny"
 
 
-def test_the_description_has_the_answers_that_are_sent(server: Running) -> None:
+def test_the_description_lists_all_status_codes(server: Running) -> None:
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
-    answers = [one["responses"] for path in paths.values() for one in path.values()]
-    assert not any("422" in one or "default" in one for one in answers)
+    answers = [operation["responses"] for path in paths.values() for operation in path.values()]
+    assert not any("422" in operation or "default" in operation for operation in answers)
     expected = {"200", "400", "401", "403", "404", "413", "415", "429", "500", "503", "504"}
     assert paths["/v1/messages"]["post"]["responses"].keys() == expected
     assert "409" in paths["/cache/reset"]["post"]["responses"]
@@ -129,7 +131,7 @@ def test_the_description_has_the_answers_that_are_sent(server: Running) -> None:
     assert kinds == {"application/json", "text/event-stream"}
 
 
-def test_names_are_for_readers(server: Running) -> None:
+def test_names_in_the_description_are_readable(server: Running) -> None:
     description = httpx.get(f"{server.url}/openapi.json").json()
     names = description["components"]["schemas"].keys()
     assert not any("__" in name for name in names)
@@ -139,11 +141,13 @@ def test_names_are_for_readers(server: Running) -> None:
     assert chat["summary"] == "Create chat completion"
     assert chat["operationId"] == "create_chat_completion"
     assert chat["tags"] == ["OpenAI"]
-    operations = [one for path in description["paths"].values() for one in path.values()]
-    assert len({one["operationId"] for one in operations}) == len(operations)
+    operations = [
+        operation for path in description["paths"].values() for operation in path.values()
+    ]
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
 
 
-def test_every_reference_has_its_schema(server: Running) -> None:
+def test_every_reference_has_a_schema(server: Running) -> None:
     text = httpx.get(f"{server.url}/openapi.json").text
     schemas = json.loads(text)["components"]["schemas"]
     assert set(re.findall(r'"#/components/schemas/([^"]+)"', text)) <= schemas.keys()
@@ -158,10 +162,10 @@ def test_other_methods_are_refused(server: Running) -> None:
         assert allowed >= operations.keys()  # another pattern may match the path too
 
 
-def test_what_is_described_is_what_is_read(
+def test_described_bodies_are_parsed_by_endpoints(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FastAPI describes the paths that take a body, and `Endpoints` answers them."""
+    """FastAPI describes the paths with a body, and `Endpoints` answers them."""
 
     async def fail(*_: object) -> None:
         raise AssertionError("FastAPI answers")
@@ -173,16 +177,16 @@ def test_what_is_described_is_what_is_read(
         for path, operations in described["paths"].items()
         if "requestBody" in operations.get("post", {})
     }
-    del bodies["/cache/reset"]  # whose body may be left out
+    del bodies["/cache/reset"]  # whose body is optional
     assert len(bodies) >= 9
     for path, schema in bodies.items():
         answer = httpx.post(server.url + path, json={"unheard_of": 1})
         assert answer.status_code == 400, path
         assert "has the unknown field 'unheard_of'" in answer.json()["error"]["message"]
-        known = described["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
-        if "required" in known:
-            said = httpx.post(server.url + path, json={}).json()["error"]["message"]
-            assert said in {f"{name}: Field required" for name in known["required"]}
+        definition = described["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+        if "required" in definition:
+            message = httpx.post(server.url + path, json={}).json()["error"]["message"]
+            assert message in {f"{name}: Field required" for name in definition["required"]}
 
 
 @pytest.mark.skipif(find_spec("schemathesis") is None, reason="there is no schemathesis")
@@ -196,19 +200,19 @@ def test_no_request_fails_the_server(server: Running) -> None:
         checks.response_schema_conformance,
     ]
     description = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    seen: dict[int, int] = {}
+    statuses: dict[int, int] = {}
 
     def check(case: Any) -> None:
         case.body = tame(case.path, case.body)
         answer = case.call(timeout=60)
-        seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
+        statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
         assert answer.status_code < 500, (case.path, case.body, answer.content)
         case.validate_response(answer, checks=conformance)
         if answer.status_code >= 400 and case.path.startswith("/v1/"):
             assert answer.json()["error"]["message"]
 
-    for found in description.get_all_operations():
-        operation = found.ok()
+    for result in description.get_all_operations():
+        operation = result.ok()
         if operation.path == "/cache/live":  # which has no end
             with httpx.stream("GET", f"{server.url}/cache/live") as answer:
                 assert answer.status_code == 200 and next(answer.iter_lines())
@@ -217,6 +221,6 @@ def test_no_request_fails_the_server(server: Running) -> None:
             if mode == schemathesis.GenerationMode.POSITIVE or operation.method == "post":
                 strategy = operation.as_strategy(generation_mode=mode)
                 EXAMPLES(given(strategy)(check))()
-    assert seen.keys() >= {200, 400, 404}
+    assert statuses.keys() >= {200, 400, 404}
     blocks, free = server.pool()
     assert blocks == free

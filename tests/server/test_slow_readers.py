@@ -1,5 +1,5 @@
-"""Clients that do not read what they asked for: what waits for them is bounded, in bytes and time,
-and nobody else waits."""
+"""Clients that do not read their answers: unread data is bounded in bytes and time, and other
+clients do not wait."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.server.scripted import scripted
 from tests.server.test_overload import SECONDS, Steps, Watch, ask, body, connect, send
 
 
-def test_a_slow_reader_holds_up_nobody() -> None:
-    """More is answered than buffers take, to a client that does not read."""
+def test_a_slow_reader_does_not_delay_others() -> None:
+    """The answer of the slow client exceeds all buffers."""
     with running(send_buffer=4096) as server, connect(server, small=True) as slow:
         watch = Watch(server)
         many = {"max_tokens": 100, "n": 16, "logprobs": 20, "ignore_eos": True, "stream": True}
@@ -33,7 +33,9 @@ def test_a_slow_reader_holds_up_nobody() -> None:
         while others < 3 or server.llm.driver.call(lambda: server.llm.engine.has_unfinished):
             assert ask(server, max_tokens=8).json()["choices"] == expected
             others += 1
-        assert watch.until(1) and server.service.calls.num_slots == 1, "nobody read the answer"
+        assert watch.until(1) and server.service.calls.num_slots == 1, (
+            "the unread answer lost its slot"
+        )
         slow.close()
         assert watch.all_free()
 
@@ -44,13 +46,13 @@ def count_outputs() -> int:
     return sum(isinstance(value, RequestOutput) for value in gc.get_objects())
 
 
-def test_what_slow_readers_do_not_read_is_bounded_and_goes_with_them(
+def test_unread_outputs_are_bounded_and_freed_on_disconnect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three read nothing of long answers that go on, while others are answered.
+    """Three clients read nothing of long answers while others are answered.
 
-    An output has the whole answer so far: were each stored until it is read, the memory of a slow
-    reader would grow with the square of its answer.
+    An output has the whole answer so far. If each were stored until it is read, the memory of a
+    slow reader would grow with the square of its answer.
     """
     slow_ones = 3
     options: dict[str, Any] = {"num_blocks": 512, "speculation": "off"}
@@ -64,11 +66,11 @@ def test_what_slow_readers_do_not_read_is_bounded_and_goes_with_them(
             send(client, long)
 
         def lengths() -> list[int]:
-            running = [one for one in server.running() if one.group.params.max_tokens == 2000]
-            return [len(one.sampling.output_token_ids) for one in running]
+            running = [entry for entry in server.running() if entry.group.params.max_tokens == 2000]
+            return [len(entry.sampling.output_token_ids) for entry in running]
 
         def read_until(least: int) -> int:
-            """Ask as others do until all answers have so many tokens; the stored outputs."""
+            """Send requests until slow answers have `least` tokens; count the stored outputs."""
             while len(lengths()) < slow_ones or min(lengths()) < least:
                 assert ask(server, max_tokens=8).json()["choices"] == expected
             return count_outputs() - num_others
@@ -77,17 +79,17 @@ def test_what_slow_readers_do_not_read_is_bounded_and_goes_with_them(
         assert max(before, read_until(1200)) <= 5 * slow_ones, "outputs pile up"
         for left, client in enumerate(reversed(clients)):
             client.close()
-            assert steps.gone.wait(SECONDS)
-            steps.gone.clear()
-            assert steps.gone_at - steps.cancelled_at <= 1, left
+            assert steps.aborted.wait(SECONDS)
+            steps.aborted.clear()
+            assert steps.aborted_at - steps.cancelled_at <= 1, left
         assert watch.all_free()
 
 
-LONG = "A long answer that nobody reads. " * 32_768
+LONG = "A long answer that stays unread. " * 32_768
 
 
 class Counted(list[str]):
-    """Pieces of an answer that count how many were taken."""
+    """Pieces of an answer with a count of those that were iterated over."""
 
     taken = 0
 
@@ -107,7 +109,7 @@ def is_connected(server: Running, client: socket.socket) -> bool:
     )
 
 
-def test_no_more_of_a_stream_is_made_than_buffers_take() -> None:
+def test_a_stream_is_generated_only_as_far_as_buffers_take() -> None:
     pieces = Counted(["word " * 2000] * 1000)  # 10 KB each
     with running(send_buffer=4096) as server, scripted(server, pieces):
         watch = Watch(server)
@@ -120,8 +122,8 @@ def test_no_more_of_a_stream_is_made_than_buffers_take() -> None:
         assert watch.all_free()
 
 
-def test_a_whole_answer_that_is_not_read_has_its_place_until_it_is() -> None:
-    """A megabyte went to the connection at once, and its place to the next who read nothing."""
+def test_an_unread_answer_occupies_its_slot() -> None:
+    """Regression: a megabyte was written at once, and its slot was free for another slow reader."""
     with running(send_buffer=4096) as server, scripted(server, [LONG]), ExitStack() as stack:
         watch = Watch(server)
         clients = [stack.enter_context(connect(server, small=True)) for _ in range(2)]
@@ -131,18 +133,18 @@ def test_a_whole_answer_that_is_not_read_has_its_place_until_it_is() -> None:
         for _ in range(50):
             assert httpx.get(server.url + "/health").status_code == 200
         assert watch.until(2) and server.service.calls.num_slots == 2
-        late, gone = clients
-        gone.close()
+        late, leaving = clients
+        leaving.close()
         assert watch.until(1)
-        told = b""
-        while not told.endswith(b"}"):
-            told += late.recv(1 << 20)
-        assert json.loads(told.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == LONG
+        received = b""
+        while not received.endswith(b"}"):
+            received += late.recv(1 << 20)
+        assert json.loads(received.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == LONG
         assert watch.all_free()
 
 
 @pytest.mark.parametrize(
-    ("said", "stream", "header"),
+    ("pieces", "stream", "header"),
     [
         ([LONG], False, ""),
         ([LONG[:200_000]] * 2, True, ""),
@@ -153,12 +155,12 @@ def test_a_whole_answer_that_is_not_read_has_its_place_until_it_is() -> None:
 )
 @pytest.mark.parametrize("behind", [b"", b"G", b"GET / HTTP/1.1\r\n\r\n"])
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux ends such connections")
-def test_what_is_not_read_is_dropped_when_its_time_is_over(
-    said: list[str], stream: bool, header: str, behind: bytes, monkeypatch: pytest.MonkeyPatch
+def test_an_unread_answer_is_dropped_at_the_timeout(
+    pieces: list[str], stream: bool, header: str, behind: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stayed in memory until the client closed the connection, and so did the connection."""
+    """Regression: answer and connection stayed until the client closed the connection."""
     monkeypatch.setattr("headstart.server.middleware._GRACE", 0.0)
-    with running(send_buffer=4096, request_timeout=0.3) as server, scripted(server, said):
+    with running(send_buffer=4096, request_timeout=0.3) as server, scripted(server, pieces):
         watch = Watch(server)
         with connect(server, small=True) as client:
             send(client, body(stream=stream), header=header)
@@ -166,8 +168,8 @@ def test_what_is_not_read_is_dropped_when_its_time_is_over(
             while is_connected(server, client):
                 assert httpx.get(server.url + "/health").status_code == 200
             assert watch.all_free()
-            told = b""
+            received = b""
             with suppress(ConnectionResetError):
                 while part := client.recv(1 << 20):
-                    told += part
-            assert len(told) < len(said[0]), "what the system had taken, and nothing after it"
+                    received += part
+            assert len(received) < len(pieces[0]), "what the system had taken, and nothing after it"

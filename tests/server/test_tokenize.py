@@ -1,4 +1,4 @@
-"""Texts to token ids and back, by the tokenizer itself."""
+"""`/tokenize` and `/detokenize` match the tokenizer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MESSAGES = [{"role": "user", "content": "Who is Ben?"}]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(ASSETS)
-    return found
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(ASSETS)
+    return tokenizer
 
 
 def post(server: Running, path: str, body: Any) -> httpx.Response:
@@ -29,29 +29,31 @@ def post(server: Running, path: str, body: Any) -> httpx.Response:
 
 
 @pytest.mark.parametrize("text", ["", "Hello Ben, \u00e4\U0001f642", "<|user|>Hi<|end|>"])
-def test_a_text_and_back(server: Running, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    told = post(server, "/tokenize", {"prompt": text, "return_token_strs": True}).json()
-    assert told["tokens"] == tokenizer.encode(text)
-    assert told["count"] == len(told["tokens"])
-    assert told["max_model_len"] == server.llm.engine.max_model_len
-    assert told["token_strs"] == tokenizer.convert_ids_to_tokens(told["tokens"])
-    back = post(server, "/detokenize", {"model": "tiny", "tokens": told["tokens"]})
+def test_a_text_is_tokenized_and_detokenized(
+    server: Running, tokenizer: PreTrainedTokenizerBase, text: str
+) -> None:
+    answer = post(server, "/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert answer["tokens"] == tokenizer.encode(text)
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == server.llm.engine.max_model_len
+    assert answer["token_strs"] == tokenizer.convert_ids_to_tokens(answer["tokens"])
+    back = post(server, "/detokenize", {"model": "tiny", "tokens": answer["tokens"]})
     assert back.json() == {"prompt": text}
 
 
 def test_a_text_of_several_parts(server: Running, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The answer is spelled in parts of 4,096 ids."""
+    """The answer is built in parts of 4,096 ids."""
     text = "Anna is 31, Ben 45. " * 800
     expected = tokenizer.encode(text)
     assert len(expected) > 2 * 4096
-    told = post(server, "/tokenize", {"prompt": text, "return_token_strs": True}).json()
-    assert (told["count"], told["tokens"]) == (len(expected), expected)
-    assert told["token_strs"] == tokenizer.convert_ids_to_tokens(expected)
-    assert post(server, "/tokenize", {"prompt": text}).json() == told | {"token_strs": None}
+    answer = post(server, "/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert (answer["count"], answer["tokens"]) == (len(expected), expected)
+    assert answer["token_strs"] == tokenizer.convert_ids_to_tokens(expected)
+    assert post(server, "/tokenize", {"prompt": text}).json() == answer | {"token_strs": None}
 
 
-def test_no_call_spells_more_than_a_part_of_a_long_list() -> None:
-    """A call in C for a million ids stops all other threads while it lasts."""
+def test_a_long_list_is_converted_in_parts() -> None:
+    """A call of the tokenizer's C code for a million ids would block all other threads."""
     longest = 0
 
     def spell(part: list[int]) -> list[str]:
@@ -62,23 +64,23 @@ def test_no_call_spells_more_than_a_part_of_a_long_list() -> None:
     tokenizer = SimpleNamespace(convert_ids_to_tokens=spell)
     service: Any = SimpleNamespace(llm=SimpleNamespace(tokenizer=tokenizer, max_model_len=8))
     token_ids = list(range(20_000))
-    told = json.loads(_encode_answer(service, token_ids, True))
-    assert told["tokens"] == list(range(20_000))
+    answer = json.loads(_encode_answer(service, token_ids, True))
+    assert answer["tokens"] == list(range(20_000))
     assert 0 < longest <= 4096
     assert token_ids == [], "freeing what is left at once takes as long"
 
 
-def test_a_conversation_is_the_prompt_of_a_chat(
+def test_messages_are_tokenized_as_a_chats_prompt(
     server: Running, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    told = post(server, "/tokenize", {"model": "tiny", "messages": MESSAGES}).json()
+    answer = post(server, "/tokenize", {"model": "tiny", "messages": MESSAGES}).json()
     text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
-    assert told["tokens"] == tokenizer.encode(text) and told["token_strs"] is None
+    assert answer["tokens"] == tokenizer.encode(text) and answer["token_strs"] is None
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1}
     chat = post(server, "/v1/chat/completions", body).json()
-    assert told["count"] == chat["usage"]["prompt_tokens"]
+    assert answer["count"] == chat["usage"]["prompt_tokens"]
     bare = post(server, "/tokenize", {"messages": MESSAGES, "add_generation_prompt": False}).json()
-    assert bare["tokens"] == told["tokens"][:-1]
+    assert bare["tokens"] == answer["tokens"][:-1]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +104,8 @@ def test_bad_input_is_refused(server: Running, path: str, body: Any, status: int
     assert answer.status_code == status and answer.json()["error"]["message"]
 
 
-def test_what_templates_read_unless_a_request_says_otherwise() -> None:
-    """`--default-chat-template-kwargs`, and `--chat-template`."""
+def test_template_arguments_of_a_request_replace_the_defaults() -> None:
+    """`--default-chat-template-kwargs` and `--chat-template` set the defaults."""
     template = "{{ mood }} {{ style }}: {% for turn in messages %}{{ turn.content }}{% endfor %}"
     defaults = '{"mood": "sad", "style": "old"}'
     with running(default_chat_template_kwargs=defaults, chat_template=template) as server:
@@ -111,8 +113,8 @@ def test_what_templates_read_unless_a_request_says_otherwise() -> None:
         def rendered(**more: object) -> str:
             body = {"messages": [{"role": "user", "content": "Hi"}], **more}
             tokens = httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"]
-            told = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json()
-            return str(told["prompt"])
+            answer = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json()
+            return str(answer["prompt"])
 
         assert rendered() == "sad old: Hi"
         assert rendered(chat_template_kwargs={"mood": "glad"}) == "glad old: Hi"

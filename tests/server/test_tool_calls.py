@@ -1,4 +1,4 @@
-"""Tools over OpenAI's own client: calls that are forced, calls that a model writes, and results."""
+"""Tools with OpenAI's client: forced calls, calls that a model writes, and results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def connect(server: Running) -> openai.OpenAI:
 
 
 def ask(client: openai.OpenAI, **change: Any) -> ChatCompletion:
-    """The answer, sent whole and as a stream, which OpenAI's client assembles."""
+    """Return the whole answer, after a check that the streamed one is equal."""
     body: dict[str, Any] = {
         "model": "tiny",
         "messages": MESSAGES,
@@ -64,10 +64,10 @@ def ask(client: openai.OpenAI, **change: Any) -> ChatCompletion:
     whole = client.chat.completions.create(**body)
     with client.chat.completions.stream(**body) as stream:
         streamed = stream.get_final_completion()
-    for one, other in zip(whole.choices, streamed.choices, strict=True):
-        assert one.finish_reason == other.finish_reason
-        assert (one.message.content or "") == (other.message.content or "")
-        assert calls_of(one.message) == calls_of(other.message)
+    for choice, other in zip(whole.choices, streamed.choices, strict=True):
+        assert choice.finish_reason == other.finish_reason
+        assert (choice.message.content or "") == (other.message.content or "")
+        assert calls_of(choice.message) == calls_of(other.message)
     return whole
 
 
@@ -78,11 +78,11 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
 
 
 def check(name: str, arguments: str) -> None:
-    given = json.loads(arguments)
-    assert isinstance(given, dict)
+    values = json.loads(arguments)
+    assert isinstance(values, dict)
     if name == "get_weather":
-        assert given["city"] in ("Rome", "Oslo") and 1 <= given["days"] <= 9
-        assert set(given) == {"city", "days"}
+        assert values["city"] in ("Rome", "Oslo") and 1 <= values["days"] <= 9
+        assert set(values) == {"city", "days"}
 
 
 def test_a_named_function_is_called(tools: Any) -> None:
@@ -100,16 +100,16 @@ def test_a_named_function_is_called(tools: Any) -> None:
 def test_a_required_call_follows_its_schema(tools: Any) -> None:
     _, client, _ = tools
     other = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
-    given = {"tools": [WEATHER, other], "tool_choice": "required", "parallel_tool_calls": False}
+    options = {"tools": [WEATHER, other], "tool_choice": "required", "parallel_tool_calls": False}
     with ThreadPoolExecutor() as threads:
-        asked = [threads.submit(ask, client, temperature=1, seed=s, **given) for s in range(3)]
-    for answer in (one.result() for one in asked):
+        answers = [threads.submit(ask, client, temperature=1, seed=s, **options) for s in range(3)]
+    for answer in (future.result() for future in answers):
         [(name, arguments)] = calls_of(answer.choices[0].message)
         assert answer.choices[0].finish_reason == "tool_calls" and name in ("get_weather", "other")
         check("get_weather", arguments)
 
 
-def test_a_call_that_the_model_writes_is_read(tools: Any) -> None:
+def test_a_call_that_the_model_writes_is_parsed(tools: Any) -> None:
     form, client, _ = tools
     text = WRITTEN[form]
     exactly = {"structured_outputs": {"grammar": f"start: {spelled(form, text)}"}}
@@ -122,13 +122,13 @@ def test_a_call_that_the_model_writes_is_read(tools: Any) -> None:
 
 
 def spelled(form: str, text: str) -> str:
-    """In a grammar; Mistral's mark is the last token of the vocabulary."""
+    """Return a text for a grammar. Mistral's mark is the last token of the vocabulary."""
     if form == "mistral":
         return f"<[2047]> {json.dumps(text.removeprefix('[TOOL_CALLS]'))}"
     return json.dumps(text)
 
 
-def test_calls_are_not_read_when_none_is_asked_for(tools: Any) -> None:
+def test_calls_are_not_parsed_with_tool_choice_none(tools: Any) -> None:
     _, client, _ = tools
     exactly = {"structured_outputs": {"choice": ['{"name": "get_time", "parameters": {}}']}}
     answer = ask(client, tool_choice="none", extra_body=exactly)
@@ -146,9 +146,11 @@ def test_the_next_turn_hits_the_call(tools: Any) -> None:
         {"role": "tool", "tool_call_id": call.id, "content": "Sun, 25 degrees"},
     ]
     body: Any = {"model": "tiny", "messages": turns, "tools": [WEATHER, TIME], "max_tokens": 4}
-    told = client.chat.completions.create(**body).usage
-    assert answer.usage is not None and told is not None and told.prompt_tokens_details is not None
-    assert told.prompt_tokens_details.cached_tokens >= answer.usage.total_tokens - 2
+    usage = client.chat.completions.create(**body).usage
+    assert (
+        answer.usage is not None and usage is not None and usage.prompt_tokens_details is not None
+    )
+    assert usage.prompt_tokens_details.cached_tokens >= answer.usage.total_tokens - 2
 
 
 @pytest.mark.parametrize(
@@ -207,35 +209,35 @@ def thinker(thinking_server: Running) -> Iterator[openai.OpenAI]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_stands_apart(thinker: openai.OpenAI, stream: bool) -> None:
+def test_reasoning_is_separate_from_content(thinker: openai.OpenAI, stream: bool) -> None:
     grammar = 'start: "<think>\\nSun, I think.\\n</think>\\n\\nIt is sunny."'
-    told = told_by(thinker, stream, structured_outputs={"grammar": grammar})
-    assert told == ("Sun, I think.", "It is sunny.", "stop")
+    parts = read_parts(thinker, stream, structured_outputs={"grammar": grammar})
+    assert parts == ("Sun, I think.", "It is sunny.", "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_may_begin_the_reasoning(thinker: openai.OpenAI, stream: bool) -> None:
-    reasoning, content, reason = told_by(thinker, stream, min_tokens=9)
+def test_a_prompt_may_start_the_reasoning(thinker: openai.OpenAI, stream: bool) -> None:
+    reasoning, content, reason = read_parts(thinker, stream, min_tokens=9)
     assert reasoning and not content and reason == "length"
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 7}}}
-    assert told_by(thinker, stream, min_tokens=9, response_format=schema)[1] == ""
+    assert read_parts(thinker, stream, min_tokens=9, response_format=schema)[1] == ""
 
 
-def told_by(client: openai.OpenAI, stream: bool, **more: Any) -> tuple[str, str, str | None]:
-    """Reasoning, content and why it ended."""
+def read_parts(client: openai.OpenAI, stream: bool, **more: Any) -> tuple[str, str, str | None]:
+    """Return the reasoning, the content and the finish reason."""
     body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 64, "extra_body": more}
     answer = client.chat.completions.create(model="tiny", temperature=0, stream=stream, **body)
     if stream:
         choices = [chunk.choices[0] for chunk in answer]
-        told = [choice.delta for choice in choices]
+        parts = [choice.delta for choice in choices]
     else:
         choices = answer.choices
-        told = [choice.message for choice in choices]
-    reasoning = "".join(getattr(one, "reasoning_content", None) or "" for one in told)
-    return reasoning, "".join(one.content or "" for one in told), choices[-1].finish_reason
+        parts = [choice.message for choice in choices]
+    reasoning = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
+    return reasoning, "".join(part.content or "" for part in parts), choices[-1].finish_reason
 
 
-def test_a_forced_call_that_is_cut_off_before_its_name_is_no_text(tools: Any) -> None:
+def test_a_forced_call_cut_off_before_its_name_is_not_content(tools: Any) -> None:
     _, client, _ = tools
     body = {"model": "tiny", "messages": MESSAGES, "tools": [WEATHER], "max_tokens": 2}
     choice = client.chat.completions.create(**body, tool_choice="required").choices[0]
@@ -245,8 +247,8 @@ def test_a_forced_call_that_is_cut_off_before_its_name_is_no_text(tools: Any) ->
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
-def test_functions_of_the_legacy_form(tools: Any) -> None:
-    """Chats had them before tools: an answer has one `function_call`, whole and streamed."""
+def test_legacy_functions(tools: Any) -> None:
+    """The predecessor of tools: an answer has one `function_call`, whole and streamed."""
     _, client, _ = tools
     body: dict[str, Any] = {
         "model": "tiny",
@@ -260,8 +262,8 @@ def test_functions_of_the_legacy_form(tools: Any) -> None:
     call = choice.message.function_call
     assert choice.finish_reason == "function_call" and choice.message.tool_calls is None
     check(call.name, call.arguments)
-    deltas = [one.choices[0] for one in client.chat.completions.create(**body, stream=True)]
-    pieces = [one.delta.function_call for one in deltas if one.delta.function_call]
+    deltas = [chunk.choices[0] for chunk in client.chat.completions.create(**body, stream=True)]
+    pieces = [chunk.delta.function_call for chunk in deltas if chunk.delta.function_call]
     assert [piece.name for piece in pieces if piece.name] == ["get_weather"]
     assert "".join(piece.arguments for piece in pieces) == call.arguments
     assert deltas[-1].finish_reason == "function_call"

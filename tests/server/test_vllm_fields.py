@@ -1,4 +1,4 @@
-"""Bodies as vLLM's users write them: each field works, needs nothing, or says what else to do."""
+"""Fields of vLLM's requests are supported, have no effect, or are refused with an alternative."""
 
 import ast
 import json
@@ -26,43 +26,43 @@ KINDS = {
 FORM: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 7}}}
 
 
-def refusal(kind: type[Body], given: Mapping[str, Any]) -> ApiError:
+def refusal(kind: type[Body], body: Mapping[str, Any]) -> ApiError:
     """Return the server's error for a body."""
     with pytest.raises(ValidationError) as caught:
-        kind.model_validate(given)
-    located = [{**one, "loc": ("body", *one["loc"])} for one in caught.value.errors()]
+        kind.model_validate(body)
+    located = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
     return as_api_error(RequestValidationError(located))
 
 
 @pytest.mark.parametrize("part", KINDS)
 def test_every_field_of_vllm_is_known(part: str) -> None:
-    kind, given = KINDS[part]
+    kind, body = KINDS[part]
     fields = {field.alias or name for name, field in kind.model_fields.items()}
     own = set(SURFACE[part]) - {"model_config", "field_names"}
     assert own <= fields | kind.accepted | kind.refused.keys()
     assert not fields & kind.accepted and fields & kind.refused.keys() <= {"best_of"}
     for name, source in SURFACE[part].items():
-        if source not in (None, "...") and name not in (*given, "model_config", "field_names"):
-            kind.model_validate({**given, name: ast.literal_eval(source)})
+        if source not in (None, "...") and name not in (*body, "model_config", "field_names"):
+            kind.model_validate({**body, name: ast.literal_eval(source)})
 
 
 @pytest.mark.parametrize("part", KINDS)
-def test_names_that_are_no_fields(part: str) -> None:
-    kind, given = KINDS[part]
+def test_refused_and_ignored_names(part: str) -> None:
+    kind, body = KINDS[part]
     for name in kind.accepted:
-        assert kind.model_validate({**given, name: {"a": [1]}}) == kind.model_validate(given)
+        assert kind.model_validate({**body, name: {"a": [1]}}) == kind.model_validate(body)
     for name in kind.refused.keys() - kind.model_fields.keys():
         note, allowed = kind.refused[name]
-        for taken in (None, *allowed):
-            assert kind.model_validate({**given, name: taken}) == kind.model_validate(given)
-        told = refusal(kind, {**given, name: {"a": [1]}})
-        assert (told.status, told.param) == (400, name)
-        assert str(told).startswith(f"{name} is a list or an object; allowed: null")
-        assert str(told).endswith(note)
+        for value in (None, *allowed):
+            assert kind.model_validate({**body, name: value}) == kind.model_validate(body)
+        error = refusal(kind, {**body, name: {"a": [1]}})
+        assert (error.status, error.param) == (400, name)
+        assert str(error).startswith(f"{name} is a list or an object; allowed: null")
+        assert str(error).endswith(note)
 
 
 @pytest.mark.parametrize(
-    ("given", "param", "says"),
+    ("change", "param", "says"),
     [
         ({"min_tokenz": 3}, "min_tokenz", "the request has the unknown field 'min_tokenz'; "
          "the nearest is min_tokens"),
@@ -89,11 +89,13 @@ def test_names_that_are_no_fields(part: str) -> None:
          "tools[0].type: 'file_search' does not run here; allowed: 'function' (your own tool)"),
     ],
 )  # fmt: skip
-def test_a_field_that_is_not_known(given: dict[str, Any], param: str, says: str) -> None:
-    """The error for a misspelled field was that extra inputs are not permitted."""
-    told = refusal(ChatCompletionRequest, {**CHAT, **given})
-    assert told.param == param
-    assert str(told).startswith(says)
+def test_unknown_fields_are_refused_with_the_nearest_name(
+    change: dict[str, Any], param: str, says: str
+) -> None:
+    """Regression: the error for a misspelled field was "extra inputs are not permitted"."""
+    error = refusal(ChatCompletionRequest, {**CHAT, **change})
+    assert error.param == param
+    assert str(error).startswith(says)
 
 
 @pytest.mark.parametrize(
@@ -176,44 +178,46 @@ def test_a_prompt_that_is_too_long_has_openai_s_code(server: Running) -> None:
 
 
 @pytest.mark.parametrize("most", [8, 9, 100_000])
-def test_an_answer_ends_where_the_context_does(server: Running, most: int) -> None:
-    """The limit applies to any `max_tokens`: many clients always send the same large number."""
-    told = post(server, "completions", prompt=[5] * 4_088, max_tokens=most, ignore_eos=True).json()
-    assert told["usage"]["completion_tokens"] == 8
-    assert told["choices"][0]["finish_reason"] == "length"
+def test_an_answer_ends_at_the_end_of_the_context(server: Running, most: int) -> None:
+    """The limit applies to any `max_tokens`, as many clients always send the same large number."""
+    answer = post(
+        server, "completions", prompt=[5] * 4_088, max_tokens=most, ignore_eos=True
+    ).json()
+    assert answer["usage"]["completion_tokens"] == 8
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_token_ids_and_log_probabilities_as_vllm_tells_them(server: Running) -> None:
+def test_token_ids_and_log_probabilities_match_vllm(server: Running) -> None:
     wanted = {"return_token_ids": True, "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
     text = post(server, "completions", **COMPLETION, **wanted, logprobs=1).json()
-    assert text["model"] == "tiny"  # which the body did not say
+    assert text["model"] == "tiny"  # absent from the body
     [choice] = text["choices"]
     ids = choice["token_ids"]
     assert (len(ids), choice["stop_reason"]) == (2, None)
-    assert choice["logprobs"]["tokens"] == [f"token_id:{one}" for one in ids]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in ids]
     first, *others = choice["prompt_logprobs"]
     assert first is None and len(others) + 1 == len(choice["prompt_token_ids"])
     for token_id, entry in zip(choice["prompt_token_ids"][1:], others, strict=True):
         assert entry[str(token_id)].keys() == {"logprob", "rank", "decoded_token"}
     more = {"echo": True, "logprobs": 2, "prompt_logprobs": 0}
     [choice] = post(server, "completions", **COMPLETION, **more).json()["choices"]
-    assert {len(one) for one in choice["logprobs"]["top_logprobs"][1:]} == {2}
+    assert {len(item) for item in choice["logprobs"]["top_logprobs"][1:]} == {2}
     tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
     assert "".join(tokens) == choice["text"], "the prompt's first token has text, and no number"
     assert offsets == [len("".join(tokens[:place])) for place in range(len(tokens))]
-    assert {len(one) for one in choice["prompt_logprobs"][1:]} == {1}
+    assert {len(item) for item in choice["prompt_logprobs"][1:]} == {1}
     chat = post(server, "chat/completions", **CHAT, **wanted, logprobs=True).json()
     [choice] = chat["choices"]
-    tokens = [one["token"] for one in choice["logprobs"]["content"]]
-    assert tokens == [f"token_id:{one}" for one in choice["token_ids"]]
+    tokens = [item["token"] for item in choice["logprobs"]["content"]]
+    assert tokens == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
     assert len(chat["prompt_logprobs"]) == len(chat["prompt_token_ids"])
 
 
-def test_text_offsets_of_a_stream_count_what_is_held_back(server: Running) -> None:
-    """Text that may begin a stop string waits; its tokens are sent."""
+def test_text_offsets_of_a_stream_include_withheld_text(server: Running) -> None:
+    """Text that may begin a stop string is withheld, but its tokens are sent."""
     body = COMPLETION | {"max_tokens": 24, "logprobs": 1, "temperature": 1.5, "seed": 7}
     [whole] = post(server, "completions", **body, ignore_eos=True).json()["choices"]
-    body |= {"ignore_eos": True, "stop": [f"{one}\N{SNOWMAN}" for one in set(whole["text"])][:8]}
+    body |= {"ignore_eos": True, "stop": [f"{char}\N{SNOWMAN}" for char in set(whole["text"])][:8]}
     [whole] = post(server, "completions", **body).json()["choices"]
     offsets = []
     for line in post(server, "completions", **body, stream=True).text.splitlines():
@@ -225,88 +229,94 @@ def test_text_offsets_of_a_stream_count_what_is_held_back(server: Running) -> No
 @pytest.mark.parametrize(
     ("path", "body"), [("chat/completions", CHAT), ("completions", COMPLETION)]
 )
-def test_a_stream_tells_them_bit_by_bit(server: Running, path: str, body: dict[str, Any]) -> None:
-    told = {"include_usage": True, "continuous_usage_stats": True}
+def test_a_stream_sends_token_ids_and_usage_incrementally(
+    server: Running, path: str, body: dict[str, Any]
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
     wanted: dict[str, Any] = {"return_token_ids": True, "max_tokens": 4}
     whole = post(server, path, **body, **wanted).json()
-    text = post(server, path, **body, **wanted, stream=True, stream_options=told).text
+    text = post(server, path, **body, **wanted, stream=True, stream_options=options).text
     chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    ids = [one for chunk in chunks for choice in chunk["choices"]
-           for one in choice.get("token_ids", ())]  # fmt: skip
+    ids = [token_id for chunk in chunks for choice in chunk["choices"]
+           for token_id in choice.get("token_ids", ())]  # fmt: skip
     assert ids == whole["choices"][0]["token_ids"]
     prompts = [chunk.get("prompt_token_ids") or chunk["choices"][0].get("prompt_token_ids")
                for chunk in chunks if chunk["choices"]]  # fmt: skip
     expected = whole.get("prompt_token_ids") or whole["choices"][0]["prompt_token_ids"]
     assert prompts == [expected, *[None] * (len(prompts) - 1)]
-    told = 0
+    count = 0
     for chunk in chunks:  # tokens that come soon after one another may share a chunk
-        told += sum(len(choice.get("token_ids") or ()) for choice in chunk["choices"])
-        assert told <= chunk["usage"]["completion_tokens"] <= 4
+        count += sum(len(choice.get("token_ids") or ()) for choice in chunk["choices"])
+        assert count <= chunk["usage"]["completion_tokens"] <= 4
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[0] >= 1 and told == counts[-1] == 4
+    assert counts == sorted(counts) and counts[0] >= 1 and count == counts[-1] == 4
 
 
-def test_forms_as_vllm_takes_them(server: Running) -> None:
+def test_vllms_structured_output_forms_are_accepted(server: Running) -> None:
     tag = {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}]}
     form = {"type": "structural_tag", "triggers": ["<a"], **tag}
     assert post(server, "chat/completions", **CHAT, response_format=form).status_code == 200
     schema = {"type": "object", "properties": {}}
     closed = {"disable_additional_properties": True, "disable_any_whitespace": True}
     body = {**CHAT, "structured_outputs": {"json": schema, **closed}}
-    told = post(server, "chat/completions", **body, max_tokens=9).json()
-    assert json.loads(told["choices"][0]["message"]["content"]) == {}
+    answer = post(server, "chat/completions", **body, max_tokens=9).json()
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {}
 
 
-def test_documents_are_for_the_template_and_a_model_may_have_further_names() -> None:
+def test_documents_reach_the_template_and_a_model_may_have_aliases() -> None:
     template = "{% for one in documents %}{{ one.text }}. {% endfor %}{{ messages[0].content }}"
     with running(chat_template=template, model_alias=("other",)) as server:
         listed = httpx.get(f"{server.url}/v1/models").json()["data"]
-        assert [one["id"] for one in listed] == ["tiny", "other"]
+        assert [model["id"] for model in listed] == ["tiny", "other"]
         documents = [{"title": "a", "text": "Ben is 45"}]
         body = {**CHAT, "documents": documents, "return_token_ids": True, "model": "other"}
-        told = post(server, "chat/completions", **body)
+        response = post(server, "chat/completions", **body)
         spelled = httpx.post(
-            f"{server.url}/detokenize", json={"tokens": told.json()["prompt_token_ids"]}
+            f"{server.url}/detokenize", json={"tokens": response.json()["prompt_token_ids"]}
         )
         assert spelled.json()["prompt"] == "Ben is 45. How old is Ben?"
         refused = post(server, "chat/completions", **body | {"model": "gpt"}).json()
         assert refused["error"]["message"].endswith("allowed: 'tiny', 'other'")
 
 
-TOLD = "{% for one in messages if one.role == 'narrator' %}<{{ one.content }}>{% endfor %}"
+NARRATED = "{% for one in messages if one.role == 'narrator' %}<{{ one.content }}>{% endfor %}"
 
 
 def test_a_template_of_a_request_is_explained_as_the_chat_renders_it() -> None:
-    """`/cache/explain` refused it, so a chat that had missed could not be explained as it is."""
-    said = {"messages": [{"role": "narrator", "content": "Ben is 45"}], "chat_template": TOLD}
+    """Regression: `/cache/explain` refused a request's template."""
+    chat = {"messages": [{"role": "narrator", "content": "Ben is 45"}], "chat_template": NARRATED}
     with running(trust_request_chat_template=True) as server:
-        body = {**said, "max_tokens": 1, "return_token_ids": True}
-        told = post(server, "chat/completions", **body).json()
-        spelled = httpx.post(f"{server.url}/detokenize", json={"tokens": told["prompt_token_ids"]})
+        body = {**chat, "max_tokens": 1, "return_token_ids": True}
+        answer = post(server, "chat/completions", **body).json()
+        spelled = httpx.post(
+            f"{server.url}/detokenize", json={"tokens": answer["prompt_token_ids"]}
+        )
         assert spelled.json()["prompt"] == "<Ben is 45>"
         explained = httpx.post(f"{server.url}/cache/explain", json=body).json()
-        count = len(told["prompt_token_ids"])
+        count = len(answer["prompt_token_ids"])
         assert (explained["prompt_tokens"], explained["cached_tokens"]) == (count, count - 1)
 
 
 @pytest.mark.parametrize(
     "path", ["v1/chat/completions", "tokenize", "cache/explain", "cache/prewarm"]
 )
-def test_a_template_of_a_request_is_a_program_that_is_not_run(server: Running, path: str) -> None:
-    body = {"messages": CHAT["messages"], "chat_template": TOLD}
-    told = httpx.post(f"{server.url}/{path}", json=body)
-    assert (told.status_code, told.json()["error"]["param"]) == (400, "chat_template")
-    assert "--trust-request-chat-template" in told.json()["error"]["message"]
+def test_a_template_of_a_request_is_refused_by_default(server: Running, path: str) -> None:
+    body = {"messages": CHAT["messages"], "chat_template": NARRATED}
+    response = httpx.post(f"{server.url}/{path}", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template")
+    assert "--trust-request-chat-template" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 @pytest.mark.parametrize("stream", [{}, {"stream": False}, {"stream": None}])
-def test_options_of_a_stream_need_one(server: Running, path: str, stream: dict[str, Any]) -> None:
-    """They were dropped without a word: there was no usage where a client looked for it."""
+def test_stream_options_require_a_stream(
+    server: Running, path: str, stream: dict[str, Any]
+) -> None:
+    """Regression: they were ignored silently, and clients waited for the usage."""
     body = CHAT if path.startswith("chat") else COMPLETION
-    told = post(server, path, **body, **stream, stream_options={"include_usage": True})
-    assert (told.status_code, told.json()["error"]["param"]) == (400, "stream_options")
-    assert told.json()["error"]["message"].startswith("stream_options is set without a stream")
+    response = post(server, path, **body, **stream, stream_options={"include_usage": True})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stream_options")
+    assert response.json()["error"]["message"].startswith("stream_options is set without a stream")
     assert post(server, path, **body, **stream, stream_options=None).status_code == 200
 
 
@@ -318,10 +328,10 @@ def test_options_of_a_stream_need_one(server: Running, path: str, stream: dict[s
         ({"bad_words": ["zzz"], "response_format": {"type": "json_object"}}, None),
     ],
 )
-def test_wishes_that_contradict_are_the_client_s_fault(
+def test_contradicting_options_are_a_client_error(
     server: Running, wishes: dict[str, Any], says: str | None
 ) -> None:
-    """They were a 500."""
+    """Regression: the status was 500."""
     body = {"model": "tiny", "prompt": "a", "max_tokens": 5, **wishes}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == (200 if says is None else 400), answer.text

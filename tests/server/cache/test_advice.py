@@ -1,4 +1,4 @@
-"""Advice names the remedy of its cause."""
+"""Advice names the remedy for each cause."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def decode(tokens: Sequence[int]) -> str:
 
 def advise(*prompts: str, salts: Sequence[str | None] = ()) -> dict[str, object]:
     traffic = Traffic()
-    for at, prompt in enumerate(prompts):
-        namespace = Namespace(None, salts[at] if salts else None)
+    for i, prompt in enumerate(prompts):
+        namespace = Namespace(None, salts[i] if salts else None)
         tokens = list(map(ord, prompt))
         closest = traffic.closest(namespace, np.array(tokens, np.int32))
         hit = closest.num_common if closest is not None else 0  # nothing is evicted
-        traffic.add(f"{at}", namespace, tokens, hit, MISSED)
+        traffic.add(f"{i}", namespace, tokens, hit, MISSED)
     return Adviser(decode, 16).advise([traffic.recent])
 
 
@@ -64,7 +64,7 @@ def test_each_cause_has_its_remedy(first: str, second: str, looks_like: str, rem
     assert ("edited a turn" in fork["advice"]) == (looks_like == "another text")
 
 
-def test_equal_prompts_under_several_salts_are_one_piece_of_advice() -> None:
+def test_equal_prompts_under_several_salts_lead_to_one_advice() -> None:
     assert advise(REST, REST, A)["salts"] == []
     [salts] = advise(REST, REST, REST, A, salts=["x", "y", "z", "x"])["salts"]  # type: ignore[misc]
     saved = 2 * (len(REST) - 1)

@@ -1,4 +1,4 @@
-"""Hits of cached prefixes by the last prompts, against a count over the prompts' own tokens."""
+"""Hits of cached prefixes by recent prompts match a count over the prompts' tokens."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,10 +19,10 @@ PROMPTS = st.lists(
 
 
 @given(PROMPTS, st.sampled_from([8, 12, 200]))
-def test_hits_are_the_prompts_that_found_a_prefix_s_first_block(
+def test_hits_count_prompts_that_hit_a_prefixs_first_block(
     prompts: list[tuple[str | None, list[int]]], num_blocks: int
 ) -> None:
-    """In a small pool blocks are evicted: a prefix without any has no hits."""
+    """A prefix whose blocks were evicted from a small pool has no hits."""
     manager = make_manager(num_blocks=num_blocks, block_size=SIZE)
     traffic = Traffic()
     for number, (salt, tokens) in enumerate(prompts):
@@ -32,20 +32,20 @@ def test_hits_are_the_prompts_that_found_a_prefix_s_first_block(
         traffic.add(f"r{number}", Namespace(None, salt), tokens, num_cached, None)
     stretches = manager.path_segments()
     hits = count_hits(stretches, range(len(stretches)), traffic.recent, SIZE)
-    for at, stretch in enumerate(stretches):
+    for i, stretch in enumerate(stretches):
         above = stretch.parent
         if not stretch.keys or (above >= 0 and not stretches[above].keys):
-            assert hits[at] == 0
+            assert hits[i] == 0
             continue
         begin: list[int] = read_tokens(stretch.keys[0])
         while above >= 0:
             begin = [t for key in stretches[above].keys for t in read_tokens(key)] + begin
             above = stretches[above].parent
         expected = sum(
-            seen.namespace == stretch.namespace
-            and seen.tokens[: len(begin)].tolist() == begin
-            and seen.num_cached >= len(begin)
+            entry.namespace == stretch.namespace
+            and entry.tokens[: len(begin)].tolist() == begin
+            and entry.num_cached >= len(begin)
             and len(begin) % SIZE == 0
-            for seen in traffic.recent
+            for entry in traffic.recent
         )
-        assert hits[at] == expected
+        assert hits[i] == expected

@@ -1,4 +1,4 @@
-"""Requests that ask for longer retention of their prefix, or for none."""
+"""Requests for longer retention of their prefix, or for none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def small() -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "headstart.server.cache.live._PAUSE_RATIO", 0
-        )  # or each look waits for its time
+        )  # without pauses between queries of the pool
         with running(shallow_built_in(), num_blocks=32, max_model_len=512) as server:
             yield server
 
@@ -35,7 +35,7 @@ def client(small: Running) -> Iterator[httpx.Client]:
 
 
 def flood(client: httpx.Client) -> None:
-    """Twice as much as the pool holds, asked once."""
+    """Send prompts with twice the size of the pool."""
     drawn = random.Random(5)
     for _ in range(8):
         prompt = [drawn.randrange(300, 2000) for _ in range(128)]
@@ -49,7 +49,7 @@ def cached(client: httpx.Client, **prompt: Any) -> int:
 
 
 @pytest.mark.parametrize("ttl", ["5m", "1h", None])
-def test_anthropic_s_marks_outlive_a_flood(
+def test_prefixes_with_anthropics_marks_survive_a_flood(
     client: httpx.Client, small: Running, ttl: str | None
 ) -> None:
     mark: Any = {"cache_control": {"type": "ephemeral", "ttl": ttl}} if ttl else {}
@@ -68,7 +68,7 @@ def test_anthropic_s_marks_outlive_a_flood(
         assert read() == (pytest.approx(whole, abs=32) if ttl else 0)
 
 
-def test_a_ttl_of_a_response_outlives_a_flood(client: httpx.Client, small: Running) -> None:
+def test_a_response_with_a_ttl_survives_a_flood(client: httpx.Client, small: Running) -> None:
     body = {"model": "tiny", "max_output_tokens": 1, "input": PEOPLE}
     options = {"prompt_cache_options": {"ttl": "30m"}}
     assert client.post("/v1/responses", json=body | options).status_code == 200
@@ -80,7 +80,7 @@ def test_a_ttl_of_a_response_outlives_a_flood(client: httpx.Client, small: Runni
 
 @pytest.mark.parametrize("retention", ["24h", "in_memory", None])
 @pytest.mark.parametrize("path", ["completions", "chat", "responses"])
-def test_openai_s_retention_outlives_a_flood(
+def test_prefixes_with_openais_retention_survive_a_flood(
     client: httpx.Client, small: Running, path: str, retention: Any
 ) -> None:
     more: Any = {"prompt_cache_retention": retention} if retention else {}
@@ -100,7 +100,7 @@ def test_openai_s_retention_outlives_a_flood(
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
-def test_what_is_not_to_be_stored_leaves_nothing(client: httpx.Client, path: str) -> None:
+def test_no_store_leaves_nothing_in_the_cache(client: httpx.Client, path: str) -> None:
     turns = [{"role": "user", "content": PEOPLE}]
     body = {
         "completions": MODEL | {"prompt": PEOPLE},
@@ -110,16 +110,16 @@ def test_what_is_not_to_be_stored_leaves_nothing(client: httpx.Client, path: str
     }[path]
     prompt: Any = {"prompt": PEOPLE} if path == "completions" else {"messages": turns}
     answer = client.post(f"/v1/{path}", json=body | {"no_store": True})
-    told = answer.raise_for_status().json()
+    result = answer.raise_for_status().json()
     assert cached(client, **prompt) == 0
     assert client.get("/cache").json()["cached"] == 0
     assert client.post("/cache/explain", json=prompt).json()["closest"] is None
     if path == "responses":
-        assert told["store"] is False
-        assert client.get(f"/v1/responses/{told['id']}").status_code == 404
-        assert told["usage"]["input_tokens_details"]["cache_write_tokens"] == 0
+        assert result["store"] is False
+        assert client.get(f"/v1/responses/{result['id']}").status_code == 404
+        assert result["usage"]["input_tokens_details"]["cache_write_tokens"] == 0
     if path == "messages":
-        assert told["usage"]["cache_creation_input_tokens"] == 0
+        assert result["usage"]["cache_creation_input_tokens"] == 0
     client.post(f"/v1/{path}", json=body).raise_for_status()
     before = client.get("/cache").json()["cached"]
     hits = client.post(f"/v1/{path}", json=body | {"no_store": True}).json()["usage"]

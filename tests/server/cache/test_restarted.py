@@ -1,4 +1,4 @@
-"""A server that is restarted is warm; usage, metrics and explanations say so."""
+"""A restarted server loads its cache; usage, metrics and explanations report it."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 pytestmark = pytest.mark.usefixtures("loads_always")
 
-TEXT = "A prefix that was computed once stays computed, whoever asks, and whenever. " * 4
+TEXT = "A prefix that was computed once stays computed, for any user, at any time. " * 4
 OPTIONS = {"num_blocks": 64, "block_size": 4}
 
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def complete(server: Running, **fields: object) -> dict[str, int]:
-    """The prompt's tokens, and how many were cached."""
+    """Return the numbers of prompt tokens and cached tokens."""
     body = {"model": "tiny", "prompt": TEXT, "max_tokens": 1, "temperature": 0} | fields
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -34,21 +34,21 @@ def complete(server: Running, **fields: object) -> dict[str, int]:
 
 
 def test_a_restarted_server_is_warm(model: Path, tmp_path: Path) -> None:
-    kept = {"cache_dir": str(tmp_path), **OPTIONS}
-    with running(model, **kept) as server:
+    options = {"cache_dir": str(tmp_path), **OPTIONS}
+    with running(model, **options) as server:
         first = complete(server)
         assert first["cached_tokens"] == 0
         assert complete(server, cache_salt="another")["cached_tokens"] == 0
         assert complete(server, cache_salt="third", no_store=True)["cached_tokens"] == 0
     whole = (first["prompt"] - 1) // 4 * 4
-    with running(model, **kept) as server:
+    with running(model, **options) as server:
         explained = httpx.post(f"{server.url}/cache/explain", json={"prompt": TEXT}, timeout=60)
-        told = explained.json()
-        assert (told["cached_tokens"], told["stored_tokens"]) == (0, first["prompt"] // 4 * 4)
-        assert told["stored_tokens_by_tier"] == {"disk": told["stored_tokens"]}
+        report = explained.json()
+        assert (report["cached_tokens"], report["stored_tokens"]) == (0, first["prompt"] // 4 * 4)
+        assert report["stored_tokens_by_tier"] == {"disk": report["stored_tokens"]}
         assert complete(server)["cached_tokens"] == whole
         assert complete(server, cache_salt="another")["cached_tokens"] == whole
-        assert complete(server, cache_salt="third")["cached_tokens"] == 0, "it was not to be kept"
+        assert complete(server, cache_salt="third")["cached_tokens"] == 0, "it was not to be stored"
         metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
         line = next(line for line in metrics.splitlines() if "loaded_tokens_total{" in line)
         assert 'tier="disk"' in line and float(line.split()[-1]) == 2 * whole
@@ -57,25 +57,25 @@ def test_a_restarted_server_is_warm(model: Path, tmp_path: Path) -> None:
 def test_stored_tokens_of_a_model_with_recurrent_layers_end_at_a_state(tmp_path: Path) -> None:
     model = save_tiny("lfm2", tmp_path)
     prompt = [3 + i * 7 % 120 for i in range(200)]
-    kept = {"cache_dir": str(tmp_path / "kept"), **OPTIONS}
+    options = {"cache_dir": str(tmp_path / "kept"), **OPTIONS}
 
     def explain(server: Running, prompt: list[int]) -> int:
         answer = httpx.post(f"{server.url}/cache/explain", json={"prompt": prompt}, timeout=60)
         return int(answer.json()["stored_tokens"])
 
-    with running(model, **kept) as server:
+    with running(model, **options) as server:
         complete(server, prompt=prompt)
-    with running(model, **kept) as server:
+    with running(model, **options) as server:
         assert explain(server, prompt) == explain(server, [*prompt, 5]) == 199
         assert explain(server, [*prompt[:140], 5]) == 128  # the last regular state
         assert complete(server, prompt=prompt)["cached_tokens"] == 199
 
 
 def test_many_clients_of_a_restarted_server_load_a_prefix_once(model: Path, tmp_path: Path) -> None:
-    kept = {"cache_dir": str(tmp_path), **OPTIONS}
-    with running(model, **kept) as server:
+    options = {"cache_dir": str(tmp_path), **OPTIONS}
+    with running(model, **options) as server:
         whole = (complete(server)["prompt"] - 1) // 4 * 4
-    with running(model, **kept) as server:
+    with running(model, **options) as server:
         answer = httpx.post(
             f"{server.url}/v1/completions",
             json={"model": "tiny", "prompt": [TEXT] * 6, "max_tokens": 2, "temperature": 0},
@@ -88,7 +88,7 @@ def test_many_clients_of_a_restarted_server_load_a_prefix_once(model: Path, tmp_
         assert blocks == free
 
 
-def test_a_reset_that_a_tier_does_not_answer_forgets_all_else(
+def test_a_reset_that_fails_in_a_tier_still_empties_the_cache(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DiskStore, "clear", lambda store: False)

@@ -1,4 +1,4 @@
-"""Memory advice is true: a pool of the advised size saves what the advice says."""
+"""A pool of the advised size saves as much as the advice says."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ Trace = Sequence[tuple[list[int], int]]  # prompts, and tokens generated
 
 
 def run(trace: Trace, num_blocks: int, eviction: str) -> tuple[int, dict[str, Any]]:
-    """Return the tokens that hit in a pool of this size, and the memory advice after it."""
+    """Run a trace in a pool; return the hit tokens and the memory advice."""
     manager = KVCacheManager(CacheConfig(num_blocks=num_blocks, eviction=eviction))
     now = 0.0
     traffic = Traffic(clock=lambda: now)
     hits = 0
-    for at, (prompt, generated) in enumerate(trace):
+    for i, (prompt, generated) in enumerate(trace):
         now += 1.0
-        sequence = TokenSequence(f"{at}", prompt)
-        found = manager.get_computed_blocks(sequence)
-        allocation = manager.allocate_slots(sequence, len(prompt) - found.num_tokens, found)
+        sequence = TokenSequence(f"{i}", prompt)
+        match = manager.get_computed_blocks(sequence)
+        allocation = manager.allocate_slots(sequence, len(prompt) - match.num_tokens, match)
         assert allocation is not None
         manager.commit_step()
         for token in range(generated - 1):
-            sequence.append(10**6 * at + token)
+            sequence.append(10**6 * i + token)
             assert manager.append_slots(sequence)
             manager.commit_step()
         manager.free(sequence)
-        hits += found.num_tokens
+        hits += match.num_tokens
         missed = allocation.missed
-        traffic.add(f"{at}", PLAIN, prompt, found.num_tokens, missed, num_generated=generated)
+        traffic.add(f"{i}", PLAIN, prompt, match.num_tokens, missed, num_generated=generated)
     pool = PoolSize(num_blocks, SIZE, 1)
     return hits, advise_memory(traffic.recent, traffic.last_dropped, pool)
 
@@ -50,14 +50,14 @@ def documents(rng: random.Random, count: int, blocks: int) -> list[list[int]]:
 
 
 def random_trace(seed: int) -> Trace:
-    """Questions about documents of which some are asked for more often; a third have answers."""
+    """Return questions about documents of different popularity; a third have long answers."""
     rng = random.Random(seed)
-    known = documents(rng, rng.randint(6, 30), rng.randint(6, 40))
-    weights = [1 / (at + 1) ** rng.random() for at in range(len(known))]
+    all_documents = documents(rng, rng.randint(6, 30), rng.randint(6, 40))
+    weights = [1 / (i + 1) ** rng.random() for i in range(len(all_documents))]
     answers = rng.choice([1, 1, 50])
     trace = []
     for _ in range(200):
-        [document] = rng.choices(known, weights)
+        [document] = rng.choices(all_documents, weights)
         question = [rng.randrange(10**6) for _ in range(rng.randrange(1, 40))]
         trace.append((document + question, answers))
     return trace
@@ -73,8 +73,8 @@ def test_a_loop_needs_all_of_its_blocks(num_blocks: int) -> None:
     assert 284 <= num_blocks + advice["more_blocks"] <= 290
 
 
-def test_turns_of_a_conversation_need_the_blocks_of_the_last_alone() -> None:
-    """A turn continues in the blocks of the answer before it, which its prompt contains."""
+def test_a_conversation_needs_only_the_blocks_of_its_last_turn() -> None:
+    """A turn's prompt contains the previous answer, and continues in its blocks."""
     document = list(range(20 * SIZE))
     trace, prompt = [(document, 1)], list(range(1000, 1000 + 5 * SIZE))
     for turn in range(1, 9):
@@ -89,7 +89,7 @@ def test_turns_of_a_conversation_need_the_blocks_of_the_last_alone() -> None:
 
 @pytest.mark.parametrize("eviction", ["lru", "adaptive-lru"])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_pool_of_the_advised_size_saves_what_is_said(seed: int, eviction: str) -> None:
+def test_a_pool_of_the_advised_size_saves_as_advised(seed: int, eviction: str) -> None:
     trace = random_trace(seed)
     largest = max(-(-(len(prompt) + answer) // SIZE) for prompt, answer in trace)
     num_blocks = random.Random(seed).randint(largest, 4 * largest)
@@ -101,7 +101,7 @@ def test_a_pool_of_the_advised_size_saves_what_is_said(seed: int, eviction: str)
     assert run(trace, smaller, eviction)[0] - hits < advice["tokens_saved"]
 
 
-def test_it_is_unknown_where_the_earlier_use_was_forgotten_or_others_took_the_pool() -> None:
+def test_advice_is_unknown_after_dropped_prompts_or_other_use() -> None:
     rng = random.Random(2)
     trace = [(prompt, 1) for prompt in documents(rng, 4, 20) * 2]
     _, advice = run(trace, 40, "lru")
@@ -109,10 +109,10 @@ def test_it_is_unknown_where_the_earlier_use_was_forgotten_or_others_took_the_po
     traffic = Traffic()
     for prompt, _ in trace:
         traffic.add("", PLAIN, prompt, 0, None)
-    known = traffic.recent
+    recent = traffic.recent
     pool = PoolSize(40, SIZE, 1)
-    assert advise_memory(known, known[-1].ended, pool)["more_blocks"] is None
-    assert advise_memory(known, float("-inf"), pool._replace(num_blocks=10**6)) == {
+    assert advise_memory(recent, recent[-1].ended, pool)["more_blocks"] is None
+    assert advise_memory(recent, float("-inf"), pool._replace(num_blocks=10**6)) == {
         "evicted_prompts": 0,
         "tokens_computed_again": 0,
         "more_blocks": None,

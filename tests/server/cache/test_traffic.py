@@ -1,4 +1,4 @@
-"""The prompts of late: the closest one is found, memory is bounded, differences have names."""
+"""Recent prompts: the closest match, the bound of memory, and kinds of differences."""
 
 from __future__ import annotations
 
@@ -39,39 +39,39 @@ def common(left: list[int], right: list[int]) -> int:
 
 
 @given(prompts, st.lists(st.integers(0, 2), max_size=8), st.integers(1, 30))
-def test_the_closest_of_the_last_prompts_is_found(
+def test_the_closest_recent_prompt_is_found(
     earlier: list[list[int]], prompt: list[int], most: int
 ) -> None:
     traffic = Traffic(max_prompts=most)
-    for at, tokens in enumerate(earlier):
-        traffic.add(str(at), PLAIN, tokens, 0, MISSED)
+    for i, tokens in enumerate(earlier):
+        traffic.add(str(i), PLAIN, tokens, 0, MISSED)
         traffic.add("another tenant's", Namespace(None, "salt"), prompt, 0, MISSED)
-    known = [one.tokens.tolist() for one in traffic.recent if one.namespace == PLAIN]
+    recent = [entry.tokens.tolist() for entry in traffic.recent if entry.namespace == PLAIN]
     assert len(traffic.recent) <= most
-    found = traffic.closest(PLAIN, np.array(prompt, np.int32))
-    assert (found is None) == (not known)
-    if found is not None:
-        assert found.num_common == max(common(prompt, one) for one in known)
-        assert found.num_common == count_common(np.array(prompt), found.prompt.tokens)
+    match = traffic.closest(PLAIN, np.array(prompt, np.int32))
+    assert (match is None) == (not recent)
+    if match is not None:
+        assert match.num_common == max(common(prompt, entry) for entry in recent)
+        assert match.num_common == count_common(np.array(prompt), match.prompt.tokens)
 
 
 @pytest.mark.parametrize("waited, num_evicted", [(4.0, 0), (2.5, 0), (1.5, 6), (0.0, 6)])
-def test_what_was_looked_up_before_it_was_computed_was_not_evicted(
+def test_blocks_not_yet_computed_at_lookup_do_not_count_as_evicted(
     waited: float, num_evicted: int
 ) -> None:
-    """The page showed an eviction in an empty pool for two requests with one document."""
+    """Regression: two concurrent requests with one document counted as an eviction."""
     now = 10.0
     traffic = Traffic(clock=lambda: now)
     traffic.add("first", PLAIN, [1, 2, 3, 4, 5, 6, 7], 0, MISSED, Times(5.0, 4.0, 1.0))
     now = 11.0  # the first one's K/V were complete at 9
     tokens = [1, 2, 3, 4, 5, 6, 8]
-    seen = traffic.add("second", PLAIN, tokens, 0, MISSED, Times(waited + 1, waited, 0.0))
-    assert seen.closest is not None and seen.closest.num_common == 6
-    assert seen.num_evicted_tokens == num_evicted
+    entry = traffic.add("second", PLAIN, tokens, 0, MISSED, Times(waited + 1, waited, 0.0))
+    assert entry.closest is not None and entry.closest.num_common == 6
+    assert entry.num_evicted_tokens == num_evicted
 
 
-def test_what_the_cache_says_was_evicted_was() -> None:
-    """The closest prompt may have arrived in between; the evicted blocks are a third prompt's."""
+def test_evictions_reported_by_the_cache_count() -> None:
+    """The evicted blocks may belong to another prompt than the closest one."""
     traffic = Traffic(clock=lambda: 10.0)
     traffic.add("first", PLAIN, [1, 2, 3, 4, 5, 6, 7], 0, MISSED, Times(5.0, 4.0, 1.0))
     evicted = MissExplanation(MissReason.EVICTED, 0)
@@ -81,17 +81,17 @@ def test_what_the_cache_says_was_evicted_was() -> None:
 
 
 @pytest.mark.parametrize("reason", MissReason)
-def test_no_prompt_keeps_those_before_it_alive(reason: MissReason) -> None:
+def test_a_prompt_holds_no_references_to_earlier_ones(reason: MissReason) -> None:
     traffic = Traffic(max_prompts=3)
-    known = []
-    for at in range(20):
+    references = []
+    for i in range(20):
         missed = MissExplanation(reason, 0)
-        known.append(weakref.ref(traffic.add(str(at), PLAIN, [1, 2, 3], 0, missed)))
+        references.append(weakref.ref(traffic.add(str(i), PLAIN, [1, 2, 3], 0, missed)))
     gc.collect()
-    assert sum(one() is not None for one in known) <= 4
+    assert sum(reference() is not None for reference in references) <= 4
 
 
-def test_the_end_of_the_last_prompt_that_was_forgotten_is_known() -> None:
+def test_the_time_of_the_last_dropped_prompt_is_recorded() -> None:
     now = 0.0
     traffic = Traffic(max_prompts=2, max_tokens=9, clock=lambda: now)
     for expected in (-math.inf, -math.inf, 1.0, 2.0):
@@ -106,50 +106,50 @@ def test_the_end_of_the_last_prompt_that_was_forgotten_is_known() -> None:
 @given(st.lists(st.lists(st.integers(0, 9), max_size=20), max_size=30))
 def test_memory_is_bounded(earlier: list[list[int]]) -> None:
     traffic = Traffic(max_tokens=50)
-    for at, tokens in enumerate(earlier):
-        traffic.add(str(at), PLAIN, tokens, 0, MISSED)
-        assert sum(len(one.tokens) for one in traffic.recent) <= 50
+    for i, tokens in enumerate(earlier):
+        traffic.add(str(i), PLAIN, tokens, 0, MISSED)
+        assert sum(len(entry.tokens) for entry in traffic.recent) <= 50
     traffic.clear()
     assert traffic.closest(PLAIN, np.zeros(1, np.int32)) is None
 
 
-def test_no_tenants_prompts_are_forgotten_for_anothers() -> None:
-    """The number of its remaining blocks included those of other prompts."""
+def test_a_tenants_prompts_are_not_dropped_for_anothers() -> None:
+    """Regression: a tenant's prompts were dropped for another's."""
     traffics = TenantTraffic(by_tenant=True)
     own, narrowed = traffics.of("bob"), traffics.of("bob/x")
     own.add("own", Namespace(None, "bob"), [1, 2, 3], 0, MISSED)
     narrowed.add("narrowed", Namespace(None, "bob/x"), [1, 2, 3], 0, MISSED)
-    for at in range(2000):
-        traffics.of("alice").add(str(at), Namespace(None, "alice"), [at], 0, MISSED)
+    for i in range(2000):
+        traffics.of("alice").add(str(i), Namespace(None, "alice"), [i], 0, MISSED)
     long = [7] * TenantTraffic.MAX_TOKENS_OF_TENANT
     traffics.of("alice").add("long", Namespace(None, "alice"), long, 0, MISSED)
-    assert [seen.request_id for seen in traffics.of("bob/y").recent] == ["own", "narrowed"]
-    told = [[seen.request_id for seen in those] for those in traffics.recent]
-    assert told == [["long"], ["own", "narrowed"]]
+    assert [entry.request_id for entry in traffics.of("bob/y").recent] == ["own", "narrowed"]
+    names = [[entry.request_id for entry in those] for those in traffics.recent]
+    assert names == [["long"], ["own", "narrowed"]]
 
 
-def test_the_prompts_of_few_tenants_are_kept() -> None:
-    """Each may have a million tokens of them, and there may be a thousand keys."""
+def test_prompts_of_a_bounded_number_of_tenants_are_stored() -> None:
+    """Each tenant may have a million tokens of prompts, and there may be a thousand keys."""
     traffics = TenantTraffic(by_tenant=True)
-    for at in range(TenantTraffic.MAX_TENANTS + 2):
-        traffics.of(f"{at}").add(f"{at}", Namespace(None, f"{at}"), [1], 0, MISSED)
+    for i in range(TenantTraffic.MAX_TENANTS + 2):
+        traffics.of(f"{i}").add(f"{i}", Namespace(None, f"{i}"), [1], 0, MISSED)
         traffics.of("0")
-    kept = [*range(3, TenantTraffic.MAX_TENANTS + 2), 0]
-    assert [int(seen.request_id) for [seen] in traffics.recent] == kept
+    expected = [*range(3, TenantTraffic.MAX_TENANTS + 2), 0]
+    assert [int(entry.request_id) for [entry] in traffics.recent] == expected
 
 
-def test_without_keys_salts_make_no_room_of_their_own() -> None:
-    """A client may name as many as it likes."""
+def test_without_keys_all_salts_share_one_limit() -> None:
+    """All salts share one limit, as a client may use any number of them."""
     traffics = TenantTraffic(by_tenant=False)
-    for at in range(2000):
-        traffics.of(str(at)).add(str(at), Namespace(None, str(at)), [1], 0, MISSED)
+    for i in range(2000):
+        traffics.of(str(i)).add(str(i), Namespace(None, str(i)), [1], 0, MISSED)
     assert [len(those) for those in traffics.recent] == [1024]
 
 
-def test_a_short_prompt_is_compared_with_no_more_of_a_long_one_than_could_be_alike(
+def test_a_short_prompt_is_compared_with_a_part_of_a_long_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All 400,000 tokens of an earlier prompt were, in the event loop, for one of a hundred."""
+    """Regression: all 400,000 tokens of a long prompt were compared, in the event loop."""
     compared: list[tuple[int, int]] = []
 
     def noted(mine: traffic.Tokens, earlier: traffic.Tokens) -> int:
@@ -157,42 +157,42 @@ def test_a_short_prompt_is_compared_with_no_more_of_a_long_one_than_could_be_ali
         return count_repeated(mine, earlier)
 
     monkeypatch.setattr(traffic, "count_repeated", noted)
-    known = Traffic()
+    history = Traffic()
     tail = list(range(100, 200))
-    known.add("long", PLAIN, [1, 2, *range(5000, 7000), *tail, *range(9, 400_000)], 0, MISSED)
-    assert known.add("short", PLAIN, [1, 2, 7, *tail], 0, MISSED).num_repeated == len(tail)
+    history.add("long", PLAIN, [1, 2, *range(5000, 7000), *tail, *range(9, 400_000)], 0, MISSED)
+    assert history.add("short", PLAIN, [1, 2, 7, *tail], 0, MISSED).num_repeated == len(tail)
     assert compared == [(101, 101 + 2048)]
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_long_prompt_that_is_forgotten_is_not_spelled_again(
+def test_dropping_a_long_prompt_computes_no_key(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took the event loop a millisecond while short requests arrived, also if repeated."""
-    known = Traffic(max_tokens=400_000 * count)
-    for at in range(count):
-        known.add(f"long {at}", PLAIN, list(range(400_000)), 0, MISSED)
-    spell, spelled = traffic.sort_key, list[int]()
+    """Regression: it took the event loop a millisecond for each short request."""
+    history = Traffic(max_tokens=400_000 * count)
+    for i in range(count):
+        history.add(f"long {i}", PLAIN, list(range(400_000)), 0, MISSED)
+    sort_key, lengths = traffic.sort_key, list[int]()
     monkeypatch.setattr(
-        traffic, "sort_key", lambda tokens: spelled.append(len(tokens)) or spell(tokens)
+        traffic, "sort_key", lambda tokens: lengths.append(len(tokens)) or sort_key(tokens)
     )
-    for at in range(count):
-        known.add(f"short {at}", PLAIN, [at], 0, MISSED)
-    assert max(spelled) == 1
-    long = [f"long {at}" for at in range(1, count)]
-    short = [f"short {at}" for at in range(count)]
-    assert [seen.request_id for seen in known.recent] == [*long, *short]
+    for i in range(count):
+        history.add(f"short {i}", PLAIN, [i], 0, MISSED)
+    assert max(lengths) == 1
+    long = [f"long {i}" for i in range(1, count)]
+    short = [f"short {i}" for i in range(count)]
+    assert [entry.request_id for entry in history.recent] == [*long, *short]
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40))
-def test_tokens_that_come_again(mine: list[int], theirs: list[int]) -> None:
-    runs = {tuple(theirs[at : at + 8]) for at in range(len(theirs) - 7)}
+def test_repeated_tokens_are_counted(mine: list[int], theirs: list[int]) -> None:
+    runs = {tuple(theirs[i : i + 8]) for i in range(len(theirs) - 7)}
     covered = set[int]()
-    for at in range(len(mine) - 7):
-        if tuple(mine[at : at + 8]) in runs:
-            covered.update(range(at, at + 8))
-    found = count_repeated(np.array(mine, np.int32), np.array(theirs, np.int32))
-    assert found == len(covered)
+    for i in range(len(mine) - 7):
+        if tuple(mine[i : i + 8]) in runs:
+            covered.update(range(i, i + 8))
+    count = count_repeated(np.array(mine, np.int32), np.array(theirs, np.int32))
+    assert count == len(covered)
 
 
 @pytest.mark.parametrize(
@@ -221,5 +221,5 @@ def test_tokens_that_come_again(mine: list[int], theirs: list[int]) -> None:
         ("I like ", "", "pears", "one prompt is the beginning of the other"),
     ],
 )  # fmt: skip
-def test_what_a_difference_looks_like(before: str, here: str, there: str, looks_like: str) -> None:
+def test_kinds_of_differences(before: str, here: str, there: str, looks_like: str) -> None:
     assert describe_difference(before, here, there).looks_like == looks_like

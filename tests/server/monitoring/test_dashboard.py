@@ -1,4 +1,4 @@
-"""The Grafana dashboard: it asks for metrics that the server has, and shows all of them."""
+"""The Grafana dashboard queries metrics that the server has, and shows all of them."""
 
 import json
 import re
@@ -27,53 +27,53 @@ def queries(board: dict[str, Any]) -> list[str]:
 
 
 def served(server: Running) -> dict[str, set[str]]:
-    """The names that can be asked for, each with its labels."""
+    """Return the names of the server's samples, each with its labels."""
     text = httpx.get(f"{server.url}/metrics").text
-    found: dict[str, set[str]] = {}
+    labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
-    return found
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    return labels
 
 
-def test_every_metric_that_it_asks_for_is_served_and_the_other_way_round(tmp_path: Path) -> None:
-    with running(cache_dir=str(tmp_path)) as server:  # with a tier, which has metrics of its own
+def test_queried_and_served_metrics_match(tmp_path: Path) -> None:
+    with running(cache_dir=str(tmp_path)) as server:  # with the metrics of a tier
         tiers = server.llm.engine.tiers
         assert tiers is not None
-        tiers.stats.loaded_tokens["disk"] += 0  # a tier is told of when something came from it
+        tiers.stats.loaded_tokens["disk"] += 0  # a tier is reported once it has loaded tokens
         tiers._faults.note("a load failed", "on purpose")  # and a fault when there was one
-        found = served(server)
+        labels = served(server)
     for name in ("lfm2", "gemma3"):  # with states of recurrent layers, and with window blocks
         with running(save_chatting(name, tmp_path / name), num_blocks=256) as server:
-            found |= served(server)
+            labels |= served(server)
     board = read_board()
-    asked = {name for query in queries(board) for name in _METRIC.findall(query)}
-    assert asked - found.keys() == set()
-    told = [name for name in found if not name.endswith("_created")]
-    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in told}
-    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
+    queried = {name for query in queries(board) for name in _METRIC.findall(query)}
+    assert queried - labels.keys() == set()
+    names = [name for name in labels if not name.endswith("_created")]
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in queried}
     ours = {name for name in families if _METRIC.match(name)}
     assert ours - shown == set(), "metrics that no panel shows"
     for query in queries(board):
         for label in _LABELS.findall(query):
             for name in _METRIC.findall(query):
-                assert set(label.split(", ")) <= found[name], query
+                assert set(label.split(", ")) <= labels[name], query
 
 
-def test_panels_have_places_of_their_own() -> None:
+def test_panels_do_not_overlap() -> None:
     panels = read_board()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     for panel in panels:
-        at = panel["gridPos"]
+        position = panel["gridPos"]
         cells = {
             (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
+            for x in range(position["x"], position["x"] + position["w"])
+            for y in range(position["y"], position["y"] + position["h"])
         }
-        assert at["x"] + at["w"] <= 24
-        assert not cells & taken, panel["title"]
-        taken |= cells
+        assert position["x"] + position["w"] <= 24
+        assert not cells & occupied, panel["title"]
+        occupied |= cells
 
 
 def panels_with_data(board: dict[str, Any]) -> list[dict[str, Any]]:
@@ -81,16 +81,16 @@ def panels_with_data(board: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_grafana_11_imports_it() -> None:
-    """Into any Grafana: nothing names a data source or a plugin of the machine that it comes from.
+    """Any Grafana imports it: no panel names a data source or plugin of one machine.
 
-    39 is the schema of Grafana 11.0: an older one is migrated, a newer one may have what it does
-    not know. Its panels of Angular (graph, singlestat, table-old) are gone.
+    39 is the schema version of Grafana 11.0. Older schemas are migrated; newer ones may have
+    unknown fields. Grafana 11 has no Angular panels (graph, singlestat, table-old).
     """
     board = read_board()
     assert 36 <= board["schemaVersion"] <= 39
     assert board["title"] and len(board["uid"]) <= 40 and board.get("id") is None
     assert {panel["type"] for panel in board["panels"]} <= {"row", "stat", "timeseries"}
-    variables = {one["name"]: one for one in board["templating"]["list"]}
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
     source = variables["datasource"]
     assert (source["type"], source["query"]) == ("datasource", "prometheus")
     chosen = {"type": "prometheus", "uid": "${datasource}"}
@@ -100,17 +100,17 @@ def test_grafana_11_imports_it() -> None:
         names = [target["refId"] for target in panel["targets"]]
         assert names and len(set(names)) == len(names), panel["title"]
         assert all(target["datasource"] == chosen for target in panel["targets"]), panel["title"]
-    known = variables.keys() | {"__rate_interval"}
+    known_names = variables.keys() | {"__rate_interval"}
     for query in queries(board):
         assert 'model_name=~"$model"' in query
-        assert set(re.findall(r"\$\{?(\w+)", query)) <= known, query
+        assert set(re.findall(r"\$\{?(\w+)", query)) <= known_names, query
 
 
 def test_every_panel_has_the_unit_of_its_metrics() -> None:
     for panel in panels_with_data(read_board()):
         unit = panel["fieldConfig"]["defaults"]["unit"]
-        asked = [target["expr"] for target in panel["targets"]]
-        in_seconds = all(re.search(r"_seconds(_bucket|_sum)\b", query) for query in asked)
-        is_share = all(")) / sum(" in query or "_perc{" in query for query in asked)
+        expressions = [target["expr"] for target in panel["targets"]]
+        in_seconds = all(re.search(r"_seconds(_bucket|_sum)\b", query) for query in expressions)
+        is_share = all(")) / sum(" in query or "_perc{" in query for query in expressions)
         expected = "s" if in_seconds else "percentunit" if is_share else "short"
         assert unit == expected, panel["title"]

@@ -1,4 +1,4 @@
-"""A line for each request: what it cost and whose it was, and none of its text."""
+"""Each request has a log line with its cost and tenant, and without its text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECRET = "The treasure lies below the third oak"
 
 
 class Written:
-    """A log's lines; reading waits, since a line is written after its answer."""
+    """The lines of a log. Reading waits, since a line is written after its answer."""
 
     def __init__(self) -> None:
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -39,7 +39,7 @@ class Written:
 
 @pytest.fixture
 def written() -> Iterator[Callable[[str], Written]]:
-    """Sets the form of lines; returns where they are written to."""
+    """Return a function that sets the format of lines and returns the log."""
     names = ("headstart", "granian", "_granian", "headstart.server", "headstart.server.requests")
     loggers = [logging.getLogger(name) for name in names]
     before = [(log, log.handlers[:], log.level, log.propagate) for log in loggers]
@@ -59,7 +59,7 @@ def written() -> Iterator[Callable[[str], Written]]:
 
 
 class UnreadableError(EngineError):
-    """An error whose text cannot be read."""
+    """An error whose `__str__` raises."""
 
     def __str__(self) -> str:
         raise ValueError("no text")
@@ -81,8 +81,8 @@ def test_an_error_without_a_text_is_answered_and_logged(
 
 
 @pytest.fixture(scope="module")
-def telling() -> Iterator[Running]:
-    """Serve with prompts and answers in the log."""
+def verbose_server() -> Iterator[Running]:
+    """Run a server with prompts and answers in its log."""
     with running(log_texts=True) as server:
         yield server
 
@@ -94,17 +94,17 @@ def ask(server: Running, **more: object) -> httpx.Response:
     )
 
 
-def test_a_probe_has_a_line_where_it_is_refused(written: Callable[[str], Written]) -> None:
+def test_a_failed_probe_is_logged(written: Callable[[str], Written]) -> None:
     with running() as server:
         lines = written("json")
         assert httpx.get(f"{server.url}/metrics").status_code == 200
         server.service.is_draining = True
         assert httpx.get(f"{server.url}/ready").status_code == 503
-    told = json.loads(lines.read())
-    assert (told["path"], told["status"]) == ("/ready", 503)
+    entry = json.loads(lines.read())
+    assert (entry["path"], entry["status"]) == ("/ready", 503)
 
 
-def test_lines_of_requests_may_be_left_out(written: Callable[[str], Written]) -> None:
+def test_lines_of_requests_can_be_disabled(written: Callable[[str], Written]) -> None:
     lines = written("off")
     logging.getLogger("headstart.server.requests").info("POST /v1/completions")
     logging.getLogger("headstart.server").warning("something else")
@@ -114,39 +114,39 @@ def test_lines_of_requests_may_be_left_out(written: Callable[[str], Written]) ->
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_line_of_json(server: Running, written: Callable[[str], Written], stream: bool) -> None:
     lines = written("json")
-    asked = ask(server, prompt=[SECRET, SECRET + "!"], stream=stream)
-    assert asked.status_code == 200
+    response = ask(server, prompt=[SECRET, SECRET + "!"], stream=stream)
+    assert response.status_code == 200
     line = lines.read()
-    told = json.loads(line)
-    assert (told["request_id"], told["method"]) == ("mine", "POST")
-    assert (told["path"], told["status"]) == ("/v1/completions", 200)
-    assert (told["tenant"], told["generated_tokens"]) == ("everybody", 6)
-    assert told["prompt_tokens"] > told["cached_tokens"] and told["seconds"] > 0
-    assert "treasure" not in line and "error" not in told
+    entry = json.loads(line)
+    assert (entry["request_id"], entry["method"]) == ("mine", "POST")
+    assert (entry["path"], entry["status"]) == ("/v1/completions", 200)
+    assert (entry["tenant"], entry["generated_tokens"]) == ("everybody", 6)
+    assert entry["prompt_tokens"] > entry["cached_tokens"] and entry["seconds"] > 0
+    assert "treasure" not in line and "error" not in entry
 
 
 @pytest.mark.parametrize("kind", ["json", "text"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_texts_are_in_a_line_where_they_are_asked_for(
-    telling: Running, written: Callable[[str], Written], stream: bool, kind: str
+def test_texts_are_logged_if_enabled(
+    verbose_server: Running, written: Callable[[str], Written], stream: bool, kind: str
 ) -> None:
-    answer = ask(telling).json()["choices"][0]["text"]
+    answer = ask(verbose_server).json()["choices"][0]["text"]
     lines = written(kind)
-    ask(telling, stream=stream, prompt=[SECRET, "x" * (MOST_LOGGED + 40)])
+    ask(verbose_server, stream=stream, prompt=[SECRET, "x" * (MOST_LOGGED + 40)])
     line = lines.read()
     if kind == "text":
         assert f"prompt {SECRET!r}" in line and f"answer {answer!r}" in line
         return
-    told = json.loads(line)
-    assert sorted(told["prompts"]) == [SECRET, "x" * MOST_LOGGED]
-    assert answer in told["answers"] and len(told["answers"]) == 2
+    entry = json.loads(line)
+    assert sorted(entry["prompts"]) == [SECRET, "x" * MOST_LOGGED]
+    assert answer in entry["answers"] and len(entry["answers"]) == 2
 
 
 def test_a_line_for_people(server: Running, written: Callable[[str], Written]) -> None:
     lines = written("text")
     ask(server)
     good = lines.read()
-    httpx.get(f"{server.url}/health")  # asked every second: no line
+    httpx.get(f"{server.url}/health")  # a probe, without a line
     ask(server, temperature=-1)
     bad = lines.read()
     assert "POST /v1/completions 200" in good and "3 generated" in good
@@ -170,10 +170,10 @@ CALL = {"id": "1", "type": "function", "function": SECRET}
         ("/cache/explain", {"input": SECRET}),
     ],
 )
-def test_what_is_wrong_with_a_prompt_is_told_without_its_text(
+def test_errors_of_prompts_are_logged_without_their_text(
     server: Running, written: Callable[[str], Written], path: str, wrong: dict[str, object]
 ) -> None:
-    """The line of a refused request had the text that stood in a wrong place."""
+    """Regression: text in a wrong field appeared in the log line."""
     log = written("json")
     answer = httpx.post(server.url + path, json=wrong, timeout=60)
     assert answer.status_code == 400
@@ -181,37 +181,35 @@ def test_what_is_wrong_with_a_prompt_is_told_without_its_text(
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ({"text": SECRET}, "message 0 has a dict as its content"),
         ([{"type": SECRET, "text": "a"}], "messages[0]"),
     ],
 )
-def test_what_a_refusal_quotes_of_a_prompt_is_in_no_line(
-    server: Running, written: Callable[[str], Written], content: object, told: str
+def test_quotes_of_a_prompt_in_errors_are_not_logged(
+    server: Running, written: Callable[[str], Written], content: object, message: str
 ) -> None:
-    """A content that is no list, a common mistake, was in the log with 300 characters of it."""
+    """Regression: 300 characters of a content that is not a list, a common mistake, were logged."""
     lines = written("json")
     body = {"messages": [{"role": "user", "content": content}]}
     refused = httpx.post(f"{server.url}/v1/chat/completions", json=body)
     line = lines.read()
     assert refused.status_code == 400
-    assert told in json.loads(line)["error"] and "treasure" not in line
+    assert message in json.loads(line)["error"] and "treasure" not in line
 
 
-def test_a_line_names_the_field_that_is_not_known(
-    server: Running, written: Callable[[str], Written]
-) -> None:
+def test_a_line_names_an_unknown_field(server: Running, written: Callable[[str], Written]) -> None:
     lines = written("json")
     assert ask(server, max_token=1).status_code == 400
     error = json.loads(lines.read())["error"]
     assert error.startswith("max_token: the request has the unknown field ...")
 
 
-def test_a_client_writes_no_line_of_its_own(
+def test_a_client_cannot_forge_a_log_line(
     server: Running, written: Callable[[str], Written]
 ) -> None:
-    """A path and the name of a field went into the log as they came, line ends and escapes too."""
+    """Regression: paths and names of fields were logged with their line feeds and escapes."""
     lines = written("text")
     forged = "\n99:99:99 POST /v1/completions 200 forged\x1b[31m"
     assert ask(server, **{forged: 1}).status_code == 400

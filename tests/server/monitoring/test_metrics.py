@@ -1,4 +1,4 @@
-"""The counts of `/metrics`, read by Prometheus's parser."""
+"""Samples of `/metrics`, read by Prometheus's parser."""
 
 from __future__ import annotations
 
@@ -29,53 +29,53 @@ def ask(server: Running, tokens: int, **more: object) -> None:
 
 
 def read(server: Running) -> dict[str, float]:
-    """Every sample by its name and labels but the model's."""
+    """Return each sample by its name and its labels except the model's."""
     families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
-    found = {}
-    for sample in (one for family in families for one in family.samples):
+    samples = {}
+    for sample in (entry for family in families for entry in family.samples):
         labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
-        found[sample.name + "".join(f" {k}={v}" for k, v in labels.items())] = sample.value
-    return found
+        samples[sample.name + "".join(f" {k}={v}" for k, v in labels.items())] = sample.value
+    return samples
 
 
-def test_each_token_and_each_request_has_its_time(server: Running) -> None:
+def test_times_of_tokens_and_requests_are_counted(server: Running) -> None:
     ask(server, 7)
     ask(server, 4, n=2)
-    told = read(server)
+    samples = read(server)
     between = "vllm:inter_token_latency_seconds"
-    assert told[f"{between}_count"] == told[f"{between}_bucket le=+Inf"] == 6 + 3 + 3
-    assert told[f"{between}_sum"] > 0
-    buckets = [value for name, value in told.items() if name.startswith(f"{between}_bucket")]
+    assert samples[f"{between}_count"] == samples[f"{between}_bucket le=+Inf"] == 6 + 3 + 3
+    assert samples[f"{between}_sum"] > 0
+    buckets = [value for name, value in samples.items() if name.startswith(f"{between}_bucket")]
     assert buckets == sorted(buckets)
-    assert told["vllm:request_time_per_output_token_seconds_count"] == 2
-    assert told["vllm:generation_tokens_total"] == 7 + 8
-    assert told["vllm:request_success_total finished_reason=length"] == 3
-    assert told["vllm:request_success_total finished_reason=abort"] == 0
+    assert samples["vllm:request_time_per_output_token_seconds_count"] == 2
+    assert samples["vllm:generation_tokens_total"] == 7 + 8
+    assert samples["vllm:request_success_total finished_reason=length"] == 3
+    assert samples["vllm:request_success_total finished_reason=abort"] == 0
 
 
-def test_prompts_of_which_half_is_cached_are_counted_as_warm(server: Running) -> None:
+def test_half_cached_prompts_count_as_warm(server: Running) -> None:
     for prompt in ([5] * 32, [5] * 32, [5] * 16 + [6] * 32):
         ask(server, 1, prompt=prompt)
-    told = read(server)
-    assert told["headstart:warm_time_to_first_token_seconds_count"] == 1
-    assert told["vllm:time_to_first_token_seconds_count"] == 3
+    samples = read(server)
+    assert samples["headstart:warm_time_to_first_token_seconds_count"] == 1
+    assert samples["vllm:time_to_first_token_seconds_count"] == 3
 
 
-def test_a_request_whose_client_went_away_is_counted(server: Running) -> None:
+def test_a_request_of_a_disconnected_client_is_counted(server: Running) -> None:
     body = BODY | {"max_tokens": 8000, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
         lines = filter(None, answer.iter_lines())
         for _ in range(3):
             assert json.loads(next(lines).removeprefix("data: "))
-    while (told := read(server))["vllm:request_success_total finished_reason=abort"] == 0:
+    while (samples := read(server))["vllm:request_success_total finished_reason=abort"] == 0:
         pass
-    assert told["vllm:request_success_total finished_reason=length"] == 0
-    assert told["vllm:generation_tokens_total"] >= 3
-    assert told["vllm:inter_token_latency_seconds_count"] >= 2
-    assert told["vllm:prompt_tokens_total"] > 0
+    assert samples["vllm:request_success_total finished_reason=length"] == 0
+    assert samples["vllm:generation_tokens_total"] >= 3
+    assert samples["vllm:inter_token_latency_seconds_count"] >= 2
+    assert samples["vllm:prompt_tokens_total"] > 0
 
 
-def test_a_request_whose_time_is_over_is_counted() -> None:
+def test_a_request_that_times_out_is_counted() -> None:
     with running(request_timeout=0.2) as server:
         body = BODY | {"max_tokens": 8000}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
@@ -83,25 +83,25 @@ def test_a_request_whose_time_is_over_is_counted() -> None:
         assert read(server)["vllm:request_success_total finished_reason=abort"] == 1
 
 
-def test_the_engine_s_counts_are_those_of_get_metrics(server: Running) -> None:
+def test_the_engines_counts_match_get_metrics(server: Running) -> None:
     for _ in range(2):
         ask(server, 1)
-    told = read(server)
+    samples = read(server)
     metrics = server.llm.driver.call(lambda: read_metrics(server.llm.engine))
     assert {metric.name for metric in metrics} <= set(MEANINGS)
     for metric in metrics:
         if isinstance(metric, Histogram):
-            assert told[f"{metric.name}_count"] == metric.count
-            assert told[f"{metric.name}_sum"] == metric.sum
-            assert told[f"{metric.name}_bucket le=60.0"] == metric.buckets["60.0"]
+            assert samples[f"{metric.name}_count"] == metric.count
+            assert samples[f"{metric.name}_sum"] == metric.sum
+            assert samples[f"{metric.name}_bucket le=60.0"] == metric.buckets["60.0"]
             continue
         name = metric.name + "_total" * (type(metric).__name__ == "Counter")
         name += "".join(f" {k}={v}" for k, v in metric.labels.items())
-        assert told[name] == metric.value  # type: ignore[attr-defined]
-    assert told["vllm:prefix_cache_hits_total"] > 0
+        assert samples[name] == metric.value  # type: ignore[attr-defined]
+    assert samples["vllm:prefix_cache_hits_total"] > 0
 
 
-def test_two_servers_of_one_process_count_apart(server: Running) -> None:
+def test_two_servers_of_one_process_count_separately(server: Running) -> None:
     other = create_app(AsyncLLM("headstart-tiny", num_blocks=16), "other")
     ask(server, 2)
     text = other.state.service.watch.metrics.read().decode()

@@ -1,4 +1,4 @@
-"""Traces: the spans of each request, read back from OpenTelemetry's exporter in memory."""
+"""The spans of each request, read from OpenTelemetry's in-memory exporter."""
 
 import sys
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_a_span_with_its_parts_inside(
+def test_a_request_is_a_span_with_child_spans(
     server: Running, exporter: InMemorySpanExporter, stream: bool
 ) -> None:
     assert ask(server, stream=stream, temperature=0.5).status_code == 200
@@ -58,38 +58,42 @@ def test_a_request_is_a_span_with_its_parts_inside(
         assert part.end_time >= part.start_time
         edges.append(part.end_time)
     assert whole.end_time == pytest.approx(edges[-1], abs=10)
-    told = whole.attributes
-    assert told["gen_ai.operation.name"] == "chat"
-    assert told["gen_ai.request.model"] == told["gen_ai.response.model"] == "tiny"
-    assert told["gen_ai.response.finish_reasons"] == ("length",)
-    assert told["gen_ai.request.temperature"] == 0.5
-    assert told["gen_ai.usage.output_tokens"] == told["gen_ai.usage.completion_tokens"] == 3
-    assert told["gen_ai.usage.input_tokens"] == told["gen_ai.usage.prompt_tokens"] > 10
-    assert told["gen_ai.latency.e2e"] >= told["gen_ai.latency.time_to_first_token"]
-    assert not any("Anna" in str(value) for value in told.values())
+    attributes = whole.attributes
+    assert attributes["gen_ai.operation.name"] == "chat"
+    assert attributes["gen_ai.request.model"] == attributes["gen_ai.response.model"] == "tiny"
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert attributes["gen_ai.request.temperature"] == 0.5
+    assert (
+        attributes["gen_ai.usage.output_tokens"]
+        == attributes["gen_ai.usage.completion_tokens"]
+        == 3
+    )
+    assert attributes["gen_ai.usage.input_tokens"] == attributes["gen_ai.usage.prompt_tokens"] > 10
+    assert attributes["gen_ai.latency.e2e"] >= attributes["gen_ai.latency.time_to_first_token"]
+    assert not any("Anna" in str(value) for value in attributes.values())
 
 
-def test_what_was_cached_is_told(server: Running, exporter: InMemorySpanExporter) -> None:
+def test_cached_tokens_are_an_attribute(server: Running, exporter: InMemorySpanExporter) -> None:
     usage = [ask(server).json()["usage"] for _ in range(2)][1]
-    told = exporter.get_finished_spans()[-1].attributes
+    attributes = exporter.get_finished_spans()[-1].attributes
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    assert told["gen_ai.usage.cache_read.input_tokens"] == cached > 0
-    assert told["headstart.miss_reason"] == "none"
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == cached > 0
+    assert attributes["headstart.miss_reason"] == "none"
 
 
-@pytest.mark.parametrize(("flags", "is_told"), [("01", True), ("00", False)])
+@pytest.mark.parametrize(("flags", "is_traced"), [("01", True), ("00", False)])
 def test_a_request_is_part_of_its_clients_trace(
-    server: Running, exporter: InMemorySpanExporter, flags: str, is_told: bool
+    server: Running, exporter: InMemorySpanExporter, flags: str, is_traced: bool
 ) -> None:
     ask(server, {"traceparent": f"00-{TRACE}-{PARENT}-{flags}"})
     spans = by_name(exporter)
-    assert bool(spans) is is_told
-    if is_told:
+    assert bool(spans) is is_traced
+    if is_traced:
         assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE}
         assert f"{spans['llm_request'].parent.span_id:016x}" == PARENT
 
 
-def test_a_broken_traceparent_begins_a_trace(
+def test_a_broken_traceparent_starts_a_new_trace(
     server: Running, exporter: InMemorySpanExporter
 ) -> None:
     assert ask(server, {"traceparent": "00-zz-1"}).status_code == 200
@@ -113,7 +117,7 @@ def test_no_endpoint_is_no_tracer() -> None:
     assert open_tracer(None, "tiny") is None
 
 
-def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_exporter_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r'pip install "\.\[otel\]" in the folder of the clone'):
         open_tracer("http://localhost:4318/v1/traces", "tiny")

@@ -20,28 +20,28 @@ SECONDS = 30
 
 
 def notes_of(server: Running, monkeypatch: pytest.MonkeyPatch) -> Queue[int]:
-    """The tokens of each answer of which this server takes notes, in their order."""
-    seen: Queue[int] = Queue()
+    """Return a queue of the token counts of the answers that the server notes, in order."""
+    counts: Queue[int] = Queue()
     metrics = server.service.watch.metrics
     finished = metrics.finished
 
     def note(request: RequestGroup, output: RequestOutput, *more: Any) -> None:
         finished(request, output, *more)
-        seen.put(len(output.outputs[0].token_ids))
+        counts.put(len(output.outputs[0].token_ids))
 
     monkeypatch.setattr(metrics, "finished", note)
-    return seen
+    return counts
 
 
-def test_notes_are_taken_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_are_taken_without_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
         noted = notes_of(server, monkeypatch)
         ask(server, 2)
         assert noted.get(timeout=SECONDS) == 2
 
 
-def test_notes_are_no_tenant_s_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They waited with the work of the tenant whose request had ended first."""
+def test_notes_do_not_queue_as_a_tenants_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: they waited behind the work of the tenant whose request had ended first."""
     calls: Queue[Call | None] = Queue()
     with running() as server:
         watch = server.service.watch
@@ -78,42 +78,42 @@ def test_a_prompt_is_known_as_soon_as_it_is_answered(monkeypatch: pytest.MonkeyP
         assert httpx.post(url, json={"prompt": prompt}).json()["closest"] is not None
 
 
-def test_who_asks_waits_for_notes_that_are_being_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`/metrics` had counts without the last request."""
-    began, goes_on = threading.Event(), threading.Event()
+def test_a_query_waits_for_notes_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the counts of `/metrics` lacked the last request."""
+    has_started, may_continue = threading.Event(), threading.Event()
     with running() as server:
         watch, noted = server.service.watch, notes_of(server, monkeypatch)
         finished = watch.metrics.finished
 
         def note(*args: Any) -> None:
-            began.set()
-            assert goes_on.wait(SECONDS)
+            has_started.set()
+            assert may_continue.wait(SECONDS)
             finished(*args)
 
         monkeypatch.setattr(watch.metrics, "finished", note)
         ask(server, 3)
-        assert began.wait(SECONDS)
-        lock, is_told, comes = watch._lock, threading.Event(), threading.Event()
+        assert has_started.wait(SECONDS)
+        lock, has_flushed, has_reached = watch._lock, threading.Event(), threading.Event()
 
         class Seen:
             """A lock that signals when a thread reaches it."""
 
             def __enter__(self) -> None:
-                comes.set()
+                has_reached.set()
                 lock.acquire()
 
             def __exit__(self, *error: object) -> None:
                 lock.release()
 
-        def ask_for_all() -> None:
+        def flush() -> None:
             watch.flush()
-            is_told.set()
-            comes.set()
+            has_flushed.set()
+            has_reached.set()
 
         watch._lock = Seen()  # type: ignore[assignment]
-        asking = threading.Thread(target=ask_for_all)
+        asking = threading.Thread(target=flush)
         asking.start()
-        assert comes.wait(SECONDS) and not is_told.is_set()
-        goes_on.set()
+        assert has_reached.wait(SECONDS) and not has_flushed.is_set()
+        may_continue.set()
         asking.join(SECONDS)
-        assert is_told.is_set() and noted.get_nowait() == 3
+        assert has_flushed.is_set() and noted.get_nowait() == 3

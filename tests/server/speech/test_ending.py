@@ -1,4 +1,4 @@
-"""The server of a speaking model ends as that of a text model does."""
+"""The server of a speaking model shuts down as that of a text model does."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def server(tmp_path: Path) -> Iterator[Process]:
         yield server
 
 
-def test_streams_and_whole_answers_are_told_that_the_server_stops(server: Process) -> None:
-    """They were cut, as if the network had broken."""
+def test_streams_and_whole_answers_end_with_an_error_on_shutdown(server: Process) -> None:
+    """Regression: answers were cut off as if the network had failed."""
     url = f"{server.url}/v1/chat/completions"
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor())
@@ -43,10 +43,10 @@ def test_streams_and_whole_answers_are_told_that_the_server_stops(server: Proces
         lines = filter(None, answer.iter_lines())
         assert json.loads(next(lines).removeprefix("data: "))["choices"]
         whole = pool.submit(httpx.post, url, json=LONG, timeout=SECONDS)
-        told = ""
-        while 'headstart:requests_in_pipeline{model_name="tiny"} 2.0' not in told:
+        metrics = ""
+        while 'headstart:requests_in_pipeline{model_name="tiny"} 2.0' not in metrics:
             assert next(lines) != "data: [DONE]"
-            told = httpx.get(f"{server.url}/metrics", timeout=SECONDS).text
+            metrics = httpx.get(f"{server.url}/metrics", timeout=SECONDS).text
         server.signal(signal.SIGTERM)
         *_, last = lines
         error: dict[str, Any] = json.loads(last.removeprefix("data: "))["error"]
@@ -55,6 +55,6 @@ def test_streams_and_whole_answers_are_told_that_the_server_stops(server: Proces
     assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
     assert refused.json()["error"]["message"] == error["message"]
     assert server.wait() == 0
-    said = server.errors()
-    assert "the server stopped before the answer was complete" in said
-    assert "Traceback" not in said
+    log = server.errors()
+    assert "the server stopped before the answer was complete" in log
+    assert "Traceback" not in log

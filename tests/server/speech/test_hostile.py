@@ -41,7 +41,7 @@ SPOKEN = {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}
 
 
 def silence(seconds: float) -> str:
-    """A FLAC of it: ten minutes are 28 KB."""
+    """Return silence as FLAC; ten minutes have 28 KB."""
     file = io.BytesIO()
     soundfile.write(file, np.zeros(int(seconds * RATE)), RATE, format="FLAC", subtype="PCM_16")
     return base64.b64encode(file.getvalue()).decode()
@@ -54,7 +54,7 @@ def picture(side: int) -> str:
 
 
 def read(parts: list[dict[str, Any]]) -> Any:
-    """A conversation of these parts, by a model of which only a prompt's half is needed."""
+    """Read the prompt of a conversation, with a stub of a model."""
     omni: Any = SimpleNamespace(
         sound_rate=RATE,
         spelling={"audio": "<a>", "image": "<i>"},
@@ -78,21 +78,21 @@ def image(side: int) -> dict[str, Any]:
     ("part", "message"),
     [(sound(0.01), "more than 32 sounds"), (image(8), "more than 32 images")],
 )
-def test_a_conversation_has_so_many_sounds_and_images(part: Any, message: str) -> None:
-    """The features of each are padded to the longest's: gigabytes for a few hundred bytes each."""
+def test_the_number_of_sounds_and_images_is_bounded(part: Any, message: str) -> None:
+    """Features are padded to the longest, so a few hundred bytes each could need gigabytes."""
     [items] = [value for key, value in read([part] * 32).items() if key != "prompt"]
     assert len(items) == 32
     with pytest.raises(RequestError, match=message):
         read([part] * 33)
 
 
-def test_sounds_have_a_bound_together() -> None:
+def test_the_total_length_of_sounds_is_bounded() -> None:
     assert len(read([sound(600)] * 2)["audio"]) == 2
     with pytest.raises(RequestError, match="1,201 s together; allowed: 1,200"):
         read([sound(600), sound(600), sound(1)])
 
 
-def test_images_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_total_size_of_images_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speech, "MAX_ALL_PIXELS", 200)
     assert len(read([image(10)] * 2)["images"]) == 2
     with pytest.raises(RequestError, match="300 pixels together; allowed: 200"):
@@ -101,7 +101,7 @@ def test_images_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rate", [1, 999, 768_001, 2**31 - 1])
 def test_a_sound_of_an_absurd_rate_is_not_resampled(rate: int) -> None:
-    """2 MB at 2**31 - 1 samples a second took 9 s."""
+    """Regression: 2 MB at 2**31 - 1 samples per second took 9 s."""
     data = bytes(2 * 500)
     head = struct.pack("<IHHIIHH", 16, 1, 1, rate, rate, 2, 16) + b"data"
     wav = b"RIFF" + struct.pack("<I", 36 + len(data)) + b"WAVEfmt " + head
@@ -110,35 +110,35 @@ def test_a_sound_of_an_absurd_rate_is_not_resampled(rate: int) -> None:
         read_sound(base64.b64encode(content).decode(), RATE)
 
 
-def test_an_unreadable_sound_tells_nothing_of_the_server() -> None:
+def test_the_error_of_an_unreadable_sound_hides_internals() -> None:
     with pytest.raises(RequestError, match="cannot be read: Format not recognised") as caught:
         read_sound(base64.b64encode(b"RIFF nothing").decode(), RATE)
     assert "object at" not in str(caught.value)
 
 
-def test_what_was_said_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transcripts_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(stores, "time", SimpleNamespace(time=lambda: now))
-    kept = Transcripts()
-    kept.add("a", "one", "first")
+    transcripts = Transcripts()
+    transcripts.add("a", "one", "first")
     now += Transcripts.SECONDS + 1
-    kept.add("b", "two", "second")
-    assert len(kept) == 1 and kept.find("b", "two") == "second"
+    transcripts.add("b", "two", "second")
+    assert len(transcripts) == 1 and transcripts.find("b", "two") == "second"
     with pytest.raises(ApiError):
-        kept.find("a", "one")
+        transcripts.find("a", "one")
 
 
-def test_who_says_much_takes_away_nothing_that_others_said() -> None:
-    kept = Transcripts()
-    kept.add("quiet/at home", "one", "mine")
-    for at in range(2 * stores.MAX_VALUES):
-        kept.add(f"loud/{at % 7}", str(at), "noise")
-    assert kept.find("quiet/at home", "one") == "mine"
-    assert len(kept) == stores.MAX_VALUES
+def test_a_tenants_transcripts_do_not_evict_those_of_others() -> None:
+    transcripts = Transcripts()
+    transcripts.add("quiet/at home", "one", "mine")
+    for i in range(2 * stores.MAX_VALUES):
+        transcripts.add(f"loud/{i % 7}", str(i), "noise")
+    assert transcripts.find("quiet/at home", "one") == "mine"
+    assert len(transcripts) == stores.MAX_VALUES
     with pytest.raises(ApiError):
-        kept.find("quiet/elsewhere", "one")
+        transcripts.find("quiet/elsewhere", "one")
     with pytest.raises(ApiError):
-        kept.find("loud/0", "0")
+        transcripts.find("loud/0", "0")
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +161,8 @@ def url(omni: AsyncOmni) -> Iterator[str]:
     [("priority", -5), ("add_generation_prompt", False), ("response_format", "json_object")],
 )
 def test_a_field_without_effect_is_refused(url: str, field: str, value: Any) -> None:
-    given = {"type": value} if isinstance(value, str) else value
-    answer = httpx.post(url, json={**BODY, field: given}, timeout=60)
+    content = {"type": value} if isinstance(value, str) else value
+    answer = httpx.post(url, json={**BODY, field: content}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
@@ -174,12 +174,12 @@ def test_a_field_without_effect_is_refused(url: str, field: str, value: Any) -> 
         {"priority": 0, "add_generation_prompt": True},
     ],
 )
-def test_a_field_that_asks_for_nothing_is_taken(url: str, fields: dict[str, Any]) -> None:
+def test_a_field_with_a_neutral_value_is_accepted(url: str, fields: dict[str, Any]) -> None:
     assert httpx.post(url, json=BODY | fields, timeout=60).status_code == 200
 
 
-def test_a_role_that_nobody_knows_is_refused(url: str) -> None:
-    """It was written into the prompt, where no model knows what it means."""
+def test_an_unknown_role_is_refused(url: str) -> None:
+    """Regression: it was rendered into the prompt, although no model knows it."""
 
     def ask(role: str) -> httpx.Response:
         messages = [{"role": role, "content": "Say it."}, *BODY["messages"]]
@@ -195,7 +195,7 @@ def test_a_role_that_nobody_knows_is_refused(url: str) -> None:
 def test_a_long_speech_is_encoded_outside_the_event_loop(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """80 s of speech kept all other requests waiting for 0.15 s."""
+    """Regression: 80 s of speech delayed all other requests by 0.15 s."""
     inside: list[bool] = []
 
     def encode(samples: Any) -> bytes:
@@ -211,7 +211,7 @@ def test_a_long_speech_is_encoded_outside_the_event_loop(
         inside.clear()
 
 
-def test_reading_the_sounds_is_part_of_a_requests_time(
+def test_the_timeout_includes_reading_the_sounds(
     omni: AsyncOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()

@@ -1,4 +1,4 @@
-"""A speaking model behind OpenAI's own client: what it answers is what `Omni` answers."""
+"""Answers of a speaking model to OpenAI's client match those of `Omni`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BOTH: Any = ["text", "audio"]
 
 
 class Speaking:
-    """A server, its engine, and a client of it."""
+    """A server with its engine and a client."""
 
     def __init__(self, url: str, kind: str, omni: AsyncOmni, service: SpeechService) -> None:
         self.url, self.kind, self.omni, self.service = url, kind, omni, service
@@ -45,8 +45,8 @@ class Speaking:
 
     def ask(self, content: Any, **options: Any) -> Any:
         messages = [{"role": "user", "content": content}]
-        told = {"model": "omni", "max_tokens": 8, "temperature": 0, "seed": 3}
-        return self.client.chat.completions.create(messages=messages, **{**told, **options})
+        defaults = {"model": "omni", "max_tokens": 8, "temperature": 0, "seed": 3}
+        return self.client.chat.completions.create(messages=messages, **{**defaults, **options})
 
 
 @pytest.fixture(scope="module", params=["qwen2.5", "qwen3"])
@@ -88,7 +88,7 @@ def rendered(speaking: Speaking, text: str) -> str:
     return f"<|im_start|>{user}\n{text}<|im_end|>\n<|im_start|>{assistant}\n"
 
 
-def test_a_spoken_answer_is_the_pipelines(speaking: Speaking) -> None:
+def test_a_spoken_answer_matches_the_pipeline(speaking: Speaking) -> None:
     answer = speaking.ask("Who was there?", modalities=BOTH, audio={"format": "wav"})
     expected = oracle(speaking, rendered(speaking, "Who was there?"))
     [choice] = answer.choices
@@ -102,10 +102,10 @@ def test_a_spoken_answer_is_the_pipelines(speaking: Speaking) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_bounds_of_an_answer_are_judged_together(
+def test_min_tokens_is_compared_with_the_requests_max_tokens(
     speaking: Speaking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The least was refused where it was more than the most of the model's own defaults."""
+    """Regression: `min_tokens` was refused if it exceeded the model's default `max_tokens`."""
     short = SamplingParams(temperature=0, max_tokens=4)
     monkeypatch.setattr(type(speaking.omni.omni._model), "text_params", short)
     answer = speaking.ask("Who was there?", max_tokens=8, extra_body={"min_tokens": 6})
@@ -125,14 +125,14 @@ def test_a_stream_has_the_same_words_and_samples(speaking: Speaking, kind: str) 
     options = {"audio": {"format": "pcm16"}, "stream_options": {"include_usage": True}}
     chunks = list(speaking.ask("Go on.", stream=True, modalities=BOTH, **options))
     assert chunks[-1].usage.completion_tokens == len(expected.token_ids) + len(expected.codes)
-    told = [chunk.choices[0].delta.to_dict().get("audio", {}) for chunk in chunks[:-1]]
-    assert "".join(one.get("transcript", "") for one in told) == expected.text
-    sounds = [base64.b64decode(one["data"]) for one in told if "data" in one]
+    deltas = [chunk.choices[0].delta.to_dict().get("audio", {}) for chunk in chunks[:-1]]
+    assert "".join(delta.get("transcript", "") for delta in deltas) == expected.text
+    sounds = [base64.b64decode(delta["data"]) for delta in deltas if "data" in delta]
     assert b"".join(sounds) == expected.pcm16()
-    assert len(sounds) > 1 or kind == "qwen2.5"  # whose vocoder makes a wave as a whole
+    assert len(sounds) > 1 or kind == "qwen2.5"  # whose vocoder returns one waveform
     reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
     assert reasons[-1] == expected.finish_reason and set(reasons[:-1]) == {None}
-    assert {one["id"] for one in told if one} == {told[-1]["id"]}
+    assert {delta["id"] for delta in deltas if delta} == {deltas[-1]["id"]}
 
 
 def test_a_prefix_is_cached_over_requests(speaking: Speaking) -> None:
@@ -145,9 +145,11 @@ def test_a_prefix_is_cached_over_requests(speaking: Speaking) -> None:
 
 
 def waves(seconds: float, rate: int) -> NDArray[np.float32]:
-    """Two notes that lie far below half of any rate used here."""
-    at = np.arange(int(seconds * rate)) / rate
-    return (0.3 * np.sin(2 * np.pi * 220 * at) + 0.2 * np.sin(2 * np.pi * 550 * at)).astype("f4")
+    """Return two tones far below the Nyquist frequency of every rate used here."""
+    times = np.arange(int(seconds * rate)) / rate
+    return (0.3 * np.sin(2 * np.pi * 220 * times) + 0.2 * np.sin(2 * np.pi * 550 * times)).astype(
+        "f4"
+    )
 
 
 def as_file(samples: NDArray[Any], rate: int, form: str = "WAV", kind: str = "FLOAT") -> str:
@@ -156,7 +158,7 @@ def as_file(samples: NDArray[Any], rate: int, form: str = "WAV", kind: str = "FL
     return base64.b64encode(file.getvalue()).decode()
 
 
-def heard(data: str, form: str = "wav") -> list[dict[str, Any]]:
+def with_sound(data: str, form: str = "wav") -> list[dict[str, Any]]:
     return [
         {"type": "text", "text": "Listen: "},
         {"type": "input_audio", "input_audio": {"data": data, "format": form}},
@@ -166,17 +168,17 @@ def heard(data: str, form: str = "wav") -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["qwen2.5"], indirect=True)
 class TestMedia:
-    """Sounds and images reach the model as `Omni` takes them."""
+    """Sounds and images reach the model as with `Omni`."""
 
     def test_a_sound_of_the_models_rate(self, speaking: Speaking) -> None:
         data = as_file(waves(1, RATE), RATE)
-        answer = speaking.ask(heard(base64.encodebytes(base64.b64decode(data)).decode()))
+        answer = speaking.ask(with_sound(base64.encodebytes(base64.b64decode(data)).decode()))
         prompt = {
             "prompt": rendered(speaking, f"Listen: {HEAR} What is it?"),
             "audio": [waves(1, RATE)],
         }
         assert answer.choices[0].message.content == oracle(speaking, prompt, audio=False).text
-        assert speaking.ask(heard(data)).usage == answer.usage.model_copy(
+        assert speaking.ask(with_sound(data)).usage == answer.usage.model_copy(
             update={
                 "prompt_tokens_details": answer.usage.prompt_tokens_details.model_copy(
                     update={"cached_tokens": (answer.usage.prompt_tokens - 1) // 16 * 16}
@@ -190,11 +192,11 @@ class TestMedia:
         from headstart.server.speech import read_sound
 
         stereo = np.stack([waves(1, rate)] * 2, axis=1)
-        found = read_sound(as_file(stereo, rate), RATE)
-        assert found.shape == (RATE,) and found.dtype == np.float32
+        samples = read_sound(as_file(stereo, rate), RATE)
+        assert samples.shape == (RATE,) and samples.dtype == np.float32
         inner = slice(800, -800)  # the ends have no neighbors
-        assert np.abs(found - waves(1, RATE))[inner].max() < 1e-3
-        assert speaking.ask(heard(as_file(stereo, rate))).usage.prompt_tokens > 20
+        assert np.abs(samples - waves(1, RATE))[inner].max() < 1e-3
+        assert speaking.ask(with_sound(as_file(stereo, rate))).usage.prompt_tokens > 20
 
     @pytest.mark.parametrize("form", ["flac", "mp3", "opus"])
     def test_speech_in_other_files(self, speaking: Speaking, form: str) -> None:
@@ -203,7 +205,7 @@ class TestMedia:
         data = base64.b64decode(answer.choices[0].message.audio.data)
         samples, rate = soundfile.read(io.BytesIO(data), dtype="float32")
         assert rate == expected.sample_rate
-        assert abs(len(samples) - len(expected.audio)) <= 2400  # a codec's own padding
+        assert abs(len(samples) - len(expected.audio)) <= 2400  # the codec's padding
         if form == "flac":
             assert np.abs(samples - expected.audio.numpy()).max() < 1e-4
 
@@ -221,13 +223,13 @@ class TestMedia:
         audio = first.choices[0].message.audio
         turns = [{"role": "user", "content": "Begin."}]
         more = {"role": "user", "content": "And then?"}
-        told = {"model": "omni", "max_tokens": 8, "temperature": 0, "seed": 3}
+        options = {"model": "omni", "max_tokens": 8, "temperature": 0, "seed": 3}
         create: Any = speaking.client.chat.completions.create
         by_id = create(
-            messages=[*turns, {"role": "assistant", "audio": {"id": audio.id}}, more], **told
+            messages=[*turns, {"role": "assistant", "audio": {"id": audio.id}}, more], **options
         )
         by_text = create(
-            messages=[*turns, {"role": "assistant", "content": audio.transcript}, more], **told
+            messages=[*turns, {"role": "assistant", "content": audio.transcript}, more], **options
         )
         assert by_id.choices[0].message.content == by_text.choices[0].message.content
         assert by_id.usage.prompt_tokens == by_text.usage.prompt_tokens
@@ -235,10 +237,10 @@ class TestMedia:
             create(
                 messages=[*turns, {"role": "assistant", "audio": {"id": audio.id}}, more],
                 extra_body={"cache_salt": "a stranger's"},
-                **told,
+                **options,
             )
 
-    def test_an_unknown_voice_is_told_with_its_field(self, speaking: Speaking) -> None:
+    def test_the_error_of_an_unknown_voice_names_the_field(self, speaking: Speaking) -> None:
         with pytest.raises(openai.BadRequestError) as raised:
             speaking.ask("a", modalities=BOTH, audio={"voice": "Zoe"})
         assert raised.value.param == "audio.voice"
@@ -264,18 +266,18 @@ class TestMedia:
             ([{"type": "input_audio", "input_audio": None}], {}, "cannot be read"),
             ([{"type": "input_audio", "input_audio": "x"}], {}, "cannot be read"),
             (["text"], {}, "cannot be read"),
-            (heard("!!"), {}, "base64 of a sound is broken"),
-            (heard(base64.b64encode(b"RIFF nothing").decode()), {}, "a sound cannot be read"),
-            (heard(as_file(np.zeros((0, 1)), RATE)), {}, "a sound has 0 s"),
-            (heard(as_file(np.zeros(8000 * 601), 8000, "FLAC", "PCM_16")), {}, "up to 600 s"),
-            (heard(as_file(waves(1, RATE) * 1e30, RATE)), {}, "allowed: -1 to 1"),
-            (heard(as_file(np.full(RATE, np.nan), RATE)), {}, "samples that are not finite"),
-            (heard(as_file(np.full(RATE, np.inf), RATE)), {}, "samples that are not finite"),
+            (with_sound("!!"), {}, "base64 of a sound is broken"),
+            (with_sound(base64.b64encode(b"RIFF nothing").decode()), {}, "a sound cannot be read"),
+            (with_sound(as_file(np.zeros((0, 1)), RATE)), {}, "a sound has 0 s"),
+            (with_sound(as_file(np.zeros(8000 * 601), 8000, "FLAC", "PCM_16")), {}, "up to 600 s"),
+            (with_sound(as_file(waves(1, RATE) * 1e30, RATE)), {}, "allowed: -1 to 1"),
+            (with_sound(as_file(np.full(RATE, np.nan), RATE)), {}, "samples that are not finite"),
+            (with_sound(as_file(np.full(RATE, np.inf), RATE)), {}, "samples that are not finite"),
             ([{"type": "image_url", "image_url": {"url": "http://a/b.png"}}], {}, "data:image/"),
             (f"hear {HEAR}", {}, "1 audio placeholders"),
         ],
     )
-    def test_bad_requests_have_one_sentence(
+    def test_invalid_requests_are_refused_in_one_sentence(
         self, speaking: Speaking, content: Any, options: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(openai.BadRequestError, match=message):
@@ -289,13 +291,13 @@ class TestMedia:
             pytest.fail("the slot was not released")
 
 
-def test_many_at_a_time_are_each_answered_as_alone(speaking: Speaking) -> None:
+def test_concurrent_answers_match_single_ones(speaking: Speaking) -> None:
     questions = [f"Question {number}, of many?" for number in range(6)]
     expected = [oracle(speaking, rendered(speaking, question)) for question in questions]
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
 
     def ask(question: str) -> None:
-        found[question] = speaking.ask(question, modalities=BOTH)
+        answers[question] = speaking.ask(question, modalities=BOTH)
 
     threads = [threading.Thread(target=ask, args=(question,)) for question in questions]
     for thread in threads:
@@ -303,27 +305,27 @@ def test_many_at_a_time_are_each_answered_as_alone(speaking: Speaking) -> None:
     for thread in threads:
         thread.join()
     for question, alone in zip(questions, expected, strict=True):
-        message = found[question].choices[0].message
+        message = answers[question].choices[0].message
         assert message.audio.transcript == alone.text
-        heard = np.frombuffer(base64.b64decode(message.audio.data)[44:], "<i2").astype(int)
+        samples = np.frombuffer(base64.b64decode(message.audio.data)[44:], "<i2").astype(int)
         wanted = np.frombuffer(alone.pcm16(), "<i2").astype(int)
-        assert np.abs(heard - wanted).max() <= 2  # products of several rows round otherwise
+        assert np.abs(samples - wanted).max() <= 2  # products of several rows round otherwise
 
 
-def test_a_client_that_goes_away_leaves_nothing(speaking: Speaking) -> None:
+def test_a_disconnected_client_ends_its_request(speaking: Speaking) -> None:
     body = {"model": "omni", "messages": [{"role": "user", "content": "a"}], "stream": True}
     body |= {"modalities": BOTH, "audio": {"format": "pcm16"}, "temperature": 0}
     with httpx.stream("POST", f"{speaking.url}/v1/chat/completions", json=body) as answer:
         lines = answer.iter_lines()
         assert json.loads(next(lines).removeprefix("data: "))["choices"]
-    for _ in range(10_000):  # each call is a turn of the pipeline's thread
+    for _ in range(10_000):  # each call is an iteration of the pipeline's thread
         if not asyncio.run(speaking.omni.call(lambda: speaking.omni.omni.pipeline.has_unfinished)):
             break
     else:
-        pytest.fail("the request goes on")
+        pytest.fail("the request still runs")
 
 
-def test_a_stage_that_fails_ends_the_requests_and_no_more(
+def test_a_failed_stage_ends_only_the_running_requests(
     speaking: Speaking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = speaking.omni.omni.pipeline
@@ -344,7 +346,7 @@ def test_a_stage_that_fails_ends_the_requests_and_no_more(
     )
 
 
-def test_what_the_server_tells_of_itself(speaking: Speaking) -> None:
+def test_models_health_metrics_and_docs(speaking: Speaking) -> None:
     speaking.ask("Count me.", modalities=BOTH)
     [model] = speaking.client.models.list().data
     assert model.id == "omni"

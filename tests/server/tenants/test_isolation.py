@@ -1,9 +1,9 @@
-"""Information about another tenant's prompts: none with keys, all of it without.
+"""With keys, no information about another tenant's prompts leaks; without keys, all of it does.
 
-A prober asks for prompts of which a victim has sent every other one, and looks at what the server
-tells of its cache. AUC is the chance that a sent prompt looks more cached than another: 0.5 is
+A prober sends prompts of which a victim has sent every other one, and looks at the reported
+cached tokens. AUC is the probability that a sent prompt looks more cached than another: 0.5 is
 guessing. The same attack on a server without keys must succeed, so that these tests can fail.
-`bench/tenants.py` does it with a clock.
+`bench/tenants.py` attacks with a clock.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from tests.small_demos import shallow_built_in
 
 PROMPTS = 8
 GUESSING, CERTAIN = 0.55, 0.95
-Asked = Callable[[str, int], int]
-"""Asks for prompt `n` as a tenant; returns the cached tokens that the answer tells."""
+SendPrompt = Callable[[str, int], int]
+"""Sends prompt `n` as a tenant; returns the cached tokens that the answer reports."""
 
 
 def auc(sent: Sequence[int], others: Sequence[int]) -> float:
-    """The chance that one of `sent` is greater than one of `others`; a tie is half of it."""
+    """Return the probability that one of `sent` is greater than one of `others`; ties are half."""
     pairs = list(itertools.product(sent, others))
     return sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
 
 
-def attack(ask: Asked, prober: str = "bob") -> float:
+def attack(ask: SendPrompt, prober: str = "bob") -> float:
     """Return the larger of AUC and 1 - AUC, since both reveal as much."""
-    ask(prober, -1)  # so that what every prompt begins with is cached for both kinds
+    ask(prober, -1)  # so that the common start of all prompts is cached for both kinds
     for number in range(0, 2 * PROMPTS, 2):
         ask("alice", number)
-    told = [ask(prober, number) for number in range(2 * PROMPTS)]
-    found = auc(told[::2], told[1::2])
-    return max(found, 1 - found)
+    counts = [ask(prober, number) for number in range(2 * PROMPTS)]
+    score = auc(counts[::2], counts[1::2])
+    return max(score, 1 - score)
 
 
 @contextmanager
 def serving(folder: Path, model: str | Path, *, keys: bool) -> Iterator[tuple[Running, Headers]]:
-    """A server with the keys of alice, of bob, and of dora and eve, who are one group."""
-    kept = KeyFolder(folder)
+    """Run a server with keys of alice, bob, and dora and eve, who are a group."""
+    key_folder = KeyFolder(folder)
     names = {"alice": None, "bob": None, "dora": "team", "eve": "team"}
-    made = {name: kept.add(name, group=group) for name, group in names.items()}
+    secrets = {name: key_folder.add(name, group=group) for name, group in names.items()}
     options: dict[str, Any] = {"api_keys": keys, "keys_folder": str(folder), "speculation": 8}
     with running(model, num_blocks=512, **options) as server:
         draft_always(server.llm)
-        yield server, lambda name: {"Authorization": f"Bearer {made[name]}"}
+        yield server, lambda name: {"Authorization": f"Bearer {secrets[name]}"}
 
 
 Headers = Callable[[str], dict[str, str]]
@@ -82,11 +82,11 @@ def texts(
         yield server
 
 
-def judge(found: float, server: Running) -> None:
+def judge(score: float, server: Running) -> None:
     if server.service.tenants.requires_keys:
-        assert found <= GUESSING
+        assert score <= GUESSING
     else:
-        assert found >= CERTAIN
+        assert score >= CERTAIN
 
 
 def test_prompts_of_another_tenant(texts: tuple[Running, Headers]) -> None:
@@ -101,7 +101,7 @@ def test_prompts_of_another_tenant(texts: tuple[Running, Headers]) -> None:
 
 
 def test_chats_of_another_tenant(texts: tuple[Running, Headers]) -> None:
-    """The second turn, with the answer of the first."""
+    """The second turn contains the answer of the first."""
     server, headers = texts
 
     def ask(name: str, number: int) -> int:
@@ -117,7 +117,7 @@ def test_chats_of_another_tenant(texts: tuple[Running, Headers]) -> None:
 
 
 def test_drafts_do_not_depend_on_another_tenants_answers(texts: tuple[Running, Headers]) -> None:
-    """The accepted and the rejected tokens are equal for the same prompts."""
+    """The same prompts have the same counts of accepted and rejected tokens."""
     server, headers = texts
     rng = random.Random(4)
     prompts = [[rng.randrange(40, 240) for _ in range(50)] for _ in range(PROMPTS)]
@@ -142,7 +142,7 @@ def test_drafts_do_not_depend_on_another_tenants_answers(texts: tuple[Running, H
 
 
 def test_no_salt_of_a_body_opens_another_tenants_cache(texts: tuple[Running, Headers]) -> None:
-    """Also for who knows the salt itself."""
+    """A prober who knows the salt does not hit the victim's blocks either."""
     server, headers = texts
     rng = random.Random(2)
     prompts = {n: [rng.randrange(40, 240) for _ in range(50)] for n in range(-1, 2 * PROMPTS)}
@@ -161,7 +161,7 @@ def test_no_salt_of_a_body_opens_another_tenants_cache(texts: tuple[Running, Hea
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "open"])
 def test_prompts_of_another_tenant_behind_a_public_prefix(keys: bool, tmp_path: Path) -> None:
-    """The prefix is shared, and nothing is revealed of the tokens after it."""
+    """The prefix is shared, and the tokens after it are not revealed."""
     rng = random.Random(3)
     prefix = [rng.randrange(40, 240) for _ in range(37)]
     prompts = {n: [rng.randrange(40, 240) for _ in range(50)] for n in range(-1, 2 * PROMPTS)}
@@ -177,7 +177,7 @@ def test_prompts_of_another_tenant_behind_a_public_prefix(keys: bool, tmp_path: 
             assert ask("eve", 2 * PROMPTS - 1) == 32
 
 
-def test_a_group_shares_and_its_salts_divide_it(tmp_path: Path) -> None:
+def test_a_group_shares_blocks_within_each_salt(tmp_path: Path) -> None:
     with serving(tmp_path, shallow_built_in(), keys=True) as (server, headers):
         prompt = list(range(40, 90))
 
@@ -189,14 +189,14 @@ def test_a_group_shares_and_its_salts_divide_it(tmp_path: Path) -> None:
         assert [ask("alice", cache_salt="x"), ask("eve", prompt_cache_key="x")] == [0, 49]
 
 
-def test_that_another_tenant_has_a_prompt_is_told_to_administrators_alone(tmp_path: Path) -> None:
-    """The reason was "not seen before", although another salt was the cause."""
+def test_only_administrators_learn_that_another_tenant_has_a_prompt(tmp_path: Path) -> None:
+    """Regression: administrators got "not seen before", although another salt was the cause."""
     with serving(tmp_path, shallow_built_in(), keys=True) as (server, headers):
         monitor = {"x-api-key": KeyFolder(tmp_path).add("monitor", admin=True)}
         prompt = {"prompt": "Anna is 31 years old.\n" * 20}
 
-        def reason(given: dict[str, str]) -> Any:
-            answer = httpx.post(f"{server.url}/cache/explain", json=prompt, headers=given)
+        def reason(credentials: dict[str, str]) -> Any:
+            answer = httpx.post(f"{server.url}/cache/explain", json=prompt, headers=credentials)
             return answer.json()["reason"]
 
         assert [reason(headers("bob")), reason(monitor)] == ["unseen", "unseen"]
@@ -204,8 +204,8 @@ def test_that_another_tenant_has_a_prompt_is_told_to_administrators_alone(tmp_pa
         assert [reason(headers("bob")), reason(monitor)] == ["unseen", "salt"]
 
 
-def test_advice_is_of_a_tenants_own_prompts_alone(tmp_path: Path) -> None:
-    """Only administrators could ask, so that no tenant read what its own prompts cost."""
+def test_advice_covers_only_a_tenants_prompts(tmp_path: Path) -> None:
+    """Regression: only administrators could read advice, even about a tenant's own prompts."""
     with serving(tmp_path, shallow_built_in(), keys=True) as (server, headers):
         monitor = {"x-api-key": KeyFolder(tmp_path).add("monitor", admin=True)}
 
@@ -213,11 +213,11 @@ def test_advice_is_of_a_tenants_own_prompts_alone(tmp_path: Path) -> None:
             prompt = f"It is 10:{minute} for {name}.\n" + "Anna is 31 years old.\n" * 20
             cached(server, "/v1/completions", {"prompt": prompt, **body}, headers(name))
 
-        def advice(given: dict[str, str]) -> dict[str, Any]:
-            answer = httpx.get(f"{server.url}/cache/advice", headers=given)
+        def advice(credentials: dict[str, str]) -> dict[str, Any]:
+            answer = httpx.get(f"{server.url}/cache/advice", headers=credentials)
             assert answer.status_code == 200, answer.text
-            told: dict[str, Any] = answer.json()
-            return told
+            report: dict[str, Any] = answer.json()
+            return report
 
         nothing = {"prompts": 0, "prompt_tokens": 0, "cached_tokens": 0, "forks": [], "salts": []}
         for minute in range(10, 14):
@@ -239,8 +239,8 @@ def test_advice_is_of_a_tenants_own_prompts_alone(tmp_path: Path) -> None:
         assert [fork["prompts"] for fork in whole["forks"]] == [3, 3]
 
 
-def test_a_response_is_its_tenants_alone(tmp_path: Path) -> None:
-    """Its name is random, and not what keeps it from others."""
+def test_only_its_tenant_can_read_a_response(tmp_path: Path) -> None:
+    """Its random id does not protect it; the check of its tenant does."""
     with serving(tmp_path, shallow_built_in(), keys=True) as (server, headers):
         url = f"{server.url}/v1/responses"
 
@@ -248,17 +248,17 @@ def test_a_response_is_its_tenants_alone(tmp_path: Path) -> None:
             body = {"model": "tiny", "input": "Hi", "max_output_tokens": 16, **body}
             return httpx.post(url, json=body, headers=headers(name), timeout=120)
 
-        made = ask("dora").json()["id"]
+        response_id = ask("dora").json()["id"]
         for name, status in (("alice", 404), ("eve", 200)):  # eve is of dora's group
-            assert httpx.get(f"{url}/{made}", headers=headers(name)).status_code == status
-            assert ask(name, previous_response_id=made).status_code == status
+            assert httpx.get(f"{url}/{response_id}", headers=headers(name)).status_code == status
+            assert ask(name, previous_response_id=response_id).status_code == status
         for name, status in (("bob", 404), ("eve", 200), ("dora", 404)):
-            assert httpx.delete(f"{url}/{made}", headers=headers(name)).status_code == status
+            assert httpx.delete(f"{url}/{response_id}", headers=headers(name)).status_code == status
 
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "open"])
 def test_images_of_another_tenant(keys: bool, demo_vision: Path, tmp_path: Path) -> None:
-    """The cached tokens and the encoding of the image do not depend on another tenant."""
+    """Neither the cached tokens nor the encoding of the image depends on another tenant."""
     with serving(tmp_path / "keys", demo_vision, keys=keys) as (server, headers):
         assert server.llm.frontend.images is not None
         encoder = server.llm.frontend.images.cache
@@ -271,9 +271,9 @@ def test_images_of_another_tenant(keys: bool, demo_vision: Path, tmp_path: Path)
             ]
             body: dict[str, object] = {"messages": [{"role": "user", "content": content}]}
             before = encoder.num_encoded
-            told = cached(server, "/v1/chat/completions", body, headers(name))
+            num_cached = cached(server, "/v1/chat/completions", body, headers(name))
             encoded.append(encoder.num_encoded - before)
-            return told
+            return num_cached
 
         judge(attack(ask), server)
         probes = encoded[-2 * PROMPTS :]

@@ -1,4 +1,4 @@
-"""API keys: on disk, on the command line, and at the door of a running server."""
+"""API keys on disk, on the command line, and in requests to a running server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> KeyFolder:
     return KeyFolder(tmp_path / "keys")
 
 
-def test_only_a_hash_is_kept_and_only_its_owner_may_read_it(folder: KeyFolder) -> None:
+def test_only_a_hash_is_stored_and_only_its_owner_may_read_it(folder: KeyFolder) -> None:
     before = os.umask(0)
     try:
         key = folder.add("alice", group="team", weight=2, admin=True)
@@ -45,8 +45,8 @@ def test_only_a_hash_is_kept_and_only_its_owner_may_read_it(folder: KeyFolder) -
     assert (entry.name, entry.group, entry.weight, entry.admin) == ("alice", "team", 2, True)
 
 
-def test_a_key_that_is_removed_while_it_is_looked_up_has_its_weight(folder: KeyFolder) -> None:
-    """Its tenant had a weight of 0, which no share may have: status 500."""
+def test_a_key_that_is_removed_during_its_lookup_has_its_weight(folder: KeyFolder) -> None:
+    """Regression: its tenant had the invalid weight 0, so the status was 500."""
 
     class Ring(KeyRing):
         def find(self, key: bytes) -> ApiKey | None:
@@ -74,7 +74,7 @@ def test_a_write_that_fails_leaves_the_keys_as_they_were(
     assert sorted(file.read_bytes() for file in folder.folder.iterdir()) == before
 
 
-def test_keys_that_are_added_at_once_are_all_there(folder: KeyFolder) -> None:
+def test_keys_can_be_added_concurrently(folder: KeyFolder) -> None:
     names = [f"user-{number}" for number in range(16)]
     threads = [threading.Thread(target=folder.add, args=[name]) for name in names]
     for thread in threads:
@@ -97,7 +97,7 @@ def test_keys_that_are_added_at_once_are_all_there(folder: KeyFolder) -> None:
         ("bob", {"weight": float("nan")}, "weight is nan"),
     ],
 )
-def test_what_cannot_be_added(
+def test_an_invalid_key_is_not_added(
     folder: KeyFolder, name: str, options: dict[str, object], says: str
 ) -> None:
     folder.add("alice")
@@ -110,22 +110,22 @@ DAMAGED = ["{", "[]", "7", '{"keys": 7}', '{"keys": [{}]}', '{"keys": [{"name": 
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_a_damaged_file_lets_nobody_in(folder: KeyFolder, text: str) -> None:
+def test_a_damaged_file_refuses_every_key(folder: KeyFolder, text: str) -> None:
     key = folder.add("alice").encode()
-    told: list[ConfigError] = []
-    ring = KeyRing(folder, told.append)
+    errors: list[ConfigError] = []
+    ring = KeyRing(folder, errors.append)
     assert ring.find(key) is not None
     whole = folder.file.read_text()
     folder.file.write_text(text)
     assert ring.find(key) is None
-    assert ring.find(key) is None and len(told) == 1 and "damaged" in str(told[0])
+    assert ring.find(key) is None and len(errors) == 1 and "damaged" in str(errors[0])
     folder.file.write_text(whole)
     assert ring.find(key) is not None
     folder.file.unlink()
     assert ring.find(key) is None
     folder.file.write_text(text)
     with pytest.raises(ConfigError, match="damaged"):
-        KeyRing(folder, told.append)
+        KeyRing(folder, errors.append)
 
 
 # On the command line
@@ -138,10 +138,10 @@ def call(folder: KeyFolder, *words: str) -> Result:
     return result
 
 
-def test_keys_are_made_listed_and_removed(folder: KeyFolder) -> None:
+def test_keys_are_added_listed_and_removed(folder: KeyFolder) -> None:
     assert "no keys" in call(folder, "list").stderr
-    made = call(folder, "add", "alice", "--group", "team", "--weight", "2", "--admin")
-    entry = KeyRing(folder, print).find(made.stdout.strip().encode())
+    added = call(folder, "add", "alice", "--group", "team", "--weight", "2", "--admin")
+    entry = KeyRing(folder, print).find(added.stdout.strip().encode())
     assert entry is not None and (entry.name, entry.group, entry.admin) == ("alice", "team", True)
     assert call(folder, "list").stdout.split()[:4] == ["alice", "team", "weight", "2"]
     assert call(folder, "rm", "bob").exit_code == 2
@@ -149,8 +149,10 @@ def test_keys_are_made_listed_and_removed(folder: KeyFolder) -> None:
 
 
 @pytest.mark.parametrize("keys", [(), ("--no-api-keys",)])
-def test_others_are_not_let_in_without_keys(folder: KeyFolder, keys: tuple[str, ...]) -> None:
-    """Refused before the model is looked for, which is not there."""
+def test_other_machines_cannot_connect_without_keys(
+    folder: KeyFolder, keys: tuple[str, ...]
+) -> None:
+    """The command fails before it looks for the model, which does not exist."""
     where = ["--port", "0", "--keys-folder", str(folder.folder)]
     open_to_all = ["serve", "--model", "/no/such/model", "--host", "0.0.0.0", *where, *keys]
     result = CliRunner().invoke(main, open_to_all)
@@ -158,7 +160,7 @@ def test_others_are_not_let_in_without_keys(folder: KeyFolder, keys: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    ("given", "address", "made", "asked"),
+    ("api_keys", "address", "has_key", "requires_keys"),
     [
         (None, "127.0.0.1", False, False),
         (None, "::1", False, False),
@@ -170,13 +172,13 @@ def test_others_are_not_let_in_without_keys(folder: KeyFolder, keys: tuple[str, 
         (None, "fe80::1%eth0", True, True),
     ],
 )
-def test_when_keys_are_asked_for(
-    folder: KeyFolder, given: bool | None, address: str, made: bool, asked: bool
+def test_when_keys_are_required(
+    folder: KeyFolder, api_keys: bool | None, address: str, has_key: bool, requires_keys: bool
 ) -> None:
-    if made:
+    if has_key:
         folder.add("alice")
-    options = ServerOptions(api_keys=given, keys_folder=str(folder.folder))
-    assert open_tenants(options, address).requires_keys is asked
+    options = ServerOptions(api_keys=api_keys, keys_folder=str(folder.folder))
+    assert open_tenants(options, address).requires_keys is requires_keys
 
 
 def test_keys_of_the_command_line_are_one_administrator(folder: KeyFolder) -> None:
@@ -184,19 +186,19 @@ def test_keys_of_the_command_line_are_one_administrator(folder: KeyFolder) -> No
     listed = folder.add("alice")
     options = ServerOptions(api_key=("one", "two"), keys_folder=str(folder.folder))
     tenants = open_tenants(options, "0.0.0.0")
-    one, two, alice = (tenants.of({b"x-api-key": k.encode()}) for k in ("one", "two", listed))
-    assert one == two and one.is_admin and not alice.is_admin
-    assert len({one.salt, alice.salt, None}) == 3
+    first, second, alice = (tenants.of({b"x-api-key": k.encode()}) for k in ("one", "two", listed))
+    assert first == second and first.is_admin and not alice.is_admin
+    assert len({first.salt, alice.salt, None}) == 3
     with pytest.raises(ApiError, match="the API key is unknown"):
         tenants.of({b"x-api-key": b"three"})
     assert all("one" not in file.read_text() for file in folder.folder.iterdir())
 
 
 @pytest.mark.parametrize("group", [None, "api-key", "operator"])
-def test_no_key_of_the_folder_is_in_the_operator_s_tenant(
+def test_keys_of_the_folder_are_not_in_the_operators_tenant(
     folder: KeyFolder, group: str | None
 ) -> None:
-    """A group named api-key had the salt of the keys of --api-key, and added to their weight."""
+    """Regression: a group named api-key shared the salt and the weight of --api-key."""
     guest = folder.add("api-key", group=group)
     tenants = open_tenants(ServerOptions(api_key=("a",), keys_folder=str(folder.folder)))
     mine, other = (tenants.of({b"x-api-key": key.encode()}) for key in ("a", guest))
@@ -205,11 +207,11 @@ def test_no_key_of_the_folder_is_in_the_operator_s_tenant(
 
 
 @pytest.mark.parametrize("key", ["", " lead", "trail ", "\n", "key\r\n"])
-def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
-    """Blanks around a header's value are dropped, so such a key could not be used."""
-    with pytest.raises(ConfigError, match=r"^api_key is empty or has white space") as told:
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+    """White space around a header's value is stripped, so such a key could not be used."""
+    with pytest.raises(ConfigError, match=r"^api_key is empty or has white space") as error:
         ServerOptions(api_key=("good", key))
-    assert "trail" not in str(told.value) and "lead" not in str(told.value)
+    assert "trail" not in str(error.value) and "lead" not in str(error.value)
 
 
 def test_the_folder_of_keys_may_be_in_the_home_folder(
@@ -223,18 +225,18 @@ def test_the_folder_of_keys_may_be_in_the_home_folder(
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> KeyFolder:
+def key_folder(tmp_path_factory: pytest.TempPathFactory) -> KeyFolder:
     return KeyFolder(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module")
-def key(kept: KeyFolder) -> str:
-    return kept.add("alice")
+def key(key_folder: KeyFolder) -> str:
+    return key_folder.add("alice")
 
 
 @pytest.fixture(scope="module")
-def server(kept: KeyFolder, key: str) -> Iterator[Running]:
-    with running(api_keys=None, keys_folder=str(kept.folder)) as server:
+def server(key_folder: KeyFolder, key: str) -> Iterator[Running]:
+    with running(api_keys=None, keys_folder=str(key_folder.folder)) as server:
         yield server
 
 
@@ -249,9 +251,11 @@ def test_clients_with_a_key_are_answered(server: Running, key: str) -> None:
     assert ask(server, Authorization=f"bEARER {key}").status_code == 200
 
 
-@pytest.mark.parametrize("given", ["", "Bearer", "Bearer x", "Basic {}", "Bearer {}x"])
-def test_without_a_good_key_nothing_is_read(server: Running, key: str, given: str) -> None:
-    headers = {"Authorization": given.format(key)} if given else {}
+@pytest.mark.parametrize("credentials", ["", "Bearer", "Bearer x", "Basic {}", "Bearer {}x"])
+def test_without_a_valid_key_the_body_is_not_read(
+    server: Running, key: str, credentials: str
+) -> None:
+    headers = {"Authorization": credentials.format(key)} if credentials else {}
     answer = ask(server, **headers)
     assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
     assert answer.json()["error"]["type"] == "authentication_error"
@@ -266,7 +270,7 @@ OF_A_TENANT = {"/cache/advice", "/cache/explain", "/cache/prewarm"}
 
 
 def test_paths_without_a_key_and_those_for_administrators(
-    server: Running, kept: KeyFolder, key: str
+    server: Running, key_folder: KeyFolder, key: str
 ) -> None:
     own = {route.path for route in server.app.routes if isinstance(route, Route)}
     paths = own | set(server.app.openapi()["paths"])
@@ -276,49 +280,51 @@ def test_paths_without_a_key_and_those_for_administrators(
     for path in ("/cache/", "/cache/explain/", "/cache/explain%0a", "/cache/../cache"):
         assert httpx.get(server.url + path).status_code == 401
     across = {path for path in paths if path.startswith(("/cache", "/metrics"))} - OF_A_TENANT
-    admin = {"x-api-key": kept.add("monitor", admin=True)}
-    for path in across - {"/cache/live"}:  # which has no end
-        told = httpx.get(server.url + path, headers={"x-api-key": key})
-        assert told.status_code == 403 and told.json()["error"]["type"] == "permission_error"
+    admin = {"x-api-key": key_folder.add("monitor", admin=True)}
+    for path in across - {"/cache/live"}:  # which never ends
+        response = httpx.get(server.url + path, headers={"x-api-key": key})
+        assert (
+            response.status_code == 403 and response.json()["error"]["type"] == "permission_error"
+        )
         assert httpx.get(server.url + path, headers=admin).status_code not in (401, 403)
     assert httpx.get(f"{server.url}/cache/live", headers={"x-api-key": key}).status_code == 403
     assert httpx.get(f"{server.url}/cache/advice", headers={"x-api-key": key}).status_code == 200
     for path in OF_A_TENANT - {"/cache/advice"}:
-        told = httpx.post(server.url + path, json={"prompt": "x"}, headers={"x-api-key": key})
-        assert told.status_code == 200
+        response = httpx.post(server.url + path, json={"prompt": "x"}, headers={"x-api-key": key})
+        assert response.status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/cache%0A", "/metrics%0A", "/cache/reset%0A", "/cache/live%0A"])
-def test_a_line_feed_behind_a_path_opens_nothing(server: Running, key: str, path: str) -> None:
-    """Routes end in `$`, which matches before it, too: every tenant read the prompts of all."""
-    told = httpx.get(server.url + path, headers={"x-api-key": key})
-    assert told.status_code == 403 and told.json()["error"]["type"] == "permission_error"
+def test_a_line_feed_after_a_path_is_refused(server: Running, key: str, path: str) -> None:
+    """Regression: `$` of a route matches before a line feed, so tenants could read all prompts."""
+    response = httpx.get(server.url + path, headers={"x-api-key": key})
+    assert response.status_code == 403 and response.json()["error"]["type"] == "permission_error"
 
 
-def test_changes_are_seen_without_a_restart(server: Running, kept: KeyFolder) -> None:
-    key = kept.add("bob")
+def test_changes_apply_without_a_restart(server: Running, key_folder: KeyFolder) -> None:
+    key = key_folder.add("bob")
     assert ask(server, **{"x-api-key": key}).status_code == 200
-    kept.remove("bob")
+    key_folder.remove("bob")
     assert ask(server, **{"x-api-key": key}).status_code == 401
 
 
-def test_only_administrators_go_before_all_others(
-    server: Running, kept: KeyFolder, key: str
+def test_only_administrators_may_raise_the_priority(
+    server: Running, key_folder: KeyFolder, key: str
 ) -> None:
     url = f"{server.url}/v1/completions"
     urgent = BODY | {"priority": -1}
-    told = httpx.post(url, json=urgent, headers={"x-api-key": key}, timeout=60)
-    assert told.status_code == 403 and told.json()["error"]["param"] == "priority"
+    response = httpx.post(url, json=urgent, headers={"x-api-key": key}, timeout=60)
+    assert response.status_code == 403 and response.json()["error"]["param"] == "priority"
     later = httpx.post(url, json=BODY | {"priority": 1}, headers={"x-api-key": key}, timeout=60)
     assert later.status_code == 200
-    admin = {"x-api-key": kept.add("chief", admin=True)}
+    admin = {"x-api-key": key_folder.add("chief", admin=True)}
     assert httpx.post(url, json=urgent, headers=admin, timeout=60).status_code == 200
 
 
 # Salts
 
 
-def test_a_salt_is_one_tenants_and_stays_his(folder: KeyFolder) -> None:
+def test_salts_are_separate_per_tenant_and_stable(folder: KeyFolder) -> None:
     keys = {
         "alice": folder.add("alice"),
         "team": folder.add("team"),
@@ -327,39 +333,39 @@ def test_a_salt_is_one_tenants_and_stays_his(folder: KeyFolder) -> None:
     }
     options = ServerOptions(keys_folder=str(folder.folder))
     tenants, later = open_tenants(options), open_tenants(options)
-    found = {name: tenants.of({b"x-api-key": key.encode()}) for name, key in keys.items()}
-    assert found["bob"] == found["carl"] and found["bob"].weight == 5
+    owners = {name: tenants.of({b"x-api-key": key.encode()}) for name, key in keys.items()}
+    assert owners["bob"] == owners["carl"] and owners["bob"].weight == 5
     salts = {
-        tenants.salt(found[name], asked)
+        tenants.salt(owners[name], requested)
         for name in ("alice", "team", "bob")
-        for asked in (None, "x", "team", "key", found["alice"].salt)
+        for requested in (None, "x", "team", "key", owners["alice"].salt)
     }
     assert len(salts) == 15 and None not in salts
     for name, key in keys.items():
         again = later.of({b"x-api-key": key.encode()})
-        assert again == found[name] and later.salt(again, "x") == tenants.salt(found[name], "x")
+        assert again == owners[name] and later.salt(again, "x") == tenants.salt(owners[name], "x")
     secret = json.loads(folder.file.read_text())
     assert not any(salt in json.dumps(secret) for salt in salts if salt)
 
 
-def test_without_keys_the_bodys_salt_is_all() -> None:
+def test_without_keys_the_bodys_salt_is_used_unchanged() -> None:
     tenants = Tenants()
     everybody = tenants.of({})
-    assert [tenants.salt(everybody, asked) for asked in (None, "x")] == [None, "x"]
+    assert [tenants.salt(everybody, salt) for salt in (None, "x")] == [None, "x"]
     assert everybody.is_admin
 
 
 # Who holds blocks
 
 
-def test_an_administrator_reads_whose_blocks_are_by_the_names_of_keys(tmp_path: Path) -> None:
-    """`/cache` showed a part of the salts, which operators cannot distinguish."""
-    kept = KeyFolder(tmp_path)
+def test_administrators_see_the_owners_of_blocks_by_key_names(tmp_path: Path) -> None:
+    """Regression: `/cache` showed parts of salts, which operators cannot recognize."""
+    key_folder = KeyFolder(tmp_path)
     keys = {
-        "alice": kept.add("alice"),
-        "bob": kept.add("bob", group="team"),
-        "gone": kept.add("gone"),
-        "monitor": kept.add("monitor", admin=True),
+        "alice": key_folder.add("alice"),
+        "bob": key_folder.add("bob", group="team"),
+        "removed": key_folder.add("removed"),
+        "monitor": key_folder.add("monitor", admin=True),
     }
     options = {"api_keys": True, "keys_folder": str(tmp_path), "api_key": ["secret"]}
     with running(shallow_built_in(), **options) as server:
@@ -371,15 +377,15 @@ def test_an_administrator_reads_whose_blocks_are_by_the_names_of_keys(tmp_path: 
                 answer = httpx.post(url, json=body, headers={"x-api-key": key}, timeout=60)
                 assert answer.status_code == 200
         tenants = server.service.tenants
-        found = [tenants.of({b"x-api-key": key.encode()}) for key in (*keys.values(), "secret")]
-        salts = "/".join(tenants.salt(tenant, "x") or "" for tenant in found).split("/")
-        kept.remove("gone")
-        told = httpx.get(f"{server.url}/cache", headers={"x-api-key": keys["monitor"]})
-    pool = told.json()
-    assert len(set(salts)) == 10 and not any(salt[:8] in told.text for salt in salts)
-    names = {(one["kind"], one["tenant"]) for one in pool["owners"]}
-    expected = {("key", "alice"), ("group", "team"), ("key", "gone"), ("key", "monitor")}
+        owners = [tenants.of({b"x-api-key": key.encode()}) for key in (*keys.values(), "secret")]
+        salts = "/".join(tenants.salt(tenant, "x") or "" for tenant in owners).split("/")
+        key_folder.remove("removed")
+        response = httpx.get(f"{server.url}/cache", headers={"x-api-key": keys["monitor"]})
+    pool = response.json()
+    assert len(set(salts)) == 10 and not any(salt[:8] in response.text for salt in salts)
+    names = {(owner["kind"], owner["tenant"]) for owner in pool["owners"]}
+    expected = {("key", "alice"), ("group", "team"), ("key", "removed"), ("key", "monitor")}
     assert names == {*expected, ("operator", "api-key"), ("public", None)}
     assert len(pool["owners"]) == len(names), "a tenant whose requests narrow their salt is one"
-    assert {(one["kind"], one["tenant"]) for one in pool["prefixes"]} == names
-    assert {one["salt"] for one in (*pool["owners"], *pool["prefixes"])} == {None}
+    assert {(owner["kind"], owner["tenant"]) for owner in pool["prefixes"]} == names
+    assert {owner["salt"] for owner in (*pool["owners"], *pool["prefixes"])} == {None}

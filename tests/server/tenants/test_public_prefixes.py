@@ -1,4 +1,4 @@
-"""`headstart serve --public-prefix`: tenants share a system prompt, and nothing after it."""
+"""With `headstart serve --public-prefix`, tenants share a system prompt and nothing after it."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ SYSTEM = "You look things up in tables, and say nothing of what the tables do no
 
 
 def ask(server: Running, key: str, path: str, **body: object) -> tuple[int, int]:
-    """The cached tokens, and those of the prompt."""
+    """Return the numbers of cached tokens and of prompt tokens."""
     answer = httpx.post(
         server.url + path,
         json={"model": "tiny", "max_tokens": 1, **body},
@@ -31,13 +31,13 @@ def ask(server: Running, key: str, path: str, **body: object) -> tuple[int, int]
     return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
 
 
-def test_two_tenants_share_the_system_prompt_of_chats_and_the_head_of_prompts(
+def test_tenants_share_a_system_prompt_in_chats_and_prompts(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "system.txt"
     file.write_text(SYSTEM + "\n", encoding="utf-8")
-    kept = KeyFolder(tmp_path / "keys")
-    alice, bob = kept.add("alice"), kept.add("bob")
+    key_folder = KeyFolder(tmp_path / "keys")
+    alice, bob = key_folder.add("alice"), key_folder.add("bob")
     with running(shallow_built_in(), api_keys=True, keys_folder=str(tmp_path / "keys")) as server:
         publish(server.llm, read_prefixes([str(file)]))
 
@@ -75,7 +75,7 @@ def test_a_prefix_of_token_ids(tmp_path: Path) -> None:
         ("missing", None, "cannot be read"),
     ],
 )
-def test_a_bad_file_is_told(
+def test_an_invalid_file_is_reported(
     name: str, content: str | bytes | None, match: str, tmp_path: Path
 ) -> None:
     file = tmp_path / name
@@ -89,7 +89,7 @@ def test_a_bad_file_is_told(
     ("prefix", "match"),
     [("Hi", "shorter than a block"), ([1, -1] * 20, "token id"), ("x" * 10**6, "cannot be used")],
 )
-def test_a_prefix_that_cannot_be_shared_is_told(
+def test_a_prefix_that_cannot_be_shared_is_reported(
     server: Running, prefix: str | list[int], match: str
 ) -> None:
     with pytest.raises(ConfigError, match=match):
@@ -97,26 +97,26 @@ def test_a_prefix_that_cannot_be_shared_is_told(
 
 
 def test_two_tenants_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """One waited for a block that the other was computing, which waited for the first one's turn.
+    """Regression: a deadlock, as one waited for the other's block, and that one for its turn.
 
-    A third one decodes meanwhile, so that the batch is never empty and nobody is preempted.
+    A third tenant decodes meanwhile, so the batch is never empty and no request is preempted.
     """
-    made = LLM(
+    llm = LLM(
         save_smallest(tmp_path),
         num_threads=1,
         num_blocks=64,
         max_num_batched_tokens=32,
         eviction="fair-lru",
     )
-    engine = made.engine
+    engine = llm.engine
     for name in "abc":
         engine.manager.shares.set(name, 1.0)
-    head = [3 + at % 100 for at in range(160)]
+    head = [3 + i % 100 for i in range(160)]
     assert engine.manager.hasher.publish(head) == 10
 
     def submit(prompt: list[int], salt: str, count: int) -> RequestGroup:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        group = made.frontend.prepare(prompt, params, salt=salt)
+        group = llm.frontend.prepare(prompt, params, salt=salt)
         engine.submit(group)
         return group
 
@@ -131,4 +131,4 @@ def test_two_tenants_do_not_wait_for_each_other(tmp_path: Path) -> None:
         engine.manager.check()
     assert all(group.finished for group in groups)
     assert not third.finished
-    made.close()
+    llm.close()

@@ -19,169 +19,169 @@ from headstart.server.tenants import Tenant
 SECONDS = 30
 
 
-def test_tenants_take_turns() -> None:
-    """One tenant's eighty bodies had another's question wait for seven seconds."""
+def test_jobs_of_tenants_are_interleaved() -> None:
+    """Regression: one tenant's eighty bodies delayed another's question by seven seconds."""
     done: list[str] = []
 
-    async def ask() -> None:
-        began, goes_on = threading.Event(), threading.Event()
+    async def submit_jobs() -> None:
+        has_started, may_continue = threading.Event(), threading.Event()
 
         def hold() -> None:
-            began.set()
-            assert goes_on.wait(SECONDS)
+            has_started.set()
+            assert may_continue.wait(SECONDS)
 
         calls, threads = Calls(100, 100, SECONDS), TenantQueue("test", 1)
         threads.submit(hold)
-        assert began.wait(SECONDS)
+        assert has_started.wait(SECONDS)
 
         def submit(name: str, count: int) -> list[Future[None]]:
             with calls.call(Tenant(name, "key", None)):
-                return [threads.submit(done.append, f"{name}{at}") for at in range(count)]
+                return [threads.submit(done.append, f"{name}{i}") for i in range(count)]
 
-        asked = submit("a", 4)
+        jobs = submit("a", 4)
         submit("b", 2)
         threads.submit(done.append, "of no call")
-        assert asked[1].cancel()  # nobody waits for it any more
-        goes_on.set()
+        assert jobs[1].cancel()  # its caller stopped waiting
+        may_continue.set()
         threads.shutdown()
 
-    asyncio.run(ask())
+    asyncio.run(submit_jobs())
     assert done == ["a0", "b0", "of no call", "b1", "a2", "a3"]
 
 
-def test_a_tenant_leaves_threads_to_others() -> None:
-    """Bodies that were being read took all threads: a question waited for the first to end."""
-    goes_on, begun = threading.Event(), threading.Semaphore(0)
+def test_one_tenant_does_not_occupy_all_threads() -> None:
+    """Regression: one tenant's bodies occupied all threads, so another's question waited."""
+    may_continue, started = threading.Event(), threading.Semaphore(0)
 
     def hold() -> None:
-        begun.release()
-        assert goes_on.wait(SECONDS)
+        started.release()
+        assert may_continue.wait(SECONDS)
 
-    async def ask() -> int:
+    async def run_jobs() -> int:
         loop, calls = asyncio.get_running_loop(), Calls(100, 100, SECONDS)
         loop.set_default_executor(TenantQueue("test", 4))
         with calls.call(Tenant("a", "key", None)):
             held = [loop.run_in_executor(None, hold) for _ in range(8)]
-        assert begun.acquire(timeout=SECONDS) and begun.acquire(timeout=SECONDS)
+        assert started.acquire(timeout=SECONDS) and started.acquire(timeout=SECONDS)
         with calls.call(Tenant("b", "key", None)):
             answer = await asyncio.wait_for(loop.run_in_executor(None, lambda: 7), SECONDS)
-        assert not begun.acquire(blocking=False) and not any(one.done() for one in held)
-        goes_on.set()
+        assert not started.acquire(blocking=False) and not any(job.done() for job in held)
+        may_continue.set()
         await asyncio.gather(*held)
         return answer
 
-    assert asyncio.run(ask()) == 7
+    assert asyncio.run(run_jobs()) == 7
 
 
-def test_a_tenants_forms_leave_a_thread_to_others() -> None:
-    """Forms that took long to compile had those of all other tenants wait for them."""
-    goes_on = threading.Event()
+def test_one_tenants_grammars_do_not_occupy_all_threads() -> None:
+    """Regression: slow grammars of one tenant delayed those of all others."""
+    may_continue = threading.Event()
 
-    async def ask() -> None:
+    async def run_jobs() -> None:
         calls, threads = Calls(100, 100, SECONDS), TenantQueue("test", 2)
         try:
             with calls.call(Tenant("a", "key", None)):
-                held = [threads.submit(lambda: goes_on.wait(SECONDS)) for _ in range(4)]
+                held = [threads.submit(lambda: may_continue.wait(SECONDS)) for _ in range(4)]
             with calls.call(Tenant("b", "key", None)):
-                asked = threads.submit(lambda: 7)
-            assert asked.result(SECONDS) == 7 and not any(one.done() for one in held)
-            goes_on.set()
-            assert all(one.result(SECONDS) for one in held)
+                job = threads.submit(lambda: 7)
+            assert job.result(SECONDS) == 7 and not any(task.done() for task in held)
+            may_continue.set()
+            assert all(task.result(SECONDS) for task in held)
         finally:
-            goes_on.set()
+            may_continue.set()
             threads.shutdown()
 
-    asyncio.run(ask())
+    asyncio.run(run_jobs())
 
 
 @pytest.mark.parametrize("make", [ThreadPoolExecutor, lambda count: TenantQueue("test", count)])
-def test_at_the_end_what_waits_may_be_cancelled(make: Callable[[int], ThreadPoolExecutor]) -> None:
-    """It ran all the same, in a thread that ended what it had begun before."""
-    began, goes_on = threading.Event(), threading.Event()
+def test_shutdown_can_cancel_waiting_jobs(make: Callable[[int], ThreadPoolExecutor]) -> None:
+    """Regression: a thread ran cancelled jobs after its current one."""
+    has_started, may_continue = threading.Event(), threading.Event()
     ran: list[int] = []
 
     def hold() -> int:
-        began.set()
-        assert goes_on.wait(SECONDS)
+        has_started.set()
+        assert may_continue.wait(SECONDS)
         return 7
 
     with make(1) as threads:
         held = threads.submit(hold)
-        assert began.wait(SECONDS)
-        waiting = [threads.submit(ran.append, at) for at in range(3)]
+        assert has_started.wait(SECONDS)
+        waiting = [threads.submit(ran.append, i) for i in range(3)]
         threads.shutdown(wait=False, cancel_futures=True)
-        assert all(one.cancelled() for one in waiting) and held.running()
-        goes_on.set()
+        assert all(job.cancelled() for job in waiting) and held.running()
+        may_continue.set()
         assert held.result(SECONDS) == 7
     assert not ran
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
-def test_an_error_is_its_callers(error: BaseException) -> None:
-    def fail(*given: int, more: int) -> None:
-        assert (given, more) == ((1,), 2)
+def test_an_error_is_raised_to_its_caller(error: BaseException) -> None:
+    def fail(*args: int, more: int) -> None:
+        assert (args, more) == ((1,), 2)
         raise error
 
     with TenantQueue("test", 1) as threads:
-        asked: Future[None] = threads.submit(fail, 1, more=2)
-        assert asked.exception(SECONDS) is error
+        job: Future[None] = threads.submit(fail, 1, more=2)
+        assert job.exception(SECONDS) is error
         assert threads.submit(lambda: 7).result(SECONDS) == 7
     answer: Callable[[], int] = lambda: 8  # noqa: E731
     with pytest.raises(RuntimeError):
         threads.submit(answer)
 
 
-def test_what_failed_is_let_go_of_at_once() -> None:
-    """A refused body stayed until the next garbage collection, however long it was."""
+def test_arguments_of_a_failed_taskare_freed_at_once() -> None:
+    """Regression: a refused body stayed in memory until the next garbage collection."""
 
-    class Given:
+    class Argument:
         pass
 
-    def fail(given: Given) -> None:
+    def fail(argument: Argument) -> None:
         raise ValueError
 
-    given = Given()
-    seen = weakref.ref(given)
+    argument = Argument()
+    reference = weakref.ref(argument)
     gc.disable()
     try:
         with TenantQueue("test", 1) as threads:
-            asked: Future[None] = threads.submit(fail, given)
-            assert isinstance(asked.exception(SECONDS), ValueError)
-            del asked, given
-        assert seen() is None
+            job: Future[None] = threads.submit(fail, argument)
+            assert isinstance(job.exception(SECONDS), ValueError)
+            del job, argument
+        assert reference() is None
     finally:
         gc.enable()
 
 
-def test_what_is_refused_at_the_end_does_not_run() -> None:
-    """A thread ran work whose submission had been refused."""
-    goes_on = threading.Event()
+def test_a_taskrefused_after_shutdown_does_not_run() -> None:
+    """Regression: a thread ran a job whose submission had raised."""
+    may_continue = threading.Event()
     ran: list[int] = []
     with TenantQueue("test", 1) as threads:
-        threads.submit(goes_on.wait, SECONDS)
+        threads.submit(may_continue.wait, SECONDS)
         threads.shutdown(wait=False)
         with pytest.raises(RuntimeError):
             threads.submit(ran.append, 7)
-        goes_on.set()
+        may_continue.set()
     assert not ran
 
 
-def test_an_abandoned_queue_ends_every_job_with_the_error() -> None:
-    """A grammar that compiles cannot be stopped, and nothing waits for it."""
-    began, goes_on = threading.Event(), threading.Event()
+def test_an_abandoned_queue_ends_every_taskwith_the_error() -> None:
+    """A running job cannot be stopped, but its future fails at once."""
+    has_started, may_continue = threading.Event(), threading.Event()
     ran: list[int] = []
 
     def hold() -> None:
-        began.set()
-        assert goes_on.wait(SECONDS)
+        has_started.set()
+        assert may_continue.wait(SECONDS)
 
     threads = TenantQueue("test", 1)
     jobs = [threads.submit(hold), threads.submit(ran.append, 7)]
-    assert began.wait(SECONDS)
+    assert has_started.wait(SECONDS)
     threads.abandon(EngineError("closed"))
     assert all(isinstance(job.exception(SECONDS), EngineError) for job in jobs)
     with pytest.raises(EngineError):
         threads.submit(ran.append, 8)
-    goes_on.set()
+    may_continue.set()
     threads.shutdown()
     assert not ran

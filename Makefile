@@ -75,7 +75,7 @@ ANSWERS := tests/models/test_built_in.py::test
 PORTABLE := "$(ANSWERS)_answers_are_right_cold_and_warm[bfloat16]" \
             $(ANSWERS)_a_chat_about_one_document \
             $(ANSWERS)_other_documents_and_questions \
-            tests/cli/test_main.py::test_demo_answers_what_the_table_says \
+            tests/cli/test_main.py::test_demo_answers_match_the_table \
             tests/attention/test_torch_ops.py \
             "tests/engine/test_paths.py::test_answers_are_those_of_transformers[llama-plain-bf16-torch]" \
             tests/engine/test_engine.py tests/native

@@ -1,4 +1,4 @@
-"""`--adapter` of `headstart run` and `chat`: an adapter that PEFT made answers."""
+"""`--adapter` of `headstart run` and `chat`, with an adapter saved by PEFT."""
 
 from pathlib import Path
 
@@ -35,7 +35,9 @@ def replies(demo_model: Path, adapter: Path) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def test_run_answers_with_it(demo_model: Path, adapter: Path, replies: tuple[str, str]) -> None:
+def test_run_answers_with_the_adapter(
+    demo_model: Path, adapter: Path, replies: tuple[str, str]
+) -> None:
     flags = [
         "run",
         "Tell me of the sea.",
@@ -50,7 +52,7 @@ def test_run_answers_with_it(demo_model: Path, adapter: Path, replies: tuple[str
     assert call(*flags, "--adapter", str(adapter)).stdout.strip() == replies[1]
 
 
-def test_chat_answers_with_it(demo_model: Path, adapter: Path, tmp_path: Path) -> None:
+def test_chat_answers_with_the_adapter(demo_model: Path, adapter: Path, tmp_path: Path) -> None:
     model = ["--model", str(demo_model), "--temperature", "0", "--max-tokens", "4"]
     terminal = Terminal(tmp_path, *model, "--adapter", str(adapter))
     first, cached = terminal.ask("Tell me of the sea.")
@@ -63,7 +65,7 @@ def test_chat_answers_with_it(demo_model: Path, adapter: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         (["sea"], "adapter is 'sea'; allowed: NAME=PATH, each name once"),
         (["=x"], "adapter is '=x'; allowed: NAME=PATH, each name once"),
@@ -72,14 +74,18 @@ def test_chat_answers_with_it(demo_model: Path, adapter: Path, tmp_path: Path) -
         (["sea={}", "--served-model-name", "sea"], "adapter is 'sea', which is the model's name"),
     ],
 )
-def test_serve_tells_what_is_wrong_before_the_model(
-    given: list[str], said: str, adapter: Path
+def test_serve_refuses_invalid_adapters_before_loading(
+    arguments: list[str], message: str, adapter: Path
 ) -> None:
-    more = next((at for at, one in enumerate(given) if one.startswith("--")), len(given))
-    told = [part for one in given[:more] for part in ("--adapter", one.format(adapter))]
-    result = call("serve", "--model", "/no/such/model", *told, *given[more:])
+    more = next(
+        (i for i, argument in enumerate(arguments) if argument.startswith("--")), len(arguments)
+    )
+    flags = [
+        part for argument in arguments[:more] for part in ("--adapter", argument.format(adapter))
+    ]
+    result = call("serve", "--model", "/no/such/model", *flags, *arguments[more:])
     assert result.exit_code == 2
-    assert said in " ".join(result.stderr.split())
+    assert message in " ".join(result.stderr.split())
 
 
 @pytest.fixture(scope="module")
@@ -90,21 +96,23 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "serve"])
-def test_an_adapter_for_another_model_is_told_before_the_weights(
+def test_an_adapter_for_another_model_is_refused_before_loading(
     command: str, adapter: Path, broken: str
 ) -> None:
     more = {"run": ["Hi"], "serve": ["--port", "0"]}.get(command, [])
     path = f"sea={adapter}" if command == "serve" else str(adapter)
     result = call(command, *more, "--model", broken, "--adapter", path)
     assert result.exit_code == 2
-    said = " ".join(result.stderr.split())
-    assert "is for another model: " in said and "inputs in the adapter and" in said
+    error = " ".join(result.stderr.split())
+    assert "is for another model: " in error and "inputs in the adapter and" in error
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])
-def test_what_is_no_adapter_is_told_before_the_model(command: str, tmp_path: Path) -> None:
-    said = "is not an adapter, as it has no adapter_config.json"
+def test_a_folder_that_is_not_an_adapter_is_refused_before_loading(
+    command: str, tmp_path: Path
+) -> None:
+    message = "is not an adapter, as it has no adapter_config.json"
     prompts = ["Hi"] if command == "run" else []
     result = call(command, *prompts, "--model", "/no/such/model", "--adapter", str(tmp_path))
     assert result.exit_code == 2
-    assert said in " ".join(result.stderr.split())
+    assert message in " ".join(result.stderr.split())

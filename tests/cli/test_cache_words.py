@@ -58,7 +58,7 @@ def test_a_person_recognizes_a_book(model: Path, tmp_path: Path) -> None:
         assert any(question[10:30] in line for line in quoted), shown
 
 
-def test_texts_are_kept_for_those_alone_who_ask(model: Path, tmp_path: Path) -> None:
+def test_texts_are_stored_only_on_request(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     with opened(model, folder, cache_words=False) as llm:
         llm.generate(BOOK * 5, PARAMS, use_tqdm=False)
@@ -70,9 +70,7 @@ def test_texts_are_kept_for_those_alone_who_ask(model: Path, tmp_path: Path) -> 
     assert b"there were answers" not in (folder / INDEX).read_bytes()
 
 
-def test_a_public_beginning_is_shown_and_what_a_tenant_wrote_is_not(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_public_prefix_is_shown_but_a_tenants_text_is_not(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     with opened(model, folder) as llm:
         tokenizer = llm.get_tokenizer()
@@ -84,7 +82,7 @@ def test_a_public_beginning_is_shown_and_what_a_tenant_wrote_is_not(
     assert b"they went" not in (folder / INDEX).read_bytes()
 
 
-def test_what_is_dropped_leaves_no_words(model: Path, tmp_path: Path) -> None:
+def test_dropped_prefixes_leave_no_words(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     with opened(model, folder) as llm:
         llm.generate(BOOK * 5, PARAMS, use_tqdm=False)
@@ -96,7 +94,7 @@ def test_what_is_dropped_leaves_no_words(model: Path, tmp_path: Path) -> None:
     assert listed(folder) == "no prefixes are stored\n"
 
 
-def test_a_tokenizer_that_raises_costs_the_words_alone(
+def test_a_failing_tokenizer_loses_only_the_words(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "kept"

@@ -1,4 +1,4 @@
-"""Images in `headstart chat`, in a real pseudo-terminal, in `run` and in the demo of them."""
+"""Images in `headstart chat` in a pseudo-terminal, in `run`, and in their demo."""
 
 import io
 import json
@@ -27,15 +27,17 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-def test_images_go_with_the_next_message_and_are_hit(
+def test_images_are_sent_with_the_next_message_and_are_hit(
     demo_vision: Path, pictures: list[Path], tmp_path: Path
 ) -> None:
     hills, more = pictures
     model = ["--model", str(demo_vision), "--max-tokens", "4"]
     terminal = Terminal(tmp_path, *model)
     terminal.send(f"/image {hills}\r")
-    told = number(terminal.wait(r"hills.png: about ([\d,]+)\s+tokens, sent with your next")[1])
-    assert TOKENS < told < TOKENS + 40
+    num_tokens = number(
+        terminal.wait(r"hills.png: about ([\d,]+)\s+tokens, sent with your next")[1]
+    )
+    assert TOKENS < num_tokens < TOKENS + 40
     terminal.wait(READY)
     first, cached = terminal.ask("What is it?")
     assert cached == 0 and TOKENS < first < TOKENS + 60
@@ -73,7 +75,7 @@ def test_images_go_with_the_next_message_and_are_hit(
     terminal.end()
 
 
-def test_a_model_that_takes_text_alone_says_so(pictures: list[Path], tmp_path: Path) -> None:
+def test_an_image_for_a_text_model_is_refused(pictures: list[Path], tmp_path: Path) -> None:
     terminal = Terminal(tmp_path)
     terminal.send(f"/image {pictures[0]}\r")
     terminal.wait("headstart-tiny takes only text")
@@ -82,7 +84,7 @@ def test_a_model_that_takes_text_alone_says_so(pictures: list[Path], tmp_path: P
     terminal.end()
 
 
-def test_run_tells_a_model_that_takes_text_alone_before_its_weights(
+def test_run_refuses_images_for_a_text_model_before_loading(
     pictures: list[Path], tmp_path: Path
 ) -> None:
     model = save_unloadable(tmp_path / "model")
@@ -91,7 +93,7 @@ def test_run_tells_a_model_that_takes_text_alone_before_its_weights(
     assert "--image needs a model with vision" in result.stderr
 
 
-def test_run_asks_about_images(demo_vision: Path, pictures: list[Path]) -> None:
+def test_run_answers_questions_about_images(demo_vision: Path, pictures: list[Path]) -> None:
     images = [word for path in pictures for word in ("--image", str(path))]
     result = call(
         "run", "--model", str(demo_vision), "--max-tokens", "4", *images, "What?", "And what?"
@@ -102,7 +104,7 @@ def test_run_asks_about_images(demo_vision: Path, pictures: list[Path]) -> None:
     assert cached_tokens(result.stderr)[0] == 0 and cached_tokens(result.stderr)[1] > 2 * TOKENS
 
 
-def test_a_file_that_is_no_image_is_told_before_the_model(
+def test_a_file_that_is_not_an_image_is_refused_before_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = io.BytesIO()

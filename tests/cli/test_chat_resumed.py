@@ -11,20 +11,22 @@ def prompts(stderr: str) -> list[int]:
     return [int(number) for number in re.findall(r"prompt (\d+) tokens", stderr)]
 
 
-def test_a_resumed_chat_says_how_long_it_is(demo_model: Path, tmp_path: Path) -> None:
-    saved, kept = tmp_path / "chat.json", ("--cache-dir", str(tmp_path / "kept"))
-    begun = call("chat", *SMALL, *kept, stdin=f"Hello there\n/save {saved}\n")
-    resumed = call("chat", *SMALL, *kept, "--resume", str(saved), stdin=f"And again\n/load {saved}")
-    told, loaded = re.findall(r"1 turn, (\d+) tokens; the line below the next", resumed.stderr)
+def test_a_resumed_chat_shows_its_length(demo_model: Path, tmp_path: Path) -> None:
+    saved, cache = tmp_path / "chat.json", ("--cache-dir", str(tmp_path / "kept"))
+    begun = call("chat", *SMALL, *cache, stdin=f"Hello there\n/save {saved}\n")
+    resumed = call(
+        "chat", *SMALL, *cache, "--resume", str(saved), stdin=f"And again\n/load {saved}"
+    )
+    length, loaded = re.findall(r"1 turn, (\d+) tokens; the line below the next", resumed.stderr)
     assert f"{saved}: 1 turn, " in resumed.stderr
     assert "loaded: 1 turn, " in resumed.stderr
     [first], [second] = prompts(begun.stderr), prompts(resumed.stderr)
-    assert first < int(told) < second
-    assert told == loaded
-    assert 0 < cached_tokens(resumed.stderr)[0] <= int(told)
+    assert first < int(length) < second
+    assert length == loaded
+    assert 0 < cached_tokens(resumed.stderr)[0] <= int(length)
 
 
-def test_a_resumed_chat_that_does_not_fit_says_so(demo_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_chat_that_does_not_fit_is_reported(demo_model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "chat.json"
     turns = [{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "y"}]
     saved.write_text(json.dumps({"messages": turns * 2}))
@@ -36,8 +38,8 @@ def test_a_resumed_chat_that_does_not_fit_says_so(demo_model: Path, tmp_path: Pa
     assert f"{saved}: 0 turns; " in call("chat", *few, stdin="").stderr
 
 
-def test_a_resumed_chat_shows_how_it_ended(demo_model: Path, tmp_path: Path) -> None:
-    """The count of turns alone did not say which conversation it was."""
+def test_a_resumed_chat_shows_its_last_turn(demo_model: Path, tmp_path: Path) -> None:
+    """Regression: only the count of turns was shown, so conversations looked alike."""
     saved, image = tmp_path / "chat.json", {"type": "image_url", "image_url": {"url": "data:,"}}
     for question in ("A table.\n\nWho is it?", [image, {"type": "text", "text": "Who is it?"}, 3]):
         turn = [
@@ -45,9 +47,9 @@ def test_a_resumed_chat_shows_how_it_ended(demo_model: Path, tmp_path: Path) -> 
             {"role": "assistant", "content": "It is\n\x1b[2J" + "Ann " * 100},
         ]
         saved.write_text(json.dumps(turn))
-        said = call("chat", *SMALL, "--resume", str(saved), stdin=f"/load {saved}").stderr
-        lines = said.splitlines()
-        asked = [at for at, line in enumerate(lines) if line == "> Who is it?"]
-        assert len(asked) == 2
-        for at in asked:
-            assert lines[at + 1].startswith("It is \\x1b[2JAnn Ann ") and len(lines[at + 1]) == 80
+        output = call("chat", *SMALL, "--resume", str(saved), stdin=f"/load {saved}").stderr
+        lines = output.splitlines()
+        places = [i for i, line in enumerate(lines) if line == "> Who is it?"]
+        assert len(places) == 2
+        for i in places:
+            assert lines[i + 1].startswith("It is \\x1b[2JAnn Ann ") and len(lines[i + 1]) == 80

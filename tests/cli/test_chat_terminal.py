@@ -1,6 +1,6 @@
-"""`headstart chat` in a real pseudo-terminal: what is typed, pasted, interrupted and kept.
+"""`headstart chat` in a pseudo-terminal: typing, pasting, interrupts and history.
 
-Nothing sleeps: each step waits for text. The prompt is ready when its hint is shown.
+Each step waits for text instead of sleeping. The prompt is ready when its hint is shown.
 """
 
 import json
@@ -27,7 +27,7 @@ UP, LEFT = "\x1b[A", "\x1b[D"
 
 
 class Terminal:
-    """A chat in a terminal of some columns; its data folder is `home`."""
+    """A chat in a terminal with `columns`; its data folder is `home`."""
 
     started: ClassVar[list["Terminal"]] = []
 
@@ -46,7 +46,7 @@ class Terminal:
         try:
             self.wait(READY)
         finally:
-            os.close(theirs)  # not before the process has it, or it ends
+            os.close(theirs)  # after the process has opened it
 
     def wait(self, text: str) -> re.Match[str]:
         self.child.expect(text)
@@ -58,7 +58,7 @@ class Terminal:
         self.child.send(text)
 
     def ask(self, text: str) -> tuple[int, int]:
-        """Prompt tokens and cached tokens of a message's turn."""
+        """Send a message; return its turn's numbers of prompt tokens and cached tokens."""
         self.send(text + "\r")
         return self.cost()
 
@@ -106,7 +106,7 @@ def test_lines_are_edited_pasted_and_remembered(tmp_path: Path) -> None:
     terminal.send('three"""\r')
     quoted, cached = terminal.cost()
     assert cached >= long and quoted - cached < 40
-    # Ctrl-C clears what was typed; the next line is a message of its own.
+    # Ctrl-C clears the typed text; the next line is a separate message.
     terminal.send("to be cleared")
     terminal.send("\x03")
     terminal.wait("Ctrl-C again")
@@ -119,8 +119,8 @@ def test_lines_are_edited_pasted_and_remembered(tmp_path: Path) -> None:
     terminal.child.expect(pexpect.EOF)
     history = tmp_path / "headstart" / "chat_history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
-    said = history.read_text(encoding="utf-8")
-    assert "+and a second line" in said and "cleared" not in said
+    saved = history.read_text(encoding="utf-8")
+    assert "+and a second line" in saved and "cleared" not in saved
     # The next chat has the history of the last one.
     terminal = Terminal(tmp_path)
     terminal.send(UP)
@@ -130,7 +130,7 @@ def test_lines_are_edited_pasted_and_remembered(tmp_path: Path) -> None:
     terminal.end()
 
 
-def test_an_interrupted_reply_stays_and_is_hit(tmp_path: Path) -> None:
+def test_an_interrupted_reply_stays_in_the_history_and_is_hit(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, "--ignore-eos", "--max-tokens", "2000", "--max-model-len", "4096")
     terminal.send("Hello\r")
     terminal.wait("The ")
@@ -191,8 +191,8 @@ def test_documents_limits_and_saved_chats(tmp_path: Path) -> None:
     terminal.end()
 
 
-def test_colors_in_a_paste_are_no_text(tmp_path: Path) -> None:
-    """A color is like a mouse's click: prompt_toolkit failed, and asked for ENTER."""
+def test_colors_in_a_paste_are_removed(tmp_path: Path) -> None:
+    """Regression: prompt_toolkit took a color for a mouse click, and failed."""
     terminal = Terminal(tmp_path, "--max-tokens", "4")
     colored = "\x1b[1;31mHi\x1b[0m \x1b]0;a title\x07the\x1b[Kre\x1b(B \x1b]8;;a:b\x1b\\now"
     terminal.send(f"{PASTE}{colored}\r\nand on{END_PASTE}\r")
@@ -201,12 +201,12 @@ def test_colors_in_a_paste_are_no_text(tmp_path: Path) -> None:
     terminal.send("\x1b[31mHello\x1b[0m the\x1b[2;3Rre\r")
     terminal.cost()
     terminal.end()
-    said = (tmp_path / "headstart" / "chat_history").read_text(encoding="utf-8")
-    assert "+Hi there now\n+and on\n" in said and "+Hello there\n" in said
+    history = (tmp_path / "headstart" / "chat_history").read_text(encoding="utf-8")
+    assert "+Hi there now\n+and on\n" in history and "+Hello there\n" in history
 
 
-def test_a_document_waits_on_after_an_interrupted_read(tmp_path: Path) -> None:
-    """There was no message, and the next turn computed it again."""
+def test_a_document_stays_pending_after_an_interrupt(tmp_path: Path) -> None:
+    """Regression: there was no message, and the next turn computed it again."""
     slow = ("--max-num-batched-tokens", "1", "--max-num-seqs", "1", "--max-tokens", "4")
     terminal = Terminal(tmp_path, *slow, "--cache-dir", "off")
     terminal.send(f"/file {PEOPLE}\r")
@@ -228,7 +228,7 @@ def test_a_document_waits_on_after_an_interrupted_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keys", ["\x04", "\x03\x03"])
 def test_leaving_clears_the_prompt(tmp_path: Path, keys: str) -> None:
-    """The hint stayed as the last line of the screen."""
+    """Regression: the hint stayed as the last line of the screen."""
     terminal = Terminal(tmp_path)
     terminal.send(keys)
     terminal.child.expect(pexpect.EOF)
@@ -254,8 +254,8 @@ def test_ctrl_c_while_a_model_loads_is_one_line(tmp_path: Path) -> None:
     assert "headstart: interrupted" in child.before and "Aborted" not in child.before
 
 
-def test_what_is_typed_while_a_reply_streams_is_the_next_line(tmp_path: Path) -> None:
-    """The terminal showed it within the reply, whose first lines then stood there twice."""
+def test_text_typed_during_a_reply_is_the_next_line(tmp_path: Path) -> None:
+    """Regression: it appeared within the reply, whose first lines were then repeated."""
     terminal = Terminal(tmp_path, "--ignore-eos", "--max-tokens", "120", "--temperature", "0")
     terminal.send("Hi\r")
     terminal.wait("is not in")  # the reply has begun

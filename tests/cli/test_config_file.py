@@ -14,12 +14,12 @@ from tests.cli.test_serve_flags import Served, put_adapter
 
 @pytest.fixture(autouse=True)
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
-    """Also where a call is to fail: nothing may be loaded and served."""
+    """Replace the server, even in tests of errors, so that nothing is loaded."""
     return Served(monkeypatch)
 
 
 def test_a_file_of_flags(served: Served, tmp_path: Path) -> None:
-    """`vllm serve --config`: what is typed goes before it."""
+    """As with `vllm serve --config`, typed flags override the file."""
     file = tmp_path / "config.yaml"
     file.write_text(
         "model: of/file\nport: 9000\nmax-model-len: 2k\nenable-prefix-caching: false\n"
@@ -40,7 +40,7 @@ def test_a_file_of_flags(served: Served, tmp_path: Path) -> None:
 
 
 def save(folder: Path, text: str) -> str:
-    """A file of flags, and the flag that names it."""
+    """Write a file of flags, and return the flag that names it."""
     file = folder / "config.yaml"
     file.write_text(text)
     return f"--config {file}"
@@ -66,10 +66,10 @@ def save(folder: Path, text: str) -> str:
         ("api-key: []\nport:\ntls-key: null", {}),
     ],
 )  # fmt: skip
-def test_a_value_of_a_file_stays_with_its_flag(
+def test_values_of_a_file_are_passed_unchanged(
     served: Served, tmp_path: Path, text: str, changed: dict[str, object]
 ) -> None:
-    """`model-alias: [a, b]` was alias a and model b, `api-key: 0123` the key 83."""
+    """Regression: `model-alias: [a, b]` became alias a and model b; `api-key: 0123` the key 83."""
     served.read(save(tmp_path, text))
     assert (served.model, served.engine) == ("headstart-tiny", {})
     assert served.options == ServerOptions(**changed)  # type: ignore[arg-type]
@@ -97,8 +97,8 @@ def test_a_value_of_a_file_stays_with_its_flag(
         ("config: SECRET", "it contains --config; allowed: one file"),
     ],
 )  # fmt: skip
-def test_a_file_s_fault_is_told_without_its_text(tmp_path: Path, text: str, says: str) -> None:
-    """PyYAML's errors quote the line, which may have the API key."""
+def test_an_invalid_file_is_reported_without_its_text(tmp_path: Path, text: str, says: str) -> None:
+    """PyYAML's errors quote the line, which may contain an API key."""
     line = save(tmp_path, text)
     result = call("serve", *shlex.split(line))
     path = line.partition(" ")[2]
@@ -120,7 +120,7 @@ def test_a_file_s_fault_is_told_without_its_text(tmp_path: Path, text: str, says
         ("enable-lorra: true", "no such option '--enable-lorra'. Did you mean '--enable-lora'?"),
     ],
 )
-def test_a_flag_of_a_file_that_cannot_be_followed(tmp_path: Path, text: str, says: str) -> None:
+def test_an_invalid_flag_in_a_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
     result = call("serve", *shlex.split(save(tmp_path, text)))
     assert result.exit_code == 2 and "SECRET" not in result.stderr
     assert says in result.stderr, result.stderr
@@ -161,7 +161,7 @@ THEIRS = (
 
 @pytest.mark.parametrize("text", [FILE, OURS])
 @pytest.mark.parametrize("typed", [TYPED, THEIRS])
-def test_what_is_typed_goes_before_a_file_by_whichever_name(
+def test_typed_flags_override_a_file_under_any_name(
     served: Served, tmp_path: Path, text: str, typed: str
 ) -> None:
     served.read(
@@ -179,7 +179,7 @@ def test_what_is_typed_goes_before_a_file_by_whichever_name(
     }  # fmt: skip
 
 
-def test_adapters_that_are_typed_go_before_others(served: Served, tmp_path: Path) -> None:
+def test_typed_adapters_override_others(served: Served, tmp_path: Path) -> None:
     a, b, c, e = (put_adapter(tmp_path / name) for name in "abce")
     env = {"HEADSTART_ADAPTER": f"e={e}"}
     both = f"adapter: [b={b}, c={c}]"

@@ -26,14 +26,14 @@ def lines() -> dict[str, str]:
 
 
 def test_this_machine() -> None:
-    said = lines()
-    assert {"headstart", "CPU", "kernels", "memory", "GPUs", "dtype"} <= said.keys()
-    assert "torch" in said["headstart"] and "cores" in said["CPU"]
-    assert said["memory"].endswith(" free")
+    report = lines()
+    assert {"headstart", "CPU", "kernels", "memory", "GPUs", "dtype"} <= report.keys()
+    assert "torch" in report["headstart"] and "cores" in report["CPU"]
+    assert report["memory"].endswith(" free")
 
 
-def test_what_needs_no_torch_is_told_before_it_is_imported(tmp_path: Path) -> None:
-    """Nothing was shown for the seconds that the import takes."""
+def test_lines_without_torch_are_shown_before_its_import(tmp_path: Path) -> None:
+    """Regression: nothing was shown during the import, which takes seconds."""
     (tmp_path / "torch.py").write_text("raise SystemExit(7)")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
@@ -49,7 +49,7 @@ def test_what_needs_no_torch_is_told_before_it_is_imported(tmp_path: Path) -> No
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make this another machine, by its instruction sets and kernels."""
+    """Return a function that simulates a machine with other instruction sets and kernels."""
 
     def become(flags: set[str], level: int, *, built: bool = True, vnni: int = 0) -> None:
         values = {"is_built": built, "vnni": vnni}
@@ -89,30 +89,34 @@ def test_other_machines(
 ) -> None:
     env = {name: more.pop(name, None) for name in ("HEADSTART_NATIVE", "HEADSTART_CPU")}
     pretend(flags, level, **more)
-    said = CliRunner().invoke(main, ["doctor"], env=env).stdout
-    assert re.search(rf"^kernels +.*{kernels}", said, re.M)
-    hints = re.findall(r"^faster +(.*)", said, re.M)
+    output = CliRunner().invoke(main, ["doctor"], env=env).stdout
+    assert re.search(rf"^kernels +.*{kernels}", output, re.M)
+    hints = re.findall(r"^faster +(.*)", output, re.M)
     ours = [hint for hint in hints if hint != "--device cuda"]
     assert bool(ours) == (faster is not None)
     assert faster is None or any(faster in hint for hint in ours)
 
 
-def test_extras_are_those_of_the_package() -> None:
+def test_extras_match_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = project["optional-dependencies"]
-    found = {name: {*packages} for name, (_, packages) in doctor.EXTRAS.items()}
+    listed = {name: {*packages} for name, (_, packages) in doctor.EXTRAS.items()}
     # uvloop is not for every system, and the server runs without it.
     needed = {
-        name: {re.split(r"[^\w-]", one)[0] for one in packages if ";" not in one}
+        name: {
+            re.split(r"[^\w-]", requirement)[0]
+            for requirement in packages
+            if ";" not in requirement
+        }
         for name, packages in wanted.items()
     }
     needed["cluster"] = needed["cluster"] - {"headstart"} | needed["serve"]
     needed.pop("dev")
-    assert found == needed
+    assert listed == needed
 
 
-def test_extras_that_are_missing_are_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of them are there one learned only where a command failed."""
+def test_missing_extras_are_reported_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: missing extras were reported only when a command failed."""
 
     def of_package(name: str) -> str:
         if name in missing:
@@ -121,9 +125,11 @@ def test_extras_that_are_missing_are_told_with_the_command(monkeypatch: pytest.M
 
     monkeypatch.setattr(doctor, "version", of_package)
     missing = {"gguf", "ray", "opentelemetry-sdk"}
-    said = lines()
-    assert said["extras"].startswith("serve (the server), vision (images in prompts), structured (")
-    assert said["missing"] == (
+    report = lines()
+    assert report["extras"].startswith(
+        "serve (the server), vision (images in prompts), structured ("
+    )
+    assert report["missing"] == (
         "gguf (GGUF files), cluster (replicas), otel (traces of requests): "
         'pip install ".[gguf,cluster,otel]" in the folder of the clone'
     )
@@ -141,7 +147,7 @@ def test_extras_that_are_missing_are_told_with_the_command(monkeypatch: pytest.M
         ("HEADSTART_NATIV", "HEADSTART_NATIVE"),  # of no flag
     ],
 )
-def test_slips_of_every_command_are_told(variable: str, meant: str) -> None:
-    """`doctor` did not mention settings in the environment that no command reads."""
-    said = CliRunner().invoke(main, ["doctor"], env={variable: "0"}).stderr
-    assert said == f"{variable} in the environment is not an option; did you mean {meant}?\n"
+def test_typos_in_variables_of_every_command_are_reported(variable: str, meant: str) -> None:
+    """Regression: `doctor` did not report environment variables that no command reads."""
+    output = CliRunner().invoke(main, ["doctor"], env={variable: "0"}).stderr
+    assert output == f"{variable} in the environment is not an option; did you mean {meant}?\n"

@@ -1,4 +1,4 @@
-"""The command line: the demo, runs and chats on the demo model, and how errors end."""
+"""The demo, `run` and `chat` with the demo model, and errors of the command line."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ SMALL = ["--model", "demo", "--num-blocks", "64", "--max-tokens", "8"]
 
 
 def call(*arguments: str, stdin: str = "", env: Mapping[str, str | None] = {}) -> Result:
-    """Run a command in this process; what it raised beyond its own errors fails the test.
+    """Run a command in this process; exceptions other than its errors fail the test.
 
     env: changes of the environment; None removes a variable.
     """
@@ -40,18 +40,18 @@ def cached_tokens(text: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """The output of `headstart demo`, and the picture it saves."""
+    """Return the output of `headstart demo` and the path of its picture."""
     svg = tmp_path_factory.mktemp("demo") / "demo.svg"
     result = call("demo", "--svg", str(svg))
     assert result.exit_code == 0, result.output
     yield result.stdout, svg
 
 
-def test_demo_answers_what_the_table_says(demo: tuple[str, Path]) -> None:
-    said = " ".join(demo[0].split())
-    assert "age of John Doe is 29 " in said
-    assert "age of Zack Blue is 30 " in said
-    assert "Right answers: 3 of 3." in said
+def test_demo_answers_match_the_table(demo: tuple[str, Path]) -> None:
+    output = " ".join(demo[0].split())
+    assert "age of John Doe is 29 " in output
+    assert "age of Zack Blue is 30 " in output
+    assert "Right answers: 3 of 3." in output
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,12 @@ def test_demo_answers_what_the_table_says(demo: tuple[str, Path]) -> None:
         ("John Doe is 29 years old.", True),
     ],
 )
-def test_an_answer_has_the_right_word(answer: str, right: bool) -> None:
-    """An endless 2999... once counted as 29."""
+def test_an_answer_counts_only_with_the_exact_word(answer: str, right: bool) -> None:
+    """Regression: an endless 2999... counted as 29."""
     assert REQUESTS[0].is_answered_by(answer) is right
 
 
-def test_a_model_says_what_its_answers_are_worth(demo: tuple[str, Path], demo_model: Path) -> None:
+def test_notes_warn_of_useless_answers(demo: tuple[str, Path], demo_model: Path) -> None:
     assert "little else" in " ".join(demo[0].split())
     assert "answers are noise" in " ".join(call("run", *SMALL, "x").stderr.split())
 
@@ -103,7 +103,7 @@ def test_demo_saves_its_picture(demo: tuple[str, Path]) -> None:
     assert picture.startswith('<svg xml:space="preserve" ')  # or spaces are lost outside browsers
 
 
-def test_run_asks_several_questions_about_one_file(demo_model: Path, tmp_path: Path) -> None:
+def test_run_answers_several_questions_about_one_file(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "document.txt").write_text("Turn the valve to the left. " * 10)
     document = str(tmp_path / "document.txt")
     result = call("run", *SMALL, "--raw", "--file", document, "How?", "Why?")
@@ -146,7 +146,7 @@ def test_chat_hits_its_earlier_turns(demo_model: Path) -> None:
     assert "late" not in result.stdout
 
 
-def test_chat_takes_what_other_programs_call_commands(demo_model: Path) -> None:
+def test_chat_accepts_commands_of_other_programs(demo_model: Path) -> None:
     lines = "/?\nHello\n/clear\n//Hello\n/show\n/show system\n/show license\n/bye\nlate\n"
     result = call("chat", *SMALL, "--system", "Be brief.", stdin=lines)
     hello, slashed = (int(n) for n in re.findall(r"prompt (\d+) tokens", result.stderr))
@@ -159,7 +159,7 @@ def test_chat_takes_what_other_programs_call_commands(demo_model: Path) -> None:
     assert "late" not in result.stdout
 
 
-def test_chat_begins_anew_after_reset(demo_model: Path) -> None:
+def test_reset_starts_a_new_conversation(demo_model: Path) -> None:
     result = call("chat", *SMALL, "--system", "Be brief.", stdin="Hello\n/reset\n/explain\nHello\n")
     prompts = re.findall(r"prompt (\d+) tokens", result.stderr)
     assert prompts[0] == prompts[1]
@@ -167,21 +167,21 @@ def test_chat_begins_anew_after_reset(demo_model: Path) -> None:
     assert "headstart: there is no question yet" in result.stderr
 
 
-def test_an_answer_anew_keeps_the_documents_that_wait(demo_model: Path, tmp_path: Path) -> None:
+def test_retry_keeps_pending_documents(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "people.txt").write_text("Ann is 31.\n" * 20, encoding="utf-8")
     lines = f"Hello\n/file {tmp_path / 'people.txt'}\n/retry\nHow old is Ann?\n"
     result = call("chat", *SMALL, "--max-tokens", "8", stdin=lines)
-    hello, again, asked = (int(n) for n in re.findall(r"prompt (\d+) tokens", result.stderr))
+    hello, again, question = (int(n) for n in re.findall(r"prompt (\d+) tokens", result.stderr))
     assert again == hello
-    assert asked > hello + 100  # the document went with the question after it
+    assert question > hello + 100  # the document went with the question after it
 
 
-def test_a_turn_taken_back_names_its_documents(demo_model: Path, tmp_path: Path) -> None:
+def test_undo_names_the_documents_of_the_turn(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "people.txt").write_text("Ann is 31.\n", encoding="utf-8")
     lines = f"Hello\n/file {tmp_path / 'people.txt'}\nHow old is Ann?\n/retry\n/undo\n/undo\n"
-    said = call("chat", *SMALL, stdin=lines).stderr
-    assert "the last turn is removed, and with it people.txt (11 tokens); 1 turn left" in said
-    assert "the last turn is removed; 0 turns left" in said
+    output = call("chat", *SMALL, stdin=lines).stderr
+    assert "the last turn is removed, and with it people.txt (11 tokens); 1 turn left" in output
+    assert "the last turn is removed; 0 turns left" in output
 
 
 def test_chat_survives_a_turn_that_is_too_long(demo_model: Path) -> None:
@@ -212,7 +212,7 @@ def test_chat_survives_a_turn_that_is_too_long(demo_model: Path) -> None:
         (["run", "  "], "empty"),
     ],
 )
-def test_an_error_is_one_clear_line_and_status_2(
+def test_an_error_is_one_line_with_status_2(
     demo_model: Path, arguments: list[str], says: str
 ) -> None:
     result = call(*arguments)
@@ -223,7 +223,7 @@ def test_an_error_is_one_clear_line_and_status_2(
     assert "Traceback" not in result.output
 
 
-def test_a_file_that_is_no_text_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "image").write_bytes(b"\xff\xfe\x00")
     result = call("run", "--file", str(tmp_path / "image"), "x")
     assert (result.exit_code, result.stderr.split(":")[0]) == (2, "headstart")
@@ -260,27 +260,27 @@ def test_flags_keep_the_types_of_their_fields() -> None:
     assert options.given == {"stop": ["x"]}
 
 
-def test_a_wrong_value_in_the_environment_is_told_by_its_variable() -> None:
+def test_the_error_of_an_environment_value_names_its_variable() -> None:
     env = {"HEADSTART_NUM_BLOCKS": "abc"}
-    said = call("run", "hi", env=env)
-    assert said.exit_code == 2
-    assert "invalid value for '--num-blocks' (HEADSTART_NUM_BLOCKS): 'abc'" in said.stderr
-    assert said.stderr.count("\n") == 1
-    said = call("run", "--num-blocks", "xyz", "hi", env=env)
-    assert "'xyz'; allowed: a whole number" in said.stderr
+    result = call("run", "hi", env=env)
+    assert result.exit_code == 2
+    assert "invalid value for '--num-blocks' (HEADSTART_NUM_BLOCKS): 'abc'" in result.stderr
+    assert result.stderr.count("\n") == 1
+    result = call("run", "--num-blocks", "xyz", "hi", env=env)
+    assert "'xyz'; allowed: a whole number" in result.stderr
 
 
-def test_flags_stand_in_the_environment_too() -> None:
+def test_flags_can_be_set_in_the_environment() -> None:
     assert "block_size is 3" in call("run", "x", env={"HEADSTART_BLOCK_SIZE": "3"}).stderr
     assert "HEADSTART_MAX_TOKENS" in call("run", "--help").stdout
 
 
-def test_help_goes_from_what_most_need_to_internals() -> None:
-    said = call("chat", "--help").stdout
+def test_help_is_ordered_from_common_options_to_internals() -> None:
+    output = call("chat", "--help").stdout
     order = ["--model", "Sampling:", "--top-p", "Engine internals:", "--eviction"]
-    places = [said.index(text) for text in order]
+    places = [output.index(text) for text in order]
     assert places == sorted(places)
-    assert "[1|2|4|8|16|32|64|128]" in said and "adaptive-lru]" in said
+    assert "[1|2|4|8|16|32|64|128]" in output and "adaptive-lru]" in output
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -289,14 +289,14 @@ def test_completion_names_the_command(shell: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["--file", "--image", "--json", "--adapter"])
-def test_completion_of_a_path_is_the_shell_s(option: str) -> None:
-    """It was empty, and took the shell's own away."""
-    params = {name: one for one in main.commands["run"].params for name in one.opts}
-    [found] = params[option].type.shell_complete(None, params[option], "READ")
-    assert (found.type, found.value) == ("file", "READ")
+def test_paths_are_completed_by_the_shell(option: str) -> None:
+    """Regression: it was empty, and replaced the shell's completion."""
+    params = {name: param for param in main.commands["run"].params for name in param.opts}
+    [item] = params[option].type.shell_complete(None, params[option], "READ")
+    assert (item.type, item.value) == ("file", "READ")
 
 
-def test_more_threads_than_cores_are_worth_a_line(demo_model: Path) -> None:
+def test_more_threads_than_cores_are_reported(demo_model: Path) -> None:
     result = call("run", *SMALL, "--num-threads", "99", "x")
     assert result.exit_code == 0
     assert [line for line in result.stderr.splitlines() if line.startswith("headstart: 99 threads")]
@@ -340,7 +340,7 @@ class TestPoolPicture:
         assert legend[0].split() == ["■", "held", "3", "□", "cached", "1", "·", "empty", "4"]
         assert legend[1].split() == ["computed", "by", "request", "1:", "3", "2:", "1"]
 
-    def test_a_block_filled_anew_changes_hands(self) -> None:
+    def test_a_reused_block_is_shown_for_its_new_request(self) -> None:
         manager, picture = self.make(2)
         first = self.admit(manager, "a", list(range(8)))
         picture.update(1)
@@ -349,7 +349,7 @@ class TestPoolPicture:
         picture.update(2)
         assert picture.draw().plain.splitlines()[-1].split()[-2:] == ["2:", "2"]
 
-    def test_a_large_pool_has_several_blocks_to_a_sign(self) -> None:
+    def test_a_large_pool_has_several_blocks_per_cell(self) -> None:
         manager, picture = self.make(10_000)
         self.admit(manager, "a", list(range(4)))
         picture.update(1)
@@ -363,7 +363,7 @@ class TestPoolPicture:
 def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(
     command: str, tmp_path: Path
 ) -> None:
-    """The model was loaded first; `run` then required token ids, which cannot be typed there."""
+    """Regression: the model was loaded, and `run` then required token ids."""
     save_smallest(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     result = call(command, "--model", str(tmp_path / "model"), stdin="hi\n")

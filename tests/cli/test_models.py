@@ -1,4 +1,4 @@
-"""`headstart models` over a hub cache made by hand, and over a hub that this test serves."""
+"""`headstart models` with a hub cache written by tests, and with a local hub."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(cache: Path, name: str, files: dict[str, bytes]) -> Path:
-    """A downloaded model as huggingface_hub lays it out, without its links."""
+    """Write a downloaded model in the layout of huggingface_hub, without its links."""
     repo = cache / f"models--{name.replace('/', '--')}"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text(COMMIT)
@@ -63,33 +63,33 @@ def test_models_are_listed_with_their_sizes(cache: Path) -> None:
 
 
 def test_a_model_is_removed(cache: Path) -> None:
-    """Not a copy of it under another name, whose commits are the same: one of the two went."""
+    """Regression: a copy under another name with the same commit could be removed instead."""
     repo = put(cache, NAME, {"config.json": b"{}"})
     other = put(cache, "someone/else", {"config.json": b"{}"})
     assert call("rm", NAME)[0] == 0
     assert (repo.exists(), other.exists()) == (False, True)
-    code, _, said = call("rm", NAME)
-    assert code == 2 and said.startswith("headstart: 'someone/small' is not downloaded")
-    assert "someone/else" in said
+    code, _, error = call("rm", NAME)
+    assert code == 2 and error.startswith("headstart: 'someone/small' is not downloaded")
+    assert "someone/else" in error
     assert call("rm", "someone/else")[0] == 0
-    said = call("rm", NAME)[2]
-    assert said == "headstart: 'someone/small' is not downloaded; no model is downloaded\n"
+    error = call("rm", NAME)[2]
+    assert error == "headstart: 'someone/small' is not downloaded; no model is downloaded\n"
 
 
 class Line:
-    """A connection to the hub that breaks off once: behind so many bytes of a file's first answer.
+    """A connection to the hub that is cut once, after `breaks_behind` bytes of the weights.
 
-    asked: the ranges of each question for the weights.
+    ranges: the requested range of each request for the weights.
     """
 
     def __init__(self, breaks_behind: int | None = None) -> None:
         self.breaks_behind = breaks_behind
-        self.asked: list[str | None] = []
+        self.ranges: list[str | None] = []
         self.is_cut, self.is_over = threading.Event(), threading.Event()
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The two questions of a download: which files there are, and what is in one."""
+    """A server of the hub's list of files and of their contents."""
 
     def __init__(self, folder: Path, line: Line, *arguments: object) -> None:
         self.folder = folder
@@ -115,11 +115,11 @@ class Hub(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def answer(self, body: bytes | None) -> None:
-        asked, size = self.headers.get("Range"), len(body or b"")
-        start = int(asked.removeprefix("bytes=").partition("-")[0]) if asked else 0
-        self.send_response(404 if body is None else 206 if asked else 200)
+        requested, size = self.headers.get("Range"), len(body or b"")
+        start = int(requested.removeprefix("bytes=").partition("-")[0]) if requested else 0
+        self.send_response(404 if body is None else 206 if requested else 200)
         self.send_header("Content-Length", str(size - start))
-        if asked:
+        if requested:
             self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("ETag", f'"{hash(self.path)}"')
@@ -129,7 +129,7 @@ class Hub(BaseHTTPRequestHandler):
             return
         line, is_weights = self.line, self.path.endswith("model.safetensors")
         if is_weights:
-            line.asked.append(asked)
+            line.ranges.append(requested)
         if is_weights and line.breaks_behind is not None and not line.is_cut.is_set():
             self.wfile.write(body[: line.breaks_behind])
             self.wfile.flush()
@@ -144,19 +144,22 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(folder: Path, line: Line) -> Iterator[str]:
-    """The address of a hub with the built-in model."""
+    """Run a hub with the built-in model, and yield its address."""
     shutil.copytree(find_folder(BUILT_IN), folder)
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder, line)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
-        finally:  # over a closed socket the thread would spin until all tests end
+        finally:  # otherwise the thread would spin over a closed socket
             line.is_over.set()
             server.shutdown()
 
 
 def start(hub: str, home: Path, *arguments: str, patience: str = "2") -> subprocess.Popen[str]:
-    """patience: seconds without a byte after which a connection counts as broken."""
+    """Start `headstart models`.
+
+    patience: seconds without a byte after which a connection counts as broken.
+    """
     outside = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub, "HF_HOME": str(home)}
     outside["HF_HUB_DOWNLOAD_TIMEOUT"] = patience
     return subprocess.Popen(
@@ -174,13 +177,13 @@ def hub(tmp_path: Path) -> Iterator[str]:
         yield address
 
 
-def test_a_connection_that_breaks_off_is_taken_up_where_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_download_is_resumed(tmp_path: Path) -> None:
     line = Line(breaks_behind=CHUNK + 1000)
     with serving(tmp_path / "on-the-hub", line) as address:
         pull = start(address, tmp_path / "home", "pull", NAME)
-        _, said = pull.communicate()
-        assert pull.returncode == 0, said
-    assert line.asked == [None, f"bytes={CHUNK}-"]
+        _, output = pull.communicate()
+        assert pull.returncode == 0, output
+    assert line.ranges == [None, f"bytes={CHUNK}-"]
     check_weights(tmp_path / "home")
 
 
@@ -192,7 +195,7 @@ def has_bytes(file: Path) -> bool:
 
 
 def test_ctrl_c_ends_a_download_at_once(tmp_path: Path) -> None:
-    """In the middle of the weights, whose rest never comes; nothing of them is left behind."""
+    """It ends even if the connection hangs, and removes the partial file."""
     line = Line(breaks_behind=CHUNK + 1000)
     with serving(tmp_path / "on-the-hub", line) as address:
         first = start(address, tmp_path / "home", "pull", NAME, patience="600")
@@ -201,19 +204,19 @@ def test_ctrl_c_ends_a_download_at_once(tmp_path: Path) -> None:
         while not any(map(has_bytes, blobs.glob("*.incomplete"))):
             assert first.poll() is None
         first.send_signal(signal.SIGINT)
-        _, said = first.communicate()
-        assert first.returncode == 130 and "Traceback" not in said
-        assert said.endswith("headstart: interrupted; complete files stay in the cache\n")
+        _, output = first.communicate()
+        assert first.returncode == 130 and "Traceback" not in output
+        assert output.endswith("headstart: interrupted; complete files stay in the cache\n")
         assert not list(blobs.glob("*.incomplete"))
         second = start(address, tmp_path / "home", "pull", NAME)
-        _, said = second.communicate()
-        assert second.returncode == 0, said
-    assert line.asked == [None, None]
+        _, output = second.communicate()
+        assert second.returncode == 0, output
+    assert line.ranges == [None, None]
     check_weights(tmp_path / "home")
 
 
-def test_ctrl_c_without_a_download_says_nothing_of_files() -> None:
-    """`models quantize` reported that complete files stay, although there are none."""
+def test_ctrl_c_without_a_download_does_not_mention_files() -> None:
+    """Regression: `models quantize` reported that complete files stay, although there are none."""
     held = "from headstart.cli.opening import exiting_on_interrupt\nwith exiting_on_interrupt():\n "
     program = f"import signal\n{held}signal.raise_signal(signal.SIGINT)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -221,7 +224,7 @@ def test_ctrl_c_without_a_download_says_nothing_of_files() -> None:
 
 
 def test_a_gguf_file_is_pulled_listed_used_and_removed(tmp_path: Path) -> None:
-    """By the name of its quantization, as llama.cpp and Ollama have it; one file of several."""
+    """One file of several is selected by its quantization, as in llama.cpp and Ollama."""
     pytest.importorskip("gguf")
     files = load_module("tests.models.gguf.files")
     folder = tmp_path / "on-the-hub"
@@ -235,13 +238,13 @@ def test_a_gguf_file_is_pulled_listed_used_and_removed(tmp_path: Path) -> None:
 
         def headstart(*arguments: str) -> tuple[int, str]:
             process = start(address, tmp_path / "home", *arguments)
-            out, said = process.communicate()
-            return process.returncode, out + said
+            out, output = process.communicate()
+            return process.returncode, out + output
 
-        code, said = headstart("pull", f"hf.co/{NAME}:q4_k_m")
-        assert code == 0 and "small-Q4_K_M.gguf" in said, said
-        code, said = headstart("pull", f"{NAME}:Q5_K_M")
-        assert code == 2 and said.splitlines()[-1] == (
+        code, output = headstart("pull", f"hf.co/{NAME}:q4_k_m")
+        assert code == 0 and "small-Q4_K_M.gguf" in output, output
+        code, output = headstart("pull", f"{NAME}:Q5_K_M")
+        assert code == 2 and output.splitlines()[-1] == (
             f"headstart: {NAME} has no file in Q5_K_M; allowed: {NAME}:Q4_K_M, {NAME}:Q8_0"
         )
         assert headstart("pull", f"{NAME}:Q8_0")[0] == 0
@@ -268,7 +271,7 @@ def test_a_gguf_file_in_the_cache_is_found_without_the_hub(
         find_folder(f"{NAME}:Q4_0")
 
 
-def test_list_prints_what_the_group_alone_prints(cache: Path) -> None:
+def test_list_prints_the_same_as_the_group(cache: Path) -> None:
     assert call("list") == call()
 
 
@@ -281,9 +284,9 @@ def test_recommended_models_are_listed_with_their_commands() -> None:
         assert name is not None and name.quantization is not None
 
 
-def test_the_model_of_the_package_says_which_one_chats() -> None:
-    [*_, said] = NOTES[BUILT_IN].partition("--model ")
-    assert parse_name(said.split()[0]) and "headstart models recommend" in said
+def test_the_embedded_models_note_names_a_chat_model() -> None:
+    [*_, text] = NOTES[BUILT_IN].partition("--model ")
+    assert parse_name(text.split()[0]) and "headstart models recommend" in text
 
 
 @pytest.mark.parametrize(
@@ -300,7 +303,7 @@ def test_the_model_of_the_package_says_which_one_chats() -> None:
         ("README.md", None, "has no GGUF file"),
     ],
 )
-def test_a_quantization_names_a_file(files: str, quantization: str | None, chosen: str) -> None:
+def test_a_quantization_selects_a_file(files: str, quantization: str | None, chosen: str) -> None:
     if chosen.endswith(".gguf"):
         assert choose_file("o/n", files.split(), quantization) == chosen
     else:
@@ -316,8 +319,8 @@ def check_weights(home: Path) -> None:
 def test_a_model_is_pulled(hub: str, tmp_path: Path) -> None:
     def headstart(*arguments: str) -> subprocess.CompletedProcess[str]:
         process = start(hub, tmp_path / "home", *arguments)
-        said = process.communicate()
-        return subprocess.CompletedProcess(arguments, process.returncode, *said)
+        streams = process.communicate()
+        return subprocess.CompletedProcess(arguments, process.returncode, *streams)
 
     done = headstart("pull", NAME)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Streams that are closed or full, and files that never end: one line each, and no traceback."""
+"""Closed or full streams and endless files lead to one line, without a traceback."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ FULL = Path("/dev/full")
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
-    """The command line with what stands behind it, by a shell, which can close streams."""
+    """Run headstart by a shell, which can redirect and close streams."""
     outside = os.environ | {"HEADSTART_CACHE_DIR": "off"}
     return subprocess.run(
         COMMAND + line, shell=True, capture_output=True, text=True, env=outside, check=False
@@ -24,7 +24,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no full device")
 @pytest.mark.parametrize("call", ["models", "--help", "completion bash"])
-def test_a_full_device_is_told(call: str) -> None:
+def test_a_full_device_is_reported(call: str) -> None:
     done = shell(f"{call} >{FULL}")
     assert done.returncode == 1
     assert done.stderr == "headstart: cannot write the output: No space left on device\n"
@@ -33,8 +33,8 @@ def test_a_full_device_is_told(call: str) -> None:
 @pytest.mark.parametrize(
     "call", ["models", "--help", "completion bash", "run Hello", "replay chats --requests 20"]
 )
-def test_a_closed_pipe_is_a_quiet_end(call: str) -> None:
-    """`headstart replay ... | head` exited with 1, which ends a script with `pipefail`."""
+def test_a_closed_pipe_ends_quietly(call: str) -> None:
+    """Regression: `headstart replay ... | head` exited with 1, which fails under `pipefail`."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as stdout:
@@ -50,7 +50,7 @@ def test_a_closed_pipe_is_a_quiet_end(call: str) -> None:
     assert "Error" not in done.stderr and "Broken pipe" not in done.stderr
 
 
-def test_closed_streams_are_empty_ones() -> None:
+def test_closed_streams_are_treated_as_empty() -> None:
     done = shell("run - <&-")
     assert done.returncode == 2
     assert done.stderr == "headstart: standard input is empty; allowed: text\n"
@@ -59,7 +59,7 @@ def test_closed_streams_are_empty_ones() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no such device")
-def test_a_file_that_never_ends_is_refused() -> None:
+def test_an_endless_file_is_refused() -> None:
     done = shell("run --file /dev/zero What?")
     assert done.returncode == 2
     assert done.stderr == (
@@ -67,8 +67,8 @@ def test_a_file_that_never_ends_is_refused() -> None:
     )
 
 
-def test_a_model_that_is_named_without_its_flag_is_told_of_it() -> None:
-    """`ollama run NAME` names it so; `serve NAME`, as vLLM has it, is taken."""
+def test_a_model_without_its_flag_gets_a_hint() -> None:
+    """Users of `ollama run NAME` type it. `serve NAME` is accepted, as in vLLM."""
     done = run_headstart("chat", "headstart-tiny")
     assert done.returncode == 2
     assert done.stderr == (
@@ -78,7 +78,7 @@ def test_a_model_that_is_named_without_its_flag_is_told_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         ("pull a/b", "no such command 'pull'; use headstart models pull. See headstart --help"),
         ("ls", "no such command 'ls'; use headstart models. See headstart --help"),
@@ -92,14 +92,14 @@ def test_a_model_that_is_named_without_its_flag_is_told_of_it() -> None:
         ),
     ],
 )
-def test_a_misspelt_name_is_answered_in_whole_sentences(call: str, said: str) -> None:
-    """The error was "did you mean 'chat'?; see headstart --help"."""
-    assert run_headstart(*call.split()).stderr == f"headstart: {said}\n"
+def test_errors_of_misspelled_names_are_full_sentences(call: str, message: str) -> None:
+    """Regression: the error was "did you mean 'chat'?; see headstart --help"."""
+    assert run_headstart(*call.split()).stderr == f"headstart: {message}\n"
 
 
 @pytest.mark.parametrize("more", [(), ("Hello",)])
-def test_a_model_that_is_asked_as_a_prompt_is_told_of(more: tuple[str, ...]) -> None:
-    """Alone it was answered as a prompt without a word, and `ollama run NAME` names it so."""
+def test_a_models_name_as_a_prompt_gets_a_hint(more: tuple[str, ...]) -> None:
+    """Regression: a model's name, as in `ollama run NAME`, was silently used as a prompt."""
     for name in ("headstart-tiny", "qwen2.5:0.5b"):
         done = run_headstart("run", "--max-tokens", "2", name, *more)
         assert done.returncode == 0
@@ -109,7 +109,7 @@ def test_a_model_that_is_asked_as_a_prompt_is_told_of(more: tuple[str, ...]) -> 
     assert "as a prompt" not in done.stderr
 
 
-def test_what_looks_like_the_name_of_a_model() -> None:
+def test_texts_that_look_like_names_of_models() -> None:
     names = ["headstart-tiny", "owner/name", "some.gguf", "qwen2.5:0.5b", "llama3:latest"]
     prompts = ["Hello", "10:30", "and/or?", "Name: Ben", "note:this", "Qwen:7b?", "a:b/c", ""]
     assert [text for text in names + prompts if names_model(text)] == names

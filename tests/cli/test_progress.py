@@ -29,7 +29,7 @@ PAGES = 64
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A file that is on the disk and not in the system's cache, where there is such a thing."""
+    """Return a file that is on disk and not in the page cache."""
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.write(bytes(PAGES * mmap.PAGESIZE))
@@ -41,7 +41,7 @@ def weights(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_share_follows_what_is_read(weights: Path) -> None:
+def test_the_share_follows_the_bytes_read(weights: Path) -> None:
     share = CachedShare([weights])
     assert share.read() == 0
     with weights.open("rb") as file:
@@ -52,13 +52,13 @@ def test_the_share_follows_what_is_read(weights: Path) -> None:
     assert share.read() == 1
 
 
-def test_the_line_says_how_far_and_how_long_still(weights: Path) -> None:
+def test_the_line_shows_progress_and_remaining_time(weights: Path) -> None:
     describe = describe_loading("a/model", [weights])
     assert describe(1.0) == "loading a/model, 262.1 KB of weights: 1.00 s"
     with weights.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         os.pread(file.fileno(), PAGES // 4 * mmap.PAGESIZE, 0)
-    # Reading began after 1 s: what was imported before says nothing of the rest.
+    # Reading began after 1 s; the estimate ignores the earlier imports.
     assert describe(3.0) == (
         "loading a/model: read 65.5 KB of 262.1 KB of weights; about 6 s to go"
     )
@@ -67,10 +67,10 @@ def test_the_line_says_how_far_and_how_long_still(weights: Path) -> None:
     assert describe_loading("a/model", [weights])(1.0).endswith("262.1 KB of weights: 1.00 s")
 
 
-def test_a_header_says_nothing_of_how_fast_the_rest_is_read(
+def test_a_header_does_not_count_for_the_rate(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It showed "about 2 min to go" while modules were imported: the rate was that of one page."""
+    """Regression: the rate of one page led to "about 2 min to go" during imports."""
     shares = iter([0.94, 0.944, 0.944, 0.97, 1.0])
     monkeypatch.setattr(CachedShare, "read", lambda self: next(shares))
     describe = describe_loading("a/model", [weights])
@@ -80,7 +80,7 @@ def test_a_header_says_nothing_of_how_fast_the_rest_is_read(
     assert describe(12.0) == "loading a/model, 262.1 KB of weights: 12.00 s"
 
 
-def test_files_that_are_wrong_are_left_to_the_loader() -> None:
+def test_missing_files_are_left_to_the_loader() -> None:
     assert describe_loading("a/model", [])(2.0) == "loading a/model: 2.00 s"
 
 
@@ -92,19 +92,19 @@ def test_files_that_are_wrong_are_left_to_the_loader() -> None:
         ({"weights": "int5", "kv_cache_dtype": "int8"}, "kv_cache_dtype int8 and weights int5"),
     ],
 )
-def test_what_few_bits_do_to_the_embedded_model_is_told(
+def test_a_note_warns_of_few_bits_with_the_embedded_model(
     engine: dict[str, str], lost: str | None
 ) -> None:
-    """There was no message about the useless answers."""
-    told = quality_note("headstart-tiny", engine)
-    assert ("answers are wrong" in told) == (lost is not None)
-    assert (lost or "looks things up in a document") in told
+    """Regression: there was no message about the useless answers."""
+    note = quality_note("headstart-tiny", engine)
+    assert ("answers are wrong" in note) == (lost is not None)
+    assert (lost or "looks things up in a document") in note
     assert quality_note("some/model", engine) == ""
 
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The line of each wait, as it is after twelve seconds."""
+    """Return the list of progress lines, as they are after twelve seconds."""
     lines: list[str] = []
 
     def waiting(doing: str | Callable[[float], str]) -> AbstractContextManager[None]:
@@ -116,12 +116,12 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_the_first_start_of_a_gguf_file_is_shown_and_ends_as_all_else(
+def test_reading_a_gguf_file_is_shown_and_can_be_interrupted(
     shown: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing was shown for 20 s, and Ctrl-C left an unfinished folder in the user's cache.
+    """Regression: nothing was shown for 20 s, and Ctrl-C left an unfinished folder in the cache.
 
-    It ended the process at once, as in a download, so that nothing was removed.
+    Ctrl-C ended the process at once, as during a download, without a cleanup.
     """
     handlers = []
 
@@ -137,13 +137,13 @@ def test_the_first_start_of_a_gguf_file_is_shown_and_ends_as_all_else(
     assert len(shown) == 1 and handlers[1] != handlers[0]
 
 
-def test_what_is_checked_before_a_model_is_loaded_is_shown(
+def test_checks_before_a_model_is_loaded_are_shown(
     shown: list[str], demo_model: Path, tmp_path: Path
 ) -> None:
-    """Nothing was, for the seconds that what reads a tokenizer or a schema takes to import."""
+    """Regression: nothing was shown for seconds, while the libraries were imported."""
     questions = Questions(("y",), ("x" * 60,))
     questions.check_model(demo_model, make_config({"max_model_len": 62}))
-    assert not shown  # so short a text fits, whatever its tokens are
+    assert not shown  # such a short text fits with any tokens
     with pytest.raises(RequestError, match="has 61 tokens"):
         questions.check_model(demo_model, make_config({"max_model_len": 61}))
     schema = tmp_path / "schema.json"
@@ -154,10 +154,8 @@ def test_what_is_checked_before_a_model_is_loaded_is_shown(
     assert compiling == f"compiling the schema in {schema}: 12.00 s"
 
 
-def test_what_is_read_before_a_model_is_quantized_is_shown(
-    shown: list[str], tmp_path: Path
-) -> None:
-    """Nothing was, for seconds."""
+def test_steps_before_a_model_is_quantized_are_shown(shown: list[str], tmp_path: Path) -> None:
+    """Regression: nothing was shown for seconds."""
     done = call("models", "quantize", "headstart-tiny", str(tmp_path / "small"))
     assert done.exit_code == 2 and "multiples of 32" in done.stderr
     assert shown == [
@@ -166,15 +164,15 @@ def test_what_is_read_before_a_model_is_quantized_is_shown(
     ]
 
 
-def test_that_a_server_is_imported_is_shown(shown: list[str], tmp_path: Path) -> None:
-    """Nothing was, for two seconds and more."""
+def test_the_import_of_the_server_is_shown(shown: list[str], tmp_path: Path) -> None:
+    """Regression: nothing was shown for more than two seconds."""
     done = call("serve", "--public-prefix", str(tmp_path / "nothing"))
     assert done.exit_code == 2 and "nothing" in done.stderr
     assert shown == ["importing the server: 12.00 s"]
 
 
-def test_the_time_that_a_prompt_still_takes_falls_within_a_step() -> None:
-    """It grew from 21 to 34 s while the next 2,048 tokens were computed."""
+def test_the_remaining_time_of_a_prompt_decreases_within_a_step() -> None:
+    """Regression: it grew from 21 to 34 s while the next 2,048 tokens were computed."""
     reads = iter([0, 2_048, 2_048, 2_048, 4_096])
     stream: Any = SimpleNamespace(progress=lambda: PromptProgress(6_144, next(reads), 0))
     describe = describe_reading(stream)

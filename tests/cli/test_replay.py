@@ -1,4 +1,4 @@
-"""`headstart replay`: a table for people, JSON for programs, an SVG, and refusals."""
+"""`headstart replay`: its table, JSON and SVG, and errors."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_routers_stand_side_by_side_and_in_a_picture(tmp_path: Path) -> None:
     assert {*POLICIES, "chats", "token hit rate, %"} <= set(words)
 
 
-def test_one_replica_is_one() -> None:
+def test_one_replica_is_in_the_singular() -> None:
     lines = call("chats", "--requests", "1").stdout.splitlines()
     assert lines[0].startswith("chats: 1 request in ")
     assert lines[1].startswith("1 replica, 2,000,000 tokens of KV memory each")
@@ -43,23 +43,23 @@ def test_one_replica_is_one() -> None:
 
 def test_json_is_one_line_with_every_number() -> None:
     result = call(*SMALL, "--router", "expected", "--router", "prefix", "--json")
-    told = json.loads(result.stdout)
+    report = json.loads(result.stdout)
     assert result.stdout.count("\n") == 1
-    assert [router["router"] for router in told["routers"]] == ["expected", "prefix"]
-    assert told["fleet"]["replicas"] == 3 and told["requests"] == 30
-    for router in told["routers"]:
-        assert 0 < router["hit_rate"] <= told["one_engine"]["unlimited"]
+    assert [router["router"] for router in report["routers"]] == ["expected", "prefix"]
+    assert report["fleet"]["replicas"] == 3 and report["requests"] == 30
+    for router in report["routers"]:
+        assert 0 < router["hit_rate"] <= report["one_engine"]["unlimited"]
         assert router["ttft_p99"] >= router["ttft_p50"] > 0
 
 
 def test_a_file_is_replayed_with_more_users(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    lines = [{"time": at, "tokens": list(range(40)), "output": 3} for at in range(5)]
+    lines = [{"time": time, "tokens": list(range(40)), "output": 3} for time in range(5)]
     path.write_text("\n".join(map(json.dumps, lines)))
-    told = json.loads(call(str(path), "--copies", "2", "--speed", "2", "--json").stdout)
-    assert told["requests"] == 10
-    assert told["fleet"]["block_size"] == 16
-    assert told["routers"][0]["hit_rate"] == pytest.approx(4 * 39 / (5 * 40), abs=0.01)
+    report = json.loads(call(str(path), "--copies", "2", "--speed", "2", "--json").stdout)
+    assert report["requests"] == 10
+    assert report["fleet"]["block_size"] == 16
+    assert report["routers"][0]["hit_rate"] == pytest.approx(4 * 39 / (5 * 40), abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_file_is_replayed_with_more_users(tmp_path: Path) -> None:
         ([*SMALL, "--plot", "bars.png"], "bars.png; allowed: a file whose name ends in .svg"),
     ],
 )
-def test_a_wrong_option_is_one_sentence(arguments: list[str], says: str) -> None:
+def test_an_invalid_option_is_one_sentence(arguments: list[str], says: str) -> None:
     result = call(*arguments)
     assert result.exit_code == 2
     assert says in result.stderr.splitlines()[-1]

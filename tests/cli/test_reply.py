@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REPLY = "A *word*, and more words.\n\n- one\n\n  more\n\n```\ncode\n\ncode\n```\n\nThe end"
 
 
-def test_words_are_wrapped_however_they_arrive(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrapping_does_not_depend_on_the_pieces(capsys: pytest.CaptureFixture[str]) -> None:
     text = "aa bbb cccc dd\neeeeeeeeeeee f \x1b[2J"
     for size in (1, 3, 100):
         with WrappingWriter(8) as writer:
@@ -39,7 +39,7 @@ def test_words_are_wrapped_however_they_arrive(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_finished_blocks_are_the_same_however_they_arrive(size: int) -> None:
+def test_finished_blocks_do_not_depend_on_the_pieces(size: int) -> None:
     blocks, printed = [], 0
     for end in range(size, len(REPLY) + size, size):
         finished, _ = split_finished(REPLY[printed:end])
@@ -72,7 +72,7 @@ def test_markdown_is_rendered() -> None:
         (None, 0.7, 0.95),
     ],
 )
-def test_a_chat_samples_as_the_model_says(
+def test_a_chat_uses_the_models_sampling_defaults(
     config: object, temperature: float, top_p: float, tmp_path: Path
 ) -> None:
     if config is not None:
@@ -82,7 +82,7 @@ def test_a_chat_samples_as_the_model_says(
     assert chat_sampling({"temperature": 0.1}, tmp_path).temperature == 0.1
 
 
-def test_a_wrong_value_of_the_model_is_told(tmp_path: Path) -> None:
+def test_an_invalid_default_of_the_model_is_reported(tmp_path: Path) -> None:
     for file in find_folder(BUILT_IN).iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink()
@@ -107,13 +107,13 @@ def test_the_embedded_model_stays_greedy() -> None:
         ("ignore_eos", "x", "allowed: true or false"),
     ],
 )
-def test_a_setting_that_cannot_be_is_one_sentence(name: str, text: str, says: str) -> None:
+def test_an_invalid_setting_is_one_sentence(name: str, text: str, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         parse_sampling(name, text)
 
 
-def test_settings_are_taken_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    """A list became one stop string, and `Temperature` was refused."""
+def test_settings_are_parsed_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: a list became one stop string, and `Temperature` was refused."""
     assert parse_sampling("stop", '["a", "b"]') == {"stop": ["a", "b"]}
     assert parse_sampling("stop", "[a]") == {"stop": ["[a]"]}
     assert parse_sampling("Temperature", "1") == {"temperature": 1.0}
@@ -127,20 +127,24 @@ def test_settings_are_taken_as_they_are_typed(capsys: pytest.CaptureFixture[str]
         replace(SamplingParams(), **parse_sampling("stop", "[1]"))
 
 
-def test_a_conversation_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    said = Conversation(system="Be brief.", start=1, images=[image])
-    said.turns.append(Turn("one", "1"))
-    said.turns.append(Turn(said.make_question("two"), "2"))
-    said.drop_waiting()
-    said.save(tmp_path / "chat.json", "m")
+    conversation = Conversation(system="Be brief.", start=1, images=[image])
+    conversation.turns.append(Turn("one", "1"))
+    conversation.turns.append(Turn(conversation.make_question("two"), "2"))
+    conversation.drop_waiting()
+    conversation.save(tmp_path / "chat.json", "m")
     loaded = Conversation.load(tmp_path / "chat.json")
-    assert (loaded.system, loaded.turns, loaded.start) == (said.system, said.turns, 0)
-    assert said.messages("x", said.start)[1]["content"][0] == image
+    assert (loaded.system, loaded.turns, loaded.start) == (
+        conversation.system,
+        conversation.turns,
+        0,
+    )
+    assert conversation.messages("x", conversation.start)[1]["content"][0] == image
 
 
-def test_saving_replaces_no_file_but_a_saved_conversation(tmp_path: Path) -> None:
-    """`/save notes.md` took the place of the notes."""
+def test_saving_replaces_only_saved_conversations(tmp_path: Path) -> None:
+    """Regression: `/save notes.md` overwrote the notes."""
     notes, saved = tmp_path / "notes.md", tmp_path / "saved.json"
     notes.write_text("| a table |\n")
     with pytest.raises(RequestError, match=r"notes\.md exists, and is not replaced"):
@@ -167,18 +171,18 @@ def test_saving_replaces_no_file_but_a_saved_conversation(tmp_path: Path) -> Non
         "[" * 100_000,
     ],
 )
-def test_a_file_that_is_no_conversation_is_one_sentence(content: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_conversation_is_one_sentence(content: str, tmp_path: Path) -> None:
     (tmp_path / "chat.json").write_text(content)
     with pytest.raises(RequestError, match="is not a saved conversation"):
         Conversation.load(tmp_path / "chat.json")
 
 
-def test_a_conversation_that_is_missing_is_not_called_a_wrong_one(tmp_path: Path) -> None:
-    """`/load` of a misspelled path reported that the file is not a saved conversation."""
+def test_a_missing_conversation_is_reported_as_missing(tmp_path: Path) -> None:
+    """Regression: `/load` of a misspelled path reported "not a saved conversation"."""
     with pytest.raises(
-        RequestError, match=r"^cannot read .*gone\.json: No such file or directory$"
+        RequestError, match=r"^cannot read .*missing\.json: No such file or directory$"
     ):
-        Conversation.load(tmp_path / "gone.json")
+        Conversation.load(tmp_path / "missing.json")
 
 
 @pytest.mark.parametrize(
@@ -195,8 +199,8 @@ def test_a_conversation_that_is_missing_is_not_called_a_wrong_one(tmp_path: Path
         ("/undo what I said", "/undo takes no argument"),
     ],
 )
-def test_what_begins_with_a_slash_and_is_no_command_is_refused(message: str, reason: str) -> None:
-    """It was sent, stayed in the history, and cost a reply."""
+def test_an_unknown_command_is_refused(message: str, reason: str) -> None:
+    """Regression: it was sent to the model, and stayed in the history."""
     with pytest.raises(RequestError) as caught:
         find_command(message)
     assert (
@@ -206,7 +210,7 @@ def test_what_begins_with_a_slash_and_is_no_command_is_refused(message: str, rea
 
 
 @pytest.mark.parametrize("message", ["help", "//help", "//etc is a folder", "a /help", "//"])
-def test_what_begins_with_no_slash_or_with_two_is_a_message(message: str) -> None:
+def test_text_with_no_slash_or_two_is_a_message(message: str) -> None:
     assert find_command(message) is None
 
 
@@ -223,13 +227,13 @@ def test_what_begins_with_no_slash_or_with_two_is_a_message(message: str) -> Non
         ("/file a b.txt", "/file", "a b.txt"),
     ],
 )
-def test_names_that_people_type(message: str, same: str, argument: str) -> None:
-    found = find_command(message.strip())
-    assert found is not None
-    assert (found[0].run, found[1]) == (COMMANDS[same].run, argument)
+def test_aliases_of_commands(message: str, same: str, argument: str) -> None:
+    match = find_command(message.strip())
+    assert match is not None
+    assert (match[0].run, match[1]) == (COMMANDS[same].run, argument)
 
 
-def test_nothing_said_is_not_saved(tmp_path: Path) -> None:
+def test_an_empty_conversation_is_not_saved(tmp_path: Path) -> None:
     chat = SimpleNamespace(conversation=Conversation(), model="m")
     path = tmp_path / "chat.json"
     with pytest.raises(RequestError, match="there is nothing to save yet"):
@@ -239,7 +243,7 @@ def test_nothing_said_is_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_reply_of_spaces_is_called_empty() -> None:
+def test_a_reply_of_spaces_is_reported_as_empty() -> None:
     metrics = RequestMetrics(None, time_to_first_token=1.0, time_per_token=None, total=1.0)
     answer = SimpleNamespace(text=" \n", finish_reason="stop")
     output: Any = SimpleNamespace(
@@ -254,7 +258,7 @@ def test_a_reply_of_spaces_is_called_empty() -> None:
     assert "cached 0 (0%), 16 from disk, 1,200 from remote · first" in figures(output)
 
 
-def test_documents_that_wait_are_taken_back_before_turns() -> None:
+def test_undo_removes_pending_documents_before_turns() -> None:
     conversation = Conversation(turns=[Turn("a", "b")], documents=["a text"])
     chat = SimpleNamespace(conversation=conversation)
     undo = COMMANDS["/undo"].run

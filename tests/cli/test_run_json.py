@@ -50,7 +50,7 @@ def test_answers_are_valid_by_the_schema(schema: dict[str, Any], tmp_path: Path)
         assert line == json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
 
 
-def test_an_answer_that_was_cut_is_told(tmp_path: Path) -> None:
+def test_a_cut_off_answer_is_reported(tmp_path: Path) -> None:
     result = call("run", "--json", save(tmp_path, PERSON), "--max-tokens", "3", "Who?")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith(
@@ -69,7 +69,7 @@ def test_an_answer_that_was_cut_is_told(tmp_path: Path) -> None:
         ({"enum": ["x" * 70_000]}, "65,536 at most"),
     ],
 )
-def test_a_wrong_schema_is_one_sentence_before_the_model(
+def test_an_invalid_schema_is_refused_before_the_model_is_loaded(
     schema: object, says: str, tmp_path: Path
 ) -> None:
     path = save(tmp_path, schema)
@@ -79,7 +79,7 @@ def test_a_wrong_schema_is_one_sentence_before_the_model(
     assert line.startswith("headstart: --json: ") and says in line
 
 
-def test_a_missing_schema_or_library_is_told_before_the_model(
+def test_a_missing_schema_or_library_is_reported_before_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = call("run", "--model", "/no/such/model", "--json", "nowhere.json", "Who?")

@@ -15,13 +15,13 @@ from tests.cli.test_main import call
 
 @pytest.fixture
 def broken(demo_model: Path, tmp_path: Path) -> Path:
-    """The demo model, which has a token for each byte, without its weights."""
+    """Return the demo model, which has a token for each byte, without its weights."""
     folder = tmp_path / "broken"
     shutil.copytree(demo_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     return folder
 
 
-def test_a_file_longer_than_the_context_is_told_before_loading(broken: Path) -> None:
+def test_a_file_longer_than_the_context_is_refused_before_loading(broken: Path) -> None:
     limit = json.loads((broken / "config.json").read_text())["max_position_embeddings"]
     file = broken / "book.txt"
     file.write_text("x" * (limit + 5))
@@ -38,7 +38,7 @@ def test_a_file_longer_than_the_context_is_told_before_loading(broken: Path) -> 
 @pytest.mark.parametrize(
     "options", [{"max_model_len": 100}, {"num_blocks": 5, "block_size": 16}, {"num_blocks": 5}]
 )
-def test_the_options_bound_it_too(broken: Path, options: dict[str, int]) -> None:
+def test_options_limit_the_length(broken: Path, options: dict[str, int]) -> None:
     few = Questions(("y" * 50, "y"), ("x" * 60,))
     with pytest.raises(RequestError, match="has 110 tokens with its files; the context holds "):
         few.check_model(broken, make_config(options))
@@ -62,5 +62,5 @@ def test_the_options_bound_it_too(broken: Path, options: dict[str, int]) -> None
         ({"rope_scaling": None, "hidden_size": 8}, None),
     ],
 )
-def test_a_bound_from_the_configuration_alone(content: dict[str, object], bound: int) -> None:
+def test_a_limit_from_the_configuration(content: dict[str, object], bound: int) -> None:
     assert context_bound(content) == bound

@@ -21,7 +21,7 @@ from tests.forked import start_headstart
 
 
 def luminance(name: str) -> float:
-    """WCAG 2's relative luminance."""
+    """Return the relative luminance of WCAG 2."""
     shares = [value / 255 for value in Color.parse(name).get_truecolor()]
     red, green, blue = (
         value / 12.92 if value <= 0.03928 else ((value + 0.055) / 1.055) ** 2.4 for value in shares
@@ -36,7 +36,7 @@ def test_colors_stand_out_on_black_and_on_white(name: str) -> None:
 
 
 def test_a_reply_is_readable_on_black_and_on_white() -> None:
-    """Bullets were yellow and code was on black on any background."""
+    """Regression: bullets were yellow, and code was on black, on any background."""
     reply = (
         "- a `word`\n\n1. [x](http://y)\n\n> quote\n\n```python\nclass A:  # b\n    c = 'd', 1\n```"
     )
@@ -45,9 +45,9 @@ def test_a_reply_is_readable_on_black_and_on_white() -> None:
         writer.write(reply)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
-    codes = {code for found in re.findall(r"\x1b\[([\d;]+)m", shown) for code in [found]}
+    codes = set(re.findall(r"\x1b\[([\d;]+)m", shown))
     colors = set(re.findall(r"38;5;(\d+)", ";".join(sorted(codes))))
-    assert {f"color({one})" for one in colors} <= {*COLORS} and len(colors) == 3
+    assert {f"color({color})" for color in colors} <= {*COLORS} and len(colors) == 3
     plain = [re.sub(r"38;5;\d+", "0", code) for code in codes]
     assert not any(int(part) >= 30 for code in plain for part in code.split(";"))
 
@@ -57,20 +57,20 @@ def test_metrics_are_broken_between_numbers(columns: int) -> None:
     text = (
         "[prompt 12,345 tokens, cached 12,000 (97%) · first token 417 ms, then 26.6 ms each · stop]"
     )
-    said = shown_in_terminal(lambda: note(text, " ", in_parts=True), columns)
-    first, second = said.splitlines()
+    output = shown_in_terminal(lambda: note(text, " ", in_parts=True), columns)
+    first, second = output.splitlines()
     assert first.endswith(("·", ",")) and second.startswith(" ") and len(first) <= columns
     assert f"{first}{second}" == text
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["models", "--help"], ["cache", "--help"]])
-def test_commands_are_told_whole(arguments: list[str]) -> None:
-    said = call(*arguments, env={"COLUMNS": "60"}).stdout
-    assert "..." not in said.partition("Commands:")[2]
+def test_summaries_of_commands_are_not_truncated(arguments: list[str]) -> None:
+    output = call(*arguments, env={"COLUMNS": "60"}).stdout
+    assert "..." not in output.partition("Commands:")[2]
 
 
 def shown_in_a_terminal(columns: int, *arguments: str) -> list[str]:
-    """The lines that a command writes to a terminal of some columns, a few kB of them."""
+    """Return the first few kB of lines that a command writes to a terminal."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (40, columns))
     terminal = Path(os.ttyname(theirs))
@@ -78,14 +78,14 @@ def shown_in_a_terminal(columns: int, *arguments: str) -> list[str]:
     process.join(60)
     assert process.exitcode == 0
     os.set_blocking(ours, False)
-    found = os.read(ours, 2**16).decode()
+    output = os.read(ours, 2**16).decode()
     os.close(ours)
     os.close(theirs)
-    return found.splitlines()
+    return output.splitlines()
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-def test_what_the_doctor_says_is_broken_between_words(columns: int) -> None:
+def test_lines_of_the_doctor_are_broken_between_words(columns: int) -> None:
     free = re.compile(r"[\d.]+ [A-Z]+ free")  # which changes meanwhile
     lines, whole = shown_in_a_terminal(columns, "doctor"), call("doctor").stdout
     assert max(map(len, lines)) <= columns
@@ -96,11 +96,11 @@ def test_what_the_doctor_says_is_broken_between_words(columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_lists_of_what_is_kept_fit(columns: int, tmp_path: Path) -> None:
-    """Lines of 90 columns went on in the middle of a number."""
+def test_lists_of_stored_prefixes_fit(columns: int, tmp_path: Path) -> None:
+    """Regression: lines of 90 columns were broken inside a number."""
     model = save_smallest(tmp_path / "a-model-with-a-rather-long-name")
-    kept = tmp_path / "kept"
-    llm = make_llm(model, cache_dir=str(kept))
+    cache_dir = tmp_path / "kept"
+    llm = make_llm(model, cache_dir=str(cache_dir))
     greedy = SamplingParams(temperature=0, max_tokens=1)
     for end in range(2):
         llm.generate([list(range(3, 83)) + [90 + end] * 20], greedy, use_tqdm=False)

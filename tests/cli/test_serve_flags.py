@@ -39,7 +39,7 @@ class Served:
         self.model, self.engine, self.options, self.adapters = model, engine, options, more[1]
 
     def read(self, line: str, **env: str) -> "Served":
-        """The command line after `headstart serve`, with these variables of the environment."""
+        """Run `headstart serve` with these flags and environment variables."""
         result = call("serve", *shlex.split(line), env={"HEADSTART_CACHE_DIR": None, **env})
         assert result.exit_code == 0, result.stderr
         return self
@@ -50,7 +50,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     return Served(monkeypatch)
 
 
-def test_every_flag_of_vllm_is_read() -> None:
+def test_every_flag_of_vllm_is_accepted() -> None:
     assert set(FRONT) <= NAMES
     spelled = {f"--{name.replace('_', '-')}": name for name in NAMES if name not in NO_FLAGS}
     spelled |= {option.short: name for name, option in OPTIONS.items() if option.short}
@@ -58,7 +58,7 @@ def test_every_flag_of_vllm_is_read() -> None:
         assert len({spelled[name] for name in names if name != "model_tag"}) <= 1, names
 
 
-def test_the_front_end_s_own_defaults_are_taken(served: Served) -> None:
+def test_the_frontends_defaults_are_accepted(served: Served) -> None:
     for name, source in FRONT.items():
         if source in (None, "...", "None", "''"):
             continue
@@ -69,7 +69,7 @@ def test_the_front_end_s_own_defaults_are_taken(served: Served) -> None:
             served.read(f"--{flag} {shlex.quote(str(default))}")
 
 
-def test_switches_are_those_that_vllm_s_are() -> None:
+def test_boolean_flags_match_vllm() -> None:
     for name, default in FRONT.items():
         if default in ("True", "False"):
             assert OPTIONS[name].kind == "switch", name
@@ -130,14 +130,14 @@ def test_the_front_end_s_flags(served: Served, line: str, changed: dict[str, obj
 
 
 def put_adapter(folder: Path) -> Path:
-    """Write the configuration of an adapter, which is all that is read before the model."""
+    """Write an adapter's configuration, the only file read before the model."""
     folder.mkdir()
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 
 
-def test_adapters_as_vllm_writes_them(served: Served, tmp_path: Path) -> None:
+def test_adapters_in_vllms_format(served: Served, tmp_path: Path) -> None:
     x, y = put_adapter(tmp_path / "x"), put_adapter(tmp_path / "y=z")
     module = json.dumps({"name": "b", "path": str(y), "base_model_name": "c"})
     served.read(f"--lora-modules a={x} '{module}'")
@@ -147,7 +147,7 @@ def test_adapters_as_vllm_writes_them(served: Served, tmp_path: Path) -> None:
     }
 
 
-def test_the_environment_goes_behind_the_command_line(served: Served) -> None:
+def test_the_command_line_overrides_the_environment(served: Served) -> None:
     env = {
         "HEADSTART_MAX_MODEL_LEN": "2k",
         "HEADSTART_API_KEY": "one two",
@@ -215,9 +215,7 @@ def test_the_environment_goes_behind_the_command_line(served: Served) -> None:
          "serve --help"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_followed_is_told_before_anything_is_loaded(
-    served: Served, line: str, says: str
-) -> None:
+def test_invalid_options_are_refused_before_loading(served: Served, line: str, says: str) -> None:
     result = call("serve", *shlex.split(line))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.replace("main serve", "headstart serve") == f"headstart: {says}\n"
@@ -232,29 +230,29 @@ def test_what_cannot_be_followed_is_told_before_anything_is_loaded(
         ("serve -z", "no such option '-z'. See"),
     ],
 )
-def test_a_hint_is_for_a_slip_alone(line: str, says: str) -> None:
-    """`run --tensor-parallel-size` was answered with "did you mean '--no-partial-hits'?"."""
+def test_only_likely_typos_get_a_hint(line: str, says: str) -> None:
+    """Regression: `run --tensor-parallel-size` led to "did you mean '--no-partial-hits'?"."""
     assert call(*line.split()).stderr.startswith(f"headstart: {says}")
 
 
-def test_flags_that_do_nothing_stay_out_of_the_help() -> None:
-    said = call("serve", "-tp", "2", "--help").stdout
-    assert "serve [OPTIONS] [MODEL]" in said
-    assert "--chat-template " in said and "docs/vllm.md" in " ".join(said.split())
-    shown = {flag for one in main.commands["serve"].params for flag in one.opts}
+def test_flags_without_effect_are_not_in_the_help() -> None:
+    output = call("serve", "-tp", "2", "--help").stdout
+    assert "serve [OPTIONS] [MODEL]" in output
+    assert "--chat-template " in output and "docs/vllm.md" in " ".join(output.split())
+    shown = {flag for param in main.commands["serve"].params for flag in param.opts}
     for name in (name for name, option in OPTIONS.items() if option.state != "works"):
         assert f"--{name.replace('_', '-')}" not in shown, name
 
 
 @pytest.mark.parametrize(
-    ("typed", "begun", "offered"),
+    ("typed", "incomplete", "offered"),
     [
         (["--max-model-len"], "", set()),
         (["a", "--tensor-parallel-size", "2", "--dtype"], "fl", {"float32", "float16"}),
         (["--unknown"], "--chat-t", {"--chat-template"}),
     ],
 )
-def test_completion_of_what_is_half_typed(typed: list[str], begun: str, offered: set[str]) -> None:
+def test_completion_of_partial_words(typed: list[str], incomplete: str, offered: set[str]) -> None:
     completion = ShellComplete(main, {}, "headstart", "_HEADSTART_COMPLETE")
-    found = completion.get_completions(["serve", *typed], begun)
-    assert {one.value for one in found} == offered
+    items = completion.get_completions(["serve", *typed], incomplete)
+    assert {item.value for item in items} == offered

@@ -1,4 +1,4 @@
-"""The command line in any locale: what cannot be shown or read is no traceback."""
+"""The command line in any locale: unencodable output or input causes no traceback."""
 
 import ast
 import io
@@ -40,7 +40,7 @@ SMALL = ("--model", "demo", "--num-blocks", "64", "--max-tokens", "4")
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_no_command_fails_for_what_a_terminal_cannot_show(
+def test_commands_succeed_if_a_terminal_cannot_encode_output(
     charset: str, arguments: tuple[str, ...], stdin: str, demo_model: Path
 ) -> None:
     result = CliRunner(charset=charset).invoke(main, arguments, input=stdin)
@@ -49,7 +49,7 @@ def test_no_command_fails_for_what_a_terminal_cannot_show(
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])
-def test_stdin_that_is_no_text_is_one_sentence(command: str, demo_model: Path) -> None:
+def test_stdin_that_is_not_text_is_one_sentence(command: str, demo_model: Path) -> None:
     result = CliRunner().invoke(main, [command, *SMALL], input=b"caf\xe9\n")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith("headstart: stdin is not UTF-8 text")
@@ -57,7 +57,7 @@ def test_stdin_that_is_no_text_is_one_sentence(command: str, demo_model: Path) -
 
 @pytest.mark.parametrize("locale", [C_LOCALE, LATIN, {}], ids=["C", "latin-1", "usual"])
 def test_in_a_real_locale(locale: dict[str, str]) -> None:
-    """Bytes that are wrong in UTF-8 are refused, but for latin-1, where all are right."""
+    """Bytes that are invalid in UTF-8 are refused, except with latin-1, which has all bytes."""
     model = "/no/such/modèle ■"
     done = subprocess.run(
         [sys.executable, "-m", "headstart", "run", "--model", model],
@@ -65,10 +65,10 @@ def test_in_a_real_locale(locale: dict[str, str]) -> None:
         input=b"caf\xe9",
         capture_output=True,
     )
-    said = done.stderr.decode("utf-8", "replace").splitlines()[-1]
+    error = done.stderr.decode("utf-8", "replace").splitlines()[-1]
     assert done.returncode == 2
     expected = "there is no folder" if locale is LATIN else "stdin is not UTF-8 text"
-    assert said.startswith(f"headstart: {expected}")
+    assert error.startswith(f"headstart: {expected}")
 
 
 def test_an_ascii_stdin_is_read_as_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_an_ascii_stdin_is_read_as_utf_8(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sys.stdin.read() == "naïve"
 
 
-def test_an_argument_is_what_was_typed() -> None:
+def test_arguments_are_decoded_as_typed() -> None:
     typed = "naïve ■"
     assert decode_argument(typed) == typed
     assert decode_argument(typed.encode().decode("ascii", "surrogateescape")) == typed
@@ -89,7 +89,7 @@ def test_an_argument_is_what_was_typed() -> None:
 
 @pytest.fixture
 def other_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the variable of the terminal in which the shell began."""
+    """Set COLUMNS to the width of another terminal, as a shell may export it."""
     monkeypatch.setenv("COLUMNS", "200")
 
 
@@ -99,13 +99,13 @@ def other_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lines_for_a_terminal_are_broken_between_words(
     columns: int, write: Callable[[str], None]
 ) -> None:
-    """Errors were as long as they are, and the terminal cut them inside words."""
+    """Regression: errors were one line, which the terminal broke inside words."""
     text = (
         "the document has 123,456 tokens; the context holds 8,192, which --max-model-len raises; "
         "/a/path/that/is/longer/than/forty/columns/and/is-copied.md stays whole"
     )
-    said = shown_in_terminal(lambda: write(text), columns)
-    lines = said.rstrip("\r\n").split("\r\n")
+    output = shown_in_terminal(lambda: write(text), columns)
+    lines = output.rstrip("\r\n").split("\r\n")
     assert " ".join(lines).removeprefix("headstart: ") == text
     assert all(len(line) <= columns or " " not in line for line in lines)
     assert len(lines) > 1
@@ -113,11 +113,11 @@ def test_lines_for_a_terminal_are_broken_between_words(
 
 @pytest.mark.usefixtures("other_terminal")
 def test_commands_for_a_server_can_be_pasted() -> None:
-    """Lines below 135 columns were broken within the quotes, and the key had an unknown name."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as at:
-        address = Address(at, ServerOptions(), "a/model", with_key=True)
-        said = shown_in_terminal(address.show, 40)
-    command, client, *_ = said.strip().replace("\r\n", "\n").split("\n\n")
+    """Regression: narrow terminals broke lines within quotes, and the key was undefined."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        address = Address(listener, ServerOptions(), "a/model", with_key=True)
+        output = shown_in_terminal(address.show, 40)
+    command, client, *_ = output.strip().replace("\r\n", "\n").split("\n\n")
     *_, header, _, body = shlex.split(command.replace("\\\n", ""))
     assert header == "Authorization: Bearer $HEADSTART_API_KEY"
     assert json.loads(body)["model"] == "a/model"
@@ -125,11 +125,11 @@ def test_commands_for_a_server_can_be_pasted() -> None:
     assert 'environ["HEADSTART_API_KEY"]' in client
 
 
-def test_the_command_for_a_model_that_speaks_asks_for_speech() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as at:
-        address = Address(at, ServerOptions(), "a/model", with_key=False, has_audio=True)
-        said = shown_in_terminal(address.show, 80)
-    *_, body = shlex.split(said.replace("\r\n", "\n").split("\n\n")[0].replace("\\\n", ""))
+def test_the_command_for_a_speaking_model_requests_speech() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        address = Address(listener, ServerOptions(), "a/model", with_key=False, has_audio=True)
+        output = shown_in_terminal(address.show, 80)
+    *_, body = shlex.split(output.replace("\r\n", "\n").split("\n\n")[0].replace("\\\n", ""))
     assert json.loads(body)["modalities"] == ["text", "audio"]
 
 
@@ -141,6 +141,6 @@ def shown_in_terminal(write: Callable[[], object], columns: int) -> str:
         with redirect_stderr(terminal):
             write()
         terminal.flush()
-        said = re.sub(r"\x1b\[[0-9;]*m", "", os.read(ours, 10_000).decode())
+        output = re.sub(r"\x1b\[[0-9;]*m", "", os.read(ours, 10_000).decode())
     os.close(ours)
-    return said
+    return output

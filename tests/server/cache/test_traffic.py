@@ -76,8 +76,8 @@ def test_evictions_reported_by_the_cache_count() -> None:
     traffic.add("first", PLAIN, [1, 2, 3, 4, 5, 6, 7], 0, MISSED, Times(5.0, 4.0, 1.0))
     evicted = MissExplanation(MissReason.EVICTED, 0)
     tokens = [1, 2, 3, 4, 5, 6, 8]
-    seen = traffic.add("second", PLAIN, tokens, 0, evicted, Times(4.0, 3.0, 0.0))
-    assert seen.num_evicted_tokens == 6
+    entry = traffic.add("second", PLAIN, tokens, 0, evicted, Times(4.0, 3.0, 0.0))
+    assert entry.num_evicted_tokens == 6
 
 
 @pytest.mark.parametrize("reason", MissReason)

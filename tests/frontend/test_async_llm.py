@@ -1,4 +1,4 @@
-"""AsyncLLM: the same answers as LLM, streamed to many at once, and nothing held after a cancel."""
+"""`AsyncLLM` gives the answers of `LLM` to concurrent streams, and frees all after a cancel."""
 
 import asyncio
 import threading
@@ -30,16 +30,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[AsyncLLM]:
-    made = AsyncLLM(folder, num_blocks=64, debug=True)
-    yield made
-    made.close()
+    llm = AsyncLLM(folder, num_blocks=64, debug=True)
+    yield llm
+    llm.close()
 
 
 async def collect(llm: AsyncLLM, prompt: list[int]) -> list[RequestOutput]:
     return [output async for output in llm.generate(prompt, PARAMS)]
 
 
-def test_many_at_once_get_what_llm_gives(llm: AsyncLLM, folder: Path) -> None:
+def test_concurrent_answers_match_llm(llm: AsyncLLM, folder: Path) -> None:
     async def all_at_once() -> list[list[RequestOutput]]:
         return await asyncio.gather(*(collect(llm, prompt) for prompt in PROMPTS))
 
@@ -101,7 +101,7 @@ def test_abort_by_id_ends_the_stream(llm: AsyncLLM) -> None:
     assert asyncio.run(abort()).outputs[0].finish_reason == "abort"
 
 
-def test_a_bad_request_is_refused_and_a_failed_step_is_told(llm: AsyncLLM) -> None:
+def test_a_bad_request_is_refused_and_a_failed_step_raises(llm: AsyncLLM) -> None:
     with pytest.raises(RequestError, match="empty"):
         asyncio.run(collect(llm, []))
     model = llm.engine.model
@@ -117,7 +117,7 @@ def test_a_bad_request_is_refused_and_a_failed_step_is_told(llm: AsyncLLM) -> No
     assert asyncio.run(collect(llm, PROMPTS[0]))[-1].finished
 
 
-def test_a_closed_engine_says_so(folder: Path) -> None:
+def test_a_closed_engine_is_reported(folder: Path) -> None:
     llm = AsyncLLM(folder, num_blocks=64)
     llm.close()
     llm.close()
@@ -125,7 +125,7 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
         asyncio.run(collect(llm, PROMPTS[0]))
 
 
-def test_an_id_in_use_is_refused_and_the_first_goes_on(llm: AsyncLLM) -> None:
+def test_an_id_in_use_is_refused_and_the_first_request_continues(llm: AsyncLLM) -> None:
     async def twice() -> list[RequestOutput | BaseException]:
         async def read() -> RequestOutput:
             stream = llm.generate(PROMPTS[0], PARAMS, request_id="mine")
@@ -151,20 +151,20 @@ def test_a_loop_that_is_closed_leaves_nothing_behind(llm: AsyncLLM) -> None:
     assert llm.engine.manager.num_free_blocks == 64
 
 
-def test_leaving_a_refused_request_does_not_abort_the_one_whose_id_it_took(llm: AsyncLLM) -> None:
+def test_cancelling_a_refused_request_does_not_abort_the_id_in_use(llm: AsyncLLM) -> None:
     """The stream is closed before the engine can refuse its request."""
 
-    async def take_its_id() -> RequestOutput:
+    async def reuse_id() -> RequestOutput:
         first = llm.generate(PROMPTS[0], PARAMS, request_id="mine")
         second = llm.generate(PROMPTS[1], PARAMS, request_id="mine")
         tasks = [asyncio.ensure_future(anext(stream)) for stream in (first, second)]
-        await asyncio.sleep(0)  # both have asked; neither has been answered
+        await asyncio.sleep(0)  # both requests are submitted, and neither has an output
         tasks[1].cancel()
         await asyncio.gather(tasks[1], return_exceptions=True)
         await tasks[0]
         return [output async for output in first][-1]
 
-    output = asyncio.run(take_its_id())
+    output = asyncio.run(reuse_id())
     assert output.outputs[0].finish_reason == "length"
     assert len(output.outputs[0].token_ids) == 12
 
@@ -182,25 +182,25 @@ def test_the_id_of_a_cancelled_request_is_free_at_once(llm: AsyncLLM, way: str) 
             if way == "in the program":
                 await asyncio.Event().wait()
 
-    async def cancel_and_ask_again() -> RequestOutput:
+    async def cancel_and_reuse_id() -> RequestOutput:
         for _ in range(20):
             reached = asyncio.Event()
             task = asyncio.create_task(read(reached))
-            begun = asyncio.create_task(reached.wait())
-            await asyncio.wait([task, begun], return_when=asyncio.FIRST_COMPLETED)
-            begun.cancel()
+            started = asyncio.create_task(reached.wait())
+            await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)
+            started.cancel()
             if way != "left by a break":
                 task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
         return [output async for output in llm.generate(PROMPTS[1], PARAMS, "mine")][-1]
 
-    assert asyncio.run(cancel_and_ask_again()).outputs[0].finish_reason == "length"
+    assert asyncio.run(cancel_and_reuse_id()).outputs[0].finish_reason == "length"
     assert not llm.engine.has_unfinished
     assert llm.engine.manager.num_free_blocks == 64
 
 
-def test_a_stream_that_is_over_stays_so(llm: AsyncLLM) -> None:
+def test_a_finished_stream_stays_finished(llm: AsyncLLM) -> None:
     async def run() -> None:
         stream = llm.generate(PROMPTS[0], PARAMS)
         assert len([output async for output in stream]) == 12
@@ -279,24 +279,26 @@ class _SlowImage(Image.Image):
     def load(self) -> "Image.core.PixelAccess | None":
         assert self.alone.acquire(blocking=False)
         self.begun.set()
-        assert self.go.wait(10), "nobody could let it go on"
+        assert self.go.wait(10), "the event loop did not run"
         self.alone.release()
         return super().load()
 
 
 def _slow_image() -> _SlowImage:
-    made, image = _SlowImage(), make_image(1)
-    made.im, made._mode, made._size = image.im, image.mode, image.size
-    made.begun, made.go, made.alone = threading.Event(), threading.Event(), threading.Lock()
-    return made
+    slow, image = _SlowImage(), make_image(1)
+    slow.im, slow._mode, slow._size = image.im, image.mode, image.size
+    slow.begun, slow.go, slow.alone = threading.Event(), threading.Event(), threading.Lock()
+    return slow
 
 
 @pytest.mark.parametrize("way", ["generate", "chat"])
-def test_other_streams_go_on_while_an_image_is_decoded(
+def test_other_streams_continue_while_an_image_is_decoded(
     way: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The event loop decoded images itself, and stood still for as long as that took. Here the
-    image waits for what only the loop can do: read another stream to its end."""
+    """Regression: the event loop decoded images, which blocked it.
+
+    Here the image waits until the loop has read another stream to its end.
+    """
     folder = save_tiny_vision("llava", tmp_path_factory.mktemp("llava"))
     llm = AsyncLLM(folder, num_blocks=64, debug=True)
     image = _slow_image()
@@ -324,8 +326,10 @@ def test_other_streams_go_on_while_an_image_is_decoded(
     llm.close()
 
 
-@pytest.mark.parametrize("ask", ["its loop", "a loop of its own", "close", "leave"])
-def test_a_logits_processor_that_awaits_its_own_engine_is_told(llm: AsyncLLM, ask: str) -> None:
+@pytest.mark.parametrize("call_from", ["its loop", "another loop", "close", "leave"])
+def test_a_logits_processor_that_awaits_its_engine_gets_an_error(
+    llm: AsyncLLM, call_from: str
+) -> None:
     """Earlier, the step waited for a coroutine that waited for the step."""
 
     async def run() -> list[RequestOutput]:
@@ -337,45 +341,45 @@ def test_a_logits_processor_that_awaits_its_own_engine_is_told(llm: AsyncLLM, as
             llm.close()
 
         def process(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            if ask == "a loop of its own":
+            if call_from == "another loop":
                 own = asyncio.new_event_loop()
                 with closing(own):
                     own.run_until_complete(asyncio.wait_for(llm.reset_prefix_cache(), 20))
             else:
                 calls = {"its loop": llm.reset_prefix_cache, "close": close}
-                call = calls.get(ask, open_stream.aclose)
+                call = calls.get(call_from, open_stream.aclose)
                 asyncio.run_coroutine_threadsafe(call(), loop).result(20)
             return logits
 
         asking = SamplingParams(temperature=0, max_tokens=2, logits_processors=[process])
         return [output async for output in llm.generate(PROMPTS[0], asking)]
 
-    if ask == "leave":  # which need not wait
+    if call_from == "leave":  # which need not wait
         assert asyncio.run(run())[-1].finished
     else:
-        refusal = "is closed" if ask == "close" else "called during its own step"
+        refusal = "is closed" if call_from == "close" else "called during its own step"
         with pytest.raises(EngineError, match=refusal):
             asyncio.run(run())
-    if ask != "close":
+    if call_from != "close":
         assert asyncio.run(collect(llm, PROMPTS[0]))[-1].finished
 
 
-def test_what_a_logits_processor_begins_may_ask_when_the_step_is_over(llm: AsyncLLM) -> None:
+def test_tasks_of_a_logits_processor_may_call_the_engine_after_the_step(llm: AsyncLLM) -> None:
     async def run() -> bool:
         loop, over = asyncio.get_running_loop(), asyncio.Event()
-        begun: list[Any] = []
+        futures: list[Any] = []
 
-        async def ask() -> bool:
+        async def reset() -> bool:
             await over.wait()
             return await llm.reset_prefix_cache()
 
         def process(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            begun.append(asyncio.run_coroutine_threadsafe(ask(), loop))
+            futures.append(asyncio.run_coroutine_threadsafe(reset(), loop))
             return logits
 
         params = SamplingParams(temperature=0, max_tokens=1, logits_processors=[process])
         assert [output async for output in llm.generate(PROMPTS[0], params)][-1].finished
         over.set()
-        return await asyncio.wrap_future(begun[0])
+        return await asyncio.wrap_future(futures[0])
 
     assert asyncio.run(run())

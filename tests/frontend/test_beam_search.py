@@ -1,4 +1,4 @@
-"""Beam search: transformers' beams, from the cache."""
+"""Beam search finds transformers' beams with the prefix cache."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,17 +23,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[LLM]:
-    made = make_llm(folder, num_blocks=60, debug=True)
-    yield made
-    made.close()
+    llm = make_llm(folder, num_blocks=60, debug=True)
+    yield llm
+    llm.close()
 
 
 def their_beams(folder: Path, prompt: list[int], **options: Any) -> list[tuple[list[int], float]]:
-    """Token ids and scores by transformers, best first."""
+    """Return token ids and scores by transformers, best first."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     options = {"max_new_tokens": 7, "do_sample": False, **options}
     with torch.inference_mode():
-        found = model.generate(
+        result = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             num_return_sequences=options["num_beams"],
@@ -42,13 +42,13 @@ def their_beams(folder: Path, prompt: list[int], **options: Any) -> list[tuple[l
             pad_token_id=0,
             **options,
         )
-    rows = found.sequences[:, len(prompt) :].tolist()
-    return list(zip(rows, found.sequences_scores.tolist(), strict=True))
+    rows = result.sequences[:, len(prompt) :].tolist()
+    return list(zip(rows, result.sequences_scores.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
-def test_beams_are_transformers(llm: LLM, folder: Path, width: int, penalty: float) -> None:
+def test_beams_match_transformers(llm: LLM, folder: Path, width: int, penalty: float) -> None:
     """No token ends the text, so both searches have the same length."""
     params = BeamSearchParams(width, 7, ignore_eos=True, length_penalty=penalty)
     outputs = llm.beam_search(PROMPTS, params)
@@ -56,9 +56,9 @@ def test_beams_are_transformers(llm: LLM, folder: Path, width: int, penalty: flo
         expected = their_beams(
             folder, prompt, num_beams=width, length_penalty=penalty, eos_token_id=None
         )
-        found = [(beam.tokens[len(prompt) :], beam.score(penalty)) for beam in output.sequences]
-        assert [ids for ids, _ in found] == [ids for ids, _ in expected]
-        assert [score for _, score in found] == pytest.approx(
+        beams = [(beam.tokens[len(prompt) :], beam.score(penalty)) for beam in output.sequences]
+        assert [ids for ids, _ in beams] == [ids for ids, _ in expected]
+        assert [score for _, score in beams] == pytest.approx(
             [score for _, score in expected], abs=1e-4
         )
 
@@ -72,7 +72,7 @@ def test_one_beam_is_the_greedy_answer(llm: LLM) -> None:
     assert from_beams[0].sequences[0].tokens == ids
 
 
-def test_a_beam_that_ends_leaves_the_search(llm: LLM, tmp_path: Path) -> None:
+def test_a_finished_beam_leaves_the_search(llm: LLM, tmp_path: Path) -> None:
     """The best beam is the same as in transformers, without the token that ended it."""
     prompt = PROMPTS[0]
     [output] = llm.beam_search(prompt, BeamSearchParams(2, 3, ignore_eos=True))
@@ -109,12 +109,12 @@ def test_beams_hit_all_but_their_last_tokens(llm: LLM) -> None:
         ({"beam_width": 2, "max_tokens": 3, "length_penalty": "a"}, "length_penalty is 'a'"),
     ],
 )
-def test_wrong_parameters(params: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         BeamSearchParams(**params)
 
 
-def test_what_is_searched_for_is_checked(llm: LLM) -> None:
+def test_prompts_of_a_beam_search_are_checked(llm: LLM) -> None:
     with pytest.raises(RequestError, match="params are None"):
         llm.beam_search([PROMPTS[0]], None)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="images"):

@@ -1,4 +1,4 @@
-"""A program's command line with vLLM's engine options, as vLLM's own examples write it."""
+"""A program's command line with vLLM's engine options, as in vLLM's examples."""
 
 import argparse
 import ast
@@ -35,9 +35,9 @@ def names_of(table: dict[str, Option], state: str) -> list[str]:
     return [name for name, option in table.items() if option.state == state]
 
 
-def read(*given: str) -> EngineArgs:
+def read(*arguments: str) -> EngineArgs:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    return EngineArgs.from_cli_args(parser.parse_args([*given]))
+    return EngineArgs.from_cli_args(parser.parse_args([*arguments]))
 
 
 PROGRAM = """
@@ -59,32 +59,32 @@ llm.close()
 """
 
 
-def test_a_program_of_vllm_s_examples(tmp_path: Path) -> None:
+def test_a_program_from_vllms_examples(tmp_path: Path) -> None:
     folder = save_smallest(tmp_path)
-    given = f"--model {folder} --max_model_len 128 --num-gpu-blocks-override=24 --enforce-eager"
-    done = run_program(PROGRAM, *given.split(), "--max-tokens", "3")
+    arguments = f"--model {folder} --max_model_len 128 --num-gpu-blocks-override=24 --enforce-eager"
+    done = run_program(PROGRAM, *arguments.split(), "--max-tokens", "3")
     assert done.stdout == "128 24 3\n", done.stderr
 
 
-def test_all_that_was_parsed_may_go_to_llm() -> None:
+def test_parsed_arguments_can_be_passed_to_llm() -> None:
     """vLLM's examples write `LLM(**vars(args))`, with the defaults of all flags."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    given = vars(parser.parse_args(["--model", "headstart-tiny", "--max-num-seqs", "7"]))
-    model = given.pop("model")
-    config = make_config(read_options(model, given).config)
+    options = vars(parser.parse_args(["--model", "headstart-tiny", "--max-num-seqs", "7"]))
+    model = options.pop("model")
+    config = make_config(read_options(model, options).config)
     assert config == EngineConfig(max_num_seqs=7)
 
 
 def test_a_flag_for_every_option_of_vllm() -> None:
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
-    known = vars(parser.parse_args([]))
-    assert set(DEFAULTS) <= set(known)
-    assert known["tensor_parallel_size"] == 1
+    values = vars(parser.parse_args([]))
+    assert set(DEFAULTS) <= set(values)
+    assert values["tensor_parallel_size"] == 1
     assert "--no-enable-prefix-caching" in parser.format_help()
     assert asdict(read("--model", "headstart-tiny")) == {"model": "headstart-tiny"}
 
 
-def test_switches_are_those_that_vllm_s_defaults_are() -> None:
+def test_boolean_options_match_vllm() -> None:
     switches = {name for name, option in ENGINE.items() if option.kind == "switch"}
     assert {n for n, default in DEFAULTS.items() if default in ("True", "False")} <= switches
 
@@ -95,7 +95,7 @@ def test_an_option_without_effect_takes_any_value(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", names_of(ENGINE, "absent"))
-def test_an_option_that_is_not_here_takes_what_asks_for_nothing(name: str) -> None:
+def test_an_absent_option_accepts_only_neutral_values(name: str) -> None:
     for nothing in (None, *ENGINE[name].values):
         assert read_options("headstart-tiny", {name: nothing}).config == {}
     with pytest.raises(ConfigError, match=f"^{name} is 'x'; not an option of headstart; see docs/"):
@@ -103,7 +103,7 @@ def test_an_option_that_is_not_here_takes_what_asks_for_nothing(name: str) -> No
 
 
 @pytest.mark.parametrize("part", ["EngineArgs", "LLM.__init__()"])
-def test_vllm_s_own_defaults_are_taken(part: str) -> None:
+def test_vllms_defaults_are_accepted(part: str) -> None:
     for name, source in SURFACE[part].items():
         if name != "model" and source not in (None, "..."):
             default = set() if source == "set()" else ast.literal_eval(source)
@@ -123,12 +123,12 @@ def test_the_constructor_has_every_option() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in names_of(ENGINE, "works") if name != "model"])
-def test_an_option_that_works_is_checked(name: str) -> None:
+def test_supported_options_are_checked(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^({name}|max_images|num_blocks|kv_cache_memory) is"):
         make_config(read_options("headstart-tiny", {name: object()}).config)
 
 
-def test_an_unknown_option() -> None:
+def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^max_modl_len is 3; not an option of headstart; see"):
         LLM("headstart-tiny", max_modl_len=3)
     with pytest.raises(TypeError, match="'model'"):
@@ -153,7 +153,7 @@ def test_a_tokenizer_of_another_folder(tmp_path: Path) -> None:
         LLM("headstart-tiny", tokenizer=tmp_path)
 
 
-def test_values_are_read_by_their_form() -> None:
+def test_values_are_parsed_by_their_format() -> None:
     args = read(
         *["--model", "1234", "--max-model-len", "4k", "--gpu_memory_utilization", "0.5"],
         *["--limit-mm-per-prompt", '{"image": 2}', "-tp", "1", "--no-enable-prefix-caching"],
@@ -171,7 +171,7 @@ def test_values_are_read_by_their_form() -> None:
     }
 
 
-def test_flags_are_written_as_vllm_0_33_takes_them() -> None:
+def test_flags_are_written_as_in_vllm_0_33() -> None:
     args = read(
         *["--model", "headstart-tiny", "--disable-prefix-caching", "-O3", "-cc.mode=NONE"],
         *["--limit_mm_per_prompt.image=2", "--override-generation-config.top_k", "3", "-q", "None"],
@@ -189,20 +189,20 @@ def test_flags_are_written_as_vllm_0_33_takes_them() -> None:
     }
 
 
-def test_keys_of_json_are_gathered() -> None:
+def test_keys_of_json_are_merged() -> None:
     parser = FlexibleArgumentParser()
     parser.add_argument("--some-json")
     parser.add_argument("rest", nargs="*")
-    given = ["--some_json.a.b", "1", "--some-json.a.c=x.y", "--some-json.d+", "e,f"]
-    known = parser.parse_args([*given, "--some-json.d+=g", "--", "--some-json.a"])
-    assert json.loads(known.some_json) == {"a": {"b": 1, "c": "x.y"}, "d": ["e", "f", "g"]}
-    assert known.rest == ["--some-json.a"]
+    arguments = ["--some_json.a.b", "1", "--some-json.a.c=x.y", "--some-json.d+", "e,f"]
+    parsed = parser.parse_args([*arguments, "--some-json.d+=g", "--", "--some-json.a"])
+    assert json.loads(parsed.some_json) == {"a": {"b": 1, "c": "x.y"}, "d": ["e", "f", "g"]}
+    assert parsed.rest == ["--some-json.a"]
     assert parser.parse_args(["a.b=c"]).rest == ["a.b=c"]
     assert parser.parse_known_args(["--other.a", "1"])[1] == ["--other.a"]
 
 
 @pytest.mark.parametrize("rest", [[], ["--more", "9"], ["-m", "9"], ["--", "9"]])
-def test_a_key_of_json_takes_no_flag_as_its_value(
+def test_a_key_of_json_does_not_consume_a_flag(
     rest: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = FlexibleArgumentParser()
@@ -216,7 +216,7 @@ def test_a_key_of_json_takes_no_flag_as_its_value(
 
 
 @pytest.mark.parametrize("text", ["9" * 400 + "k", "9" * 400 + ".5k", "9" * 5000 + "K", "9" * 5000])
-def test_a_number_of_any_length_is_refused_in_plain_words(text: str) -> None:
+def test_a_long_number_is_refused_with_a_clear_error(text: str) -> None:
     """Earlier, 400 digits and a unit raised OverflowError, and 5,000 digits an argparse error."""
     args = read("--model", "headstart-tiny", "--max-model-len", text)
     with pytest.raises(ConfigError, match=r"^max_model_len is '[^ ]{,100}'; allowed: a whole"):
@@ -240,7 +240,7 @@ def test_two_names_of_an_option_have_one_value(theirs: str, ours: str, value: ob
         assert read_config(options | {ours: None}) == read_config(options | {ours: 7}) == {ours: 7}
 
 
-def test_a_template_may_lie_in_the_home_folder(
+def test_a_template_may_be_in_the_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jinja").write_text("{{ messages }}")
@@ -248,25 +248,25 @@ def test_a_template_may_lie_in_the_home_folder(
     assert read_options("headstart-tiny", {"chat_template": "~/a.jinja"}).chat_template == (
         "{{ messages }}"
     )
-    with pytest.raises(ConfigError, match=r"chat_template is '~nobody.*', which is neither"):
-        read_config({"chat_template": "~nobody.at.all/a"})
+    with pytest.raises(ConfigError, match=r"chat_template is '~no_user.*', which is neither"):
+        read_config({"chat_template": "~no_user.at.all/a"})
 
 
-def test_what_is_not_here_is_an_error() -> None:
+def test_absent_options_and_a_missing_model_are_errors() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2; not an option of headstart"):
         read("--model", "headstart-tiny", "-tp", "2")
     with pytest.raises(ConfigError, match="the arguments have no model; allowed: --model"):
         read("--max-model-len", "100")
 
 
-def test_the_asynchronous_engine_s_flags() -> None:
+def test_flags_of_the_async_engine() -> None:
     alone = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser(), async_args_only=True)
     assert "max_model_len" not in vars(alone.parse_args([]))
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     args = parser.parse_args(["--model", "headstart-tiny", "--enable-log-requests"])
-    made = AsyncEngineArgs.from_cli_args(args)
-    assert isinstance(made, AsyncEngineArgs)
-    assert made.enable_log_requests is True
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    assert isinstance(engine_args, AsyncEngineArgs)
+    assert engine_args.enable_log_requests is True
 
 
 def test_options_are_attributes_that_may_be_set(tmp_path: Path) -> None:
@@ -282,19 +282,19 @@ def test_options_are_attributes_that_may_be_set(tmp_path: Path) -> None:
     assert not hasattr(args, "max_modl_len")
 
 
-def test_dashes_and_underscores_are_alike() -> None:
+def test_dashes_and_underscores_are_equivalent() -> None:
     parser = FlexibleArgumentParser()
     parser.add_argument("--one-two", default=0, type=int)
     parser.add_argument("--three_four", default=0, type=int)
     parser.add_argument("rest", nargs="*")
-    for given in (["--one_two", "1", "--three-four=2"], ["--one-two=1", "--three_four", "2"]):
-        known = parser.parse_args([*given, "--", "--a_b"])
-        assert (known.one_two, known.three_four, known.rest) == (1, 2, ["--a_b"])
-    known, others = parser.parse_known_args(["--one_two=3", "a_b"])
-    assert (known.one_two, known.rest, others) == (3, ["a_b"], [])
+    for arguments in (["--one_two", "1", "--three-four=2"], ["--one-two=1", "--three_four", "2"]):
+        parsed = parser.parse_args([*arguments, "--", "--a_b"])
+        assert (parsed.one_two, parsed.three_four, parsed.rest) == (1, 2, ["--a_b"])
+    parsed, others = parser.parse_known_args(["--one_two=3", "a_b"])
+    assert (parsed.one_two, parsed.rest, others) == (3, ["a_b"], [])
 
 
-def test_a_parser_that_has_the_flags() -> None:
+def test_flags_cannot_be_added_twice() -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     with pytest.raises(argparse.ArgumentError, match="conflicting option string"):
         EngineArgs.add_cli_args(parser)
@@ -303,8 +303,8 @@ def test_a_parser_that_has_the_flags() -> None:
     assert EngineArgs.add_cli_args(program).parse_args(["--seed", "3"]).seed == 3
 
 
-def test_what_arguments_have_and_what_they_have_not() -> None:
-    assert {one.name for one in fields(EngineArgs)} >= set(DEFAULTS)
+def test_engine_args_behave_like_a_dataclass() -> None:
+    assert {member.name for member in fields(EngineArgs)} >= set(DEFAULTS)
     args = AsyncEngineArgs("headstart-tiny", seed=3)
     assert replace(args, seed=4).seed == 4
     assert copy.deepcopy(args) == pickle.loads(pickle.dumps(args)) == args != EngineArgs(args.model)

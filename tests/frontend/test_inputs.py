@@ -37,22 +37,22 @@ class Color(IntEnum):
 def text_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = save_tiny("llama", tmp_path_factory.mktemp("text"))
     TINY_TOKENIZERS["byte_level"]().save_pretrained(folder)
-    made = LLM(folder, num_blocks=20)
-    yield made
-    made.close()
+    llm = LLM(folder, num_blocks=20)
+    yield llm
+    llm.close()
 
 
 @pytest.fixture(scope="module")
 def vision_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    made = LLM(save_tiny_vision("llava", tmp_path_factory.mktemp("vision")), num_blocks=80)
-    yield made
-    made.close()
+    llm = LLM(save_tiny_vision("llava", tmp_path_factory.mktemp("vision")), num_blocks=80)
+    yield llm
+    llm.close()
 
 
 @pytest.fixture(scope="module", params=["text", "vision"])
 def llm(request: pytest.FixtureRequest) -> LLM:
-    made: LLM = request.getfixturevalue(f"{request.param}_llm")
-    return made
+    llm: LLM = request.getfixturevalue(f"{request.param}_llm")
+    return llm
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_prompt_of_a_wrong_type_is_refused(llm: LLM, prompt: Any, message: str
         torch.tensor([5, 6]),
         torch.tensor([5, 6], dtype=torch.int32),
     ],
-    ids=lambda given: f"{type(given).__name__} {given}",
+    ids=lambda value: f"{type(value).__name__} {value}",
 )
 def test_integers_of_any_kind_are_token_ids(llm: LLM, token_ids: Any) -> None:
     for prompt in (token_ids, {"prompt_token_ids": token_ids}, {"prompt": None} | ask(token_ids)):
@@ -144,7 +144,7 @@ def ask(token_ids: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("field", ["request_id", "salt", "adapter"])
 @pytest.mark.parametrize("value", ["", LONE, f"a{LONE}", 3, True, b"a", ["a"], {}, 2.5, object()])
-def test_a_name_is_a_text(llm: LLM, field: str, value: Any) -> None:
+def test_names_are_nonempty_text(llm: LLM, field: str, value: Any) -> None:
     """Earlier, a salt with a lone surrogate was accepted, and events of its blocks failed."""
     with pytest.raises(RequestError, match=field):
         llm.frontend.prepare([5], PARAMS, **{field: value})
@@ -153,12 +153,12 @@ def test_a_name_is_a_text(llm: LLM, field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("priority", ["a", True, 1.5, 2**63, [1], None])
-def test_a_priority_is_a_whole_number(llm: LLM, priority: Any) -> None:
+def test_a_priority_is_an_integer(llm: LLM, priority: Any) -> None:
     with pytest.raises(RequestError, match=r"priority is .*; allowed"):
         llm.frontend.prepare([5], PARAMS, priority=priority)
 
 
-def test_a_prompt_may_bring_its_salt(llm: LLM) -> None:
+def test_a_prompt_may_have_a_salt(llm: LLM) -> None:
     group = llm.frontend.prepare({"prompt_token_ids": [5], "cache_salt": "a"}, PARAMS)
     assert group.namespace.salt == "a"
     with pytest.raises(RequestError, match="cache_salt is 'a' in the prompt and 'b' in the call"):
@@ -194,7 +194,7 @@ MAPPINGS = st.dictionaries(KEYS, JSON | st.fixed_dictionaries({"image": JSON}), 
 
 @settings(max_examples=100)
 @given(prompt=JSON | MAPPINGS | st.lists(st.integers(0, 60)), name=JSON, salt=st.none() | JSON)
-def test_any_prompt_is_taken_or_refused(llm: LLM, prompt: Any, name: Any, salt: Any) -> None:
+def test_any_prompt_is_accepted_or_refused(llm: LLM, prompt: Any, name: Any, salt: Any) -> None:
     try:
         group = llm.frontend.prepare(prompt, PARAMS, request_id=name, salt=salt)
     except HeadstartError as error:
@@ -227,7 +227,7 @@ MESSAGES = st.lists(
 
 @settings(max_examples=100)
 @given(messages=MESSAGES | JSON)
-def test_any_conversation_is_taken_or_refused(llm: LLM, messages: Any) -> None:
+def test_any_conversation_is_accepted_or_refused(llm: LLM, messages: Any) -> None:
     try:
         llm.stream_chat(messages, PARAMS)
     except HeadstartError as error:
@@ -264,7 +264,7 @@ def test_a_conversation_of_a_wrong_shape_is_refused(llm: LLM, messages: Any, mes
         llm.stream_chat(messages, PARAMS)
 
 
-def test_marks_of_images_may_come_from_nowhere_but_images(vision_llm: LLM) -> None:
+def test_only_images_may_contain_image_markers(vision_llm: LLM) -> None:
     """The role of a message has the code points that mark an image in a rendered text."""
     for role in ("\ufdd0ab 2x2\ufdd1", "\ufdd0", "\ufdd1"):
         with pytest.raises(RequestError, match="U\\+FDD0 or U\\+FDD1"):
@@ -339,7 +339,7 @@ def test_a_lora_request_has_a_name_and_a_path(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("choice", [3, [3], b"a", [b"a"], {"a": 1}, [["a"]], 2.5])
-def test_what_asks_for_no_adapter_is_refused(choice: Any) -> None:
+def test_an_invalid_adapter_choice_is_refused(choice: Any) -> None:
     with pytest.raises(RequestError):
         choose_adapters(choice, None, 1)
 
@@ -352,13 +352,13 @@ def test_an_adapter_in_no_folder_is_refused(text_llm: LLM, path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["", LONE, 3, None, ["a"]])
-def test_an_adapter_of_no_name_is_refused(text_llm: LLM, name: Any) -> None:
+def test_an_adapter_without_a_name_is_refused(text_llm: LLM, name: Any) -> None:
     with pytest.raises(ConfigError, match="name"):
         text_llm.load_adapter(name, "a")
 
 
 @given(st.dictionaries(st.sampled_from(list(SamplingParams.__dataclass_fields__)), JSON))
-def test_any_sampling_parameters_are_taken_or_refused(options: dict[str, Any]) -> None:
+def test_any_sampling_parameters_are_accepted_or_refused(options: dict[str, Any]) -> None:
     try:
         SamplingParams(**options)
     except RequestError as error:
@@ -387,7 +387,7 @@ def test_integers_without_bounds_and_half_characters_are_refused(option: str, va
         SamplingParams(**{option: value})
 
 
-def test_a_placeholder_among_token_ids_is_found_in_arrays_too(vision_llm: LLM) -> None:
+def test_a_placeholder_is_found_in_arrays_of_token_ids(vision_llm: LLM) -> None:
     with pytest.raises(RequestError, match="1 placeholders"):
         vision_llm.frontend.prepare(np.array([IDS["<image>"]]), PARAMS)  # type: ignore[arg-type]
 

@@ -44,13 +44,13 @@ def few(count: int, **more: object) -> SamplingParams:
 
 
 def run(engine: LLMEngine) -> list[RequestOutput]:
-    told = []
+    outputs = []
     while engine.has_unfinished_requests():
-        told += engine.step()
-    return told
+        outputs += engine.step()
+    return outputs
 
 
-def test_a_program_of_vllm_s_examples(engine: LLMEngine, folder: Path) -> None:
+def test_a_program_from_vllms_examples(engine: LLMEngine, folder: Path) -> None:
     assert SameEngine is LLMEngine
     waiting = [(name, prompt, few(4 + int(name))) for name, prompt in PROMPTS.items()]
     finished: dict[str, RequestOutput] = {}
@@ -70,46 +70,49 @@ def test_a_program_of_vllm_s_examples(engine: LLMEngine, folder: Path) -> None:
         llm.close()
 
 
-def test_outputs_are_of_the_kind_that_was_asked_for(engine: LLMEngine) -> None:
+def test_outputs_have_the_requested_kind(engine: LLMEngine) -> None:
     engine.add_request("all", [5, 6], few(4, n=2))
     engine.add_request("new", [5, 6], few(4, output_kind=RequestOutputKind.DELTA))
     engine.add_request("last", [5, 6], few(4, output_kind=RequestOutputKind.FINAL_ONLY))
     assert engine.get_num_unfinished_requests() == 3
-    told = run(engine)
-    of = {name: [one for one in told if one.request_id == name] for name in ("all", "new", "last")}
-    [last] = of["last"]
+    outputs = run(engine)
+    by_name = {
+        name: [output for output in outputs if output.request_id == name]
+        for name in ("all", "new", "last")
+    }
+    [last] = by_name["last"]
     answer = last.outputs[0].token_ids
-    assert [len(one.outputs[0].token_ids) for one in of["new"]] == [1, 1, 1, 1]
-    assert [token for one in of["new"] for token in one.outputs[0].token_ids] == answer
-    assert len(of["all"]) == 4
-    assert [one.token_ids for one in of["all"][-1].outputs] == [answer, answer]
+    assert [len(output.outputs[0].token_ids) for output in by_name["new"]] == [1, 1, 1, 1]
+    assert [token for output in by_name["new"] for token in output.outputs[0].token_ids] == answer
+    assert len(by_name["all"]) == 4
+    assert [output.token_ids for output in by_name["all"][-1].outputs] == [answer, answer]
 
 
-def test_an_aborted_request_is_told_no_more(engine: LLMEngine) -> None:
+def test_an_aborted_request_has_no_more_outputs(engine: LLMEngine) -> None:
     for name, prompt in PROMPTS.items():
         engine.add_request(name, prompt, few(5))
     engine.step()
-    engine.abort_request(["0", "nobody"])
+    engine.abort_request(["0", "unknown"])
     engine.abort_request("1")
     assert {output.request_id for output in run(engine)} == {"2"}
     engine.add_request("0", [5], few(2))
     assert run(engine)[-1].finished
 
 
-def test_a_request_that_fails_is_raised_once_and_the_others_go_on(engine: LLMEngine) -> None:
+def test_a_failed_request_raises_once_and_others_continue(engine: LLMEngine) -> None:
     engine.add_request("bad", [5, POISON], few(4))
     engine.add_request("good", [5, 6], few(4))
-    told, errors = [], 0
+    outputs, errors = [], 0
     while engine.has_unfinished_requests():
         try:
-            told += engine.step()
+            outputs += engine.step()
         except EngineError:
             errors += 1
     assert errors == 1
-    assert [len(output.outputs[0].token_ids) for output in told] == [1, 2, 3, 4]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3, 4]
 
 
-def test_what_cannot_be_is_refused_and_nothing_is_queued(engine: LLMEngine) -> None:
+def test_invalid_requests_are_refused_and_not_queued(engine: LLMEngine) -> None:
     engine.add_request("a", [5], few(2))
     with pytest.raises(RequestError, match="request id 'a' is in use"):
         engine.add_request("a", [5], few(2))
@@ -140,11 +143,11 @@ def interrupted_step(engine: LLMEngine) -> list[RequestOutput]:
             return []
 
 
-def test_ctrl_c_takes_away_no_output(engine: LLMEngine) -> None:
-    def tell(interrupts: bool) -> tuple[dict[str, list[int]], list[str]]:
+def test_ctrl_c_loses_no_output(engine: LLMEngine) -> None:
+    def generate(interrupts: bool) -> tuple[dict[str, list[int]], list[str]]:
         assert engine.reset_prefix_cache()
         tokens: dict[str, list[int]] = defaultdict(list)
-        ended, errors = [], []
+        finished, errors = [], []
         for name, prompt in {**PROMPTS, "poisoned": [POISON, 3]}.items():
             engine.add_request(name, prompt, few(3, output_kind=RequestOutputKind.DELTA))
         turn = 0
@@ -155,16 +158,16 @@ def test_ctrl_c_takes_away_no_output(engine: LLMEngine) -> None:
                     interrupted_step(engine) if interrupts and turn % 2 else engine.step()
                 ):
                     tokens[output.request_id] += output.outputs[0].token_ids
-                    ended += [output.request_id] * output.finished
+                    finished += [output.request_id] * output.finished
             except EngineError as error:
                 errors.append(str(error))
-        assert sorted(ended) == sorted(PROMPTS), "an end was lost, or came twice"
+        assert sorted(finished) == sorted(PROMPTS), "a final output was lost or repeated"
         return tokens, errors
 
-    assert tell(True) == tell(False)
+    assert generate(True) == generate(False)
 
 
-def test_what_an_interrupted_step_had_to_tell_is_gone_with_an_abort(engine: LLMEngine) -> None:
+def test_an_abort_drops_outputs_of_an_interrupted_step(engine: LLMEngine) -> None:
     engine.add_request("a", [5, 6], few(1))
     engine.add_request("b", [5, 7], few(1))
     assert interrupted_step(engine) == []
@@ -172,7 +175,7 @@ def test_what_an_interrupted_step_had_to_tell_is_gone_with_an_abort(engine: LLME
     assert [output.request_id for output in run(engine)] == ["b"]
 
 
-def test_an_id_is_taken_until_its_last_output_was_told(engine: LLMEngine) -> None:
+def test_an_id_is_in_use_until_its_last_output_is_returned(engine: LLMEngine) -> None:
     engine.add_request("a", [5, 6], few(1))
     assert interrupted_step(engine) == []
     with pytest.raises(RequestError, match="'a' exists: the next call of step returns its output"):
@@ -183,7 +186,7 @@ def test_an_id_is_taken_until_its_last_output_was_told(engine: LLMEngine) -> Non
     assert run(engine)[-1].prompt_token_ids == [7, 8, 9]
 
 
-def test_an_error_nobody_was_told_goes_with_its_request(engine: LLMEngine) -> None:
+def test_an_abort_drops_an_error_of_an_interrupted_step(engine: LLMEngine) -> None:
     engine.add_request("bad", [5, POISON], few(2))
     engine.add_request("good", [5, 6], few(2))
     assert [output.request_id for output in engine.step()] == ["good"]
@@ -191,7 +194,7 @@ def test_an_error_nobody_was_told_goes_with_its_request(engine: LLMEngine) -> No
     assert run(engine)[-1].finished
 
 
-def test_a_fault_of_the_engine_ends_all_and_the_next_are_served(engine: LLMEngine) -> None:
+def test_an_engine_failure_ends_all_requests_and_later_ones_run(engine: LLMEngine) -> None:
     def broken(*arguments: object) -> None:
         raise RuntimeError("on purpose")
 
@@ -208,7 +211,7 @@ def test_a_fault_of_the_engine_ends_all_and_the_next_are_served(engine: LLMEngin
     assert run(engine)[-1].finished
 
 
-def test_an_id_that_is_made_is_nobody_elses(engine: LLMEngine) -> None:
+def test_generated_ids_are_unique(engine: LLMEngine) -> None:
     first = engine.frontend.prepare([5, 6], few(2)).request_id
     engine.add_request(first.rpartition("-")[0] + "-1x", [5, 6], few(2))
     assert first.startswith("request-") and not first.removeprefix("request-").isdecimal()
@@ -216,7 +219,7 @@ def test_an_id_that_is_made_is_nobody_elses(engine: LLMEngine) -> None:
     run(engine)
 
 
-def test_a_closed_engine_says_so(folder: Path) -> None:
+def test_a_closed_engine_is_reported(folder: Path) -> None:
     engine = LLMEngine(folder, dtype="float32", num_blocks=24)
     engine.add_request("a", [5], few(2))
     engine.add_request("bad", [5, POISON], few(2))

@@ -60,7 +60,7 @@ def run(make: Callable[[Loop], Coroutine[Any, Any, None]]) -> None:
         runner.run(make(loop))
 
 
-def test_one_call_wakes_the_loop_for_all_that_came(llm: AsyncLLM) -> None:
+def test_one_call_wakes_the_loop_for_all_updates(llm: AsyncLLM) -> None:
     async def read(loop: Loop) -> None:
         boxes = [make_box(llm) for _ in range(8)]
         before = len(loop.calls)
@@ -77,14 +77,14 @@ def test_one_call_wakes_the_loop_for_all_that_came(llm: AsyncLLM) -> None:
     run(read)
 
 
-def test_paced_updates_come_together_and_wake_nobody(llm: AsyncLLM) -> None:
+def test_paced_updates_are_merged_without_waking_the_loop(llm: AsyncLLM) -> None:
     """The first and the last update arrive at once; the loop polls for the others."""
 
     async def read(loop: Loop) -> None:
         box, output = make_box(llm, paced=True)
         before = len(loop.calls)
         first, second, third, last = (
-            dataclasses.replace(output, num_cached_tokens=at, finished=at == 3) for at in range(4)
+            dataclasses.replace(output, num_cached_tokens=i, finished=i == 3) for i in range(4)
         )
         box.receive(first)
         assert await box.get() is first
@@ -101,23 +101,23 @@ def test_paced_updates_come_together_and_wake_nobody(llm: AsyncLLM) -> None:
     run(read)
 
 
-def test_a_reader_behind_a_busy_loop_gets_the_newest(llm: AsyncLLM) -> None:
+def test_a_reader_in_a_busy_loop_gets_the_newest_update(llm: AsyncLLM) -> None:
     async def read() -> None:
         boxes = [make_box(llm, paced=True) for _ in range(3)]
         for box, output in boxes:
             box.receive(output)
             assert await box.get() is output
         for _ in range(2):
-            for at in range(200):
+            for i in range(200):
                 for box, output in boxes:
-                    box.receive(dataclasses.replace(output, num_cached_tokens=at))
+                    box.receive(dataclasses.replace(output, num_cached_tokens=i))
             for box, _ in boxes:
                 assert (await box.get()).num_cached_tokens == 199
 
     asyncio.run(read())
 
 
-def test_what_may_wait_is_not_told_with_what_may_not(
+def test_paced_updates_do_not_wake_with_urgent_ones(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier, the first token of each request woke the streams of all other requests."""
@@ -140,12 +140,12 @@ def test_what_may_wait_is_not_told_with_what_may_not(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_an_error_does_not_take_the_place_of_what_came_before(llm: AsyncLLM, count: int) -> None:
+def test_an_error_does_not_replace_earlier_updates(llm: AsyncLLM, count: int) -> None:
     """This applies also to updates that may wait."""
 
     async def read() -> None:
         box, output = make_box(llm, paced=True)
-        outputs = [dataclasses.replace(output, num_cached_tokens=at) for at in range(count)]
+        outputs = [dataclasses.replace(output, num_cached_tokens=i) for i in range(count)]
         for output in outputs:
             box.receive(output)
         box.receive(ValueError("on purpose"))
@@ -156,7 +156,7 @@ def test_an_error_does_not_take_the_place_of_what_came_before(llm: AsyncLLM, cou
     asyncio.run(read())
 
 
-def test_what_ends_a_stream_is_told_though_an_update_comes_after_it(llm: AsyncLLM) -> None:
+def test_the_end_of_a_stream_is_read_despite_a_later_update(llm: AsyncLLM) -> None:
     """If a stream is closed during a step, the engine still sends the update of this step."""
 
     async def read() -> None:
@@ -170,7 +170,7 @@ def test_what_ends_a_stream_is_told_though_an_update_comes_after_it(llm: AsyncLL
 
 
 @pytest.mark.parametrize("paced", [False, True])
-def test_a_stream_of_new_tokens_has_all_of_them(
+def test_a_delta_stream_has_all_tokens(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, paced: bool
 ) -> None:
     monkeypatch.setattr(streams, "PACE", 0.02)  # some ten tokens
@@ -180,11 +180,11 @@ def test_a_stream_of_new_tokens_has_all_of_them(
             temperature=0, max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.DELTA
         )
         stream = llm.outputs(llm.frontend.prepare(PROMPT, params), paced=paced)
-        parts = [one.outputs[0].token_ids async for one in stream]
+        parts = [output.outputs[0].token_ids async for output in stream]
         return len(parts), [token for part in parts for token in part]
 
-    count, told = asyncio.run(read(paced))
-    assert len(told) == 40 and told == asyncio.run(read(False))[1]
+    count, tokens = asyncio.run(read(paced))
+    assert len(tokens) == 40 and tokens == asyncio.run(read(False))[1]
     assert count == 40 or paced
 
 
@@ -199,7 +199,7 @@ def test_no_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
                 box.receive(output)
 
         for _ in range(20):
-            threads = [threading.Thread(target=send, args=one) for one in boxes]
+            threads = [threading.Thread(target=send, args=arguments) for arguments in boxes]
             for thread in threads:
                 thread.start()
             for box, _ in boxes:
@@ -212,7 +212,7 @@ def test_no_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
     asyncio.run(read())
 
 
-def test_a_loop_that_was_closed_is_told_each_time(llm: AsyncLLM) -> None:
+def test_each_update_is_sent_to_a_closed_loop(llm: AsyncLLM) -> None:
     async def make() -> tuple[AsyncMailbox[Any], RequestOutput]:
         box, output = make_box(llm)
         box.receive(output)  # stays on its way
@@ -227,21 +227,21 @@ def test_a_loop_that_was_closed_is_told_each_time(llm: AsyncLLM) -> None:
             box.receive(output)
 
 
-def test_nothing_is_kept_of_a_loop(llm: AsyncLLM) -> None:
-    kept: list[weakref.ref[object]] = []
+def test_no_reference_to_a_loop_remains(llm: AsyncLLM) -> None:
+    references: list[weakref.ref[object]] = []
 
     async def read() -> None:
-        async for one in llm.generate(PROMPT, LONG):
-            finished = one.finished
+        async for output in llm.generate(PROMPT, LONG):
+            finished = output.finished
             loop = asyncio.get_running_loop()
-            kept.extend([weakref.ref(loop), weakref.ref(streams._WAKERS[loop])])
+            references.extend([weakref.ref(loop), weakref.ref(streams._WAKERS[loop])])
         assert finished
 
     asyncio.run(read())
-    llm.driver.call(lambda: None)  # the engine's thread has left the step that told the last one
+    llm.driver.call(lambda: None)  # the engine's thread has finished the step of the last output
     gc.collect()
-    assert kept
-    assert [one() for one in kept if one() is not None] == []
+    assert references
+    assert [output() for output in references if output() is not None] == []
 
 
 def test_no_paced_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
@@ -252,10 +252,10 @@ def test_no_paced_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
             boxes = [make_box(llm, paced=True) for _ in range(2)]
 
             def send(box: AsyncMailbox[Any], output: RequestOutput) -> None:
-                for at in range(100):
-                    box.receive(dataclasses.replace(output, num_cached_tokens=at))
+                for i in range(100):
+                    box.receive(dataclasses.replace(output, num_cached_tokens=i))
 
-            threads = [threading.Thread(target=send, args=one) for one in boxes]
+            threads = [threading.Thread(target=send, args=arguments) for arguments in boxes]
             for thread in threads:
                 thread.start()
             for box, _ in boxes:
@@ -269,7 +269,7 @@ def test_no_paced_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("when", ["before the first", "while one is waited for", "between two"])
-def test_a_stream_that_fails_says_why_once(llm: AsyncLLM, when: str) -> None:
+def test_a_failed_stream_raises_once(llm: AsyncLLM, when: str) -> None:
     async def read() -> None:
         stream = llm.outputs(llm.frontend.prepare(PROMPT, LONG))
         assert isinstance(stream, AsyncOutputStream)
@@ -283,25 +283,25 @@ def test_a_stream_that_fails_says_why_once(llm: AsyncLLM, when: str) -> None:
             async for _ in stream:
                 pass
         stream.fail(TimeoutError("again"))
-        assert [one async for one in stream] == []
+        assert [output async for output in stream] == []
         await llm.call(llm.engine.manager.check)
         assert not llm.engine.has_unfinished
 
     asyncio.run(read())
 
 
-def test_a_stream_that_ended_does_not_fail(llm: AsyncLLM) -> None:
+def test_a_finished_stream_does_not_fail(llm: AsyncLLM) -> None:
     async def read() -> None:
         stream = llm.outputs(llm.frontend.prepare(PROMPT, LONG))
-        assert [one.finished async for one in stream][-1]
+        assert [output.finished async for output in stream][-1]
         stream.fail(TimeoutError("too late"))
-        assert [one async for one in stream] == []
+        assert [output async for output in stream] == []
 
     asyncio.run(read())
 
 
 @pytest.mark.parametrize(("readers", "pause"), [(1, 0.005), (8, 0.016), (40, 0.064)])
-def test_many_readers_are_told_less_often_up_to_a_bound(
+def test_many_readers_are_woken_less_often_up_to_a_limit(
     llm: AsyncLLM, readers: int, pause: float
 ) -> None:
     async def read(loop: Loop) -> None:

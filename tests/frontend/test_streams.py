@@ -31,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[LLM]:
-    made = make_llm(folder)
-    yield made
-    made.close()
+    llm = make_llm(folder)
+    yield llm
+    llm.close()
 
 
 class Held:
@@ -59,7 +59,7 @@ def _is_clean(llm: LLM) -> bool:
 
 
 @pytest.mark.parametrize("in_cycle", [True, False])
-def test_a_stream_that_nobody_holds_waits_for_nobody(llm: LLM, in_cycle: bool) -> None:
+def test_an_unreferenced_stream_is_freed_without_waiting(llm: LLM, in_cycle: bool) -> None:
     """Earlier, the thread of the garbage collector waited for a step, with all its locks."""
     stream: Any = llm.stream(A, LONG)
     next(stream)
@@ -75,7 +75,7 @@ def test_a_stream_that_nobody_holds_waits_for_nobody(llm: LLM, in_cycle: bool) -
     assert held.was_let_go, "the collector waited for the engine"
 
 
-def test_a_closed_stream_holds_nothing(llm: LLM) -> None:
+def test_a_closed_stream_frees_its_blocks(llm: LLM) -> None:
     stream = llm.stream(A, LONG)
     next(stream)
     stream.close()
@@ -84,7 +84,7 @@ def test_a_closed_stream_holds_nothing(llm: LLM) -> None:
     stream.close()
 
 
-def test_an_error_thrown_into_a_stream_comes_back_and_closes_it(llm: LLM) -> None:
+def test_an_error_thrown_into_a_stream_is_raised_and_closes_it(llm: LLM) -> None:
     stream = llm.stream(A, LONG)
     next(stream)
     with pytest.raises(KeyError, match="on purpose"):
@@ -107,7 +107,7 @@ def test_a_stream_that_another_thread_closes_ends(llm: LLM) -> None:
     assert _is_clean(llm)
 
 
-def test_a_stream_that_another_thread_closes_as_it_begins_ends(
+def test_a_stream_that_another_thread_closes_at_its_start_ends(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier, the request was cancelled before it was submitted, and ran to its end."""
@@ -124,12 +124,12 @@ def test_a_stream_that_another_thread_closes_as_it_begins_ends(
     assert _is_clean(llm)
 
 
-def test_threads_that_begin_a_stream_together_all_see_its_end(
+def test_threads_that_start_a_stream_together_all_see_its_end(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier, both threads submitted the request; one was refused and closed the stream."""
     stream = llm.stream(A, LONG)
-    submit, made, pool = llm.driver.submit, streams.Mailbox, ThreadPoolExecutor(1)
+    submit, mailbox, pool = llm.driver.submit, streams.Mailbox, ThreadPoolExecutor(1)
     others: list[Any] = []
     submitted = threading.Event()
 
@@ -142,7 +142,7 @@ def test_threads_that_begin_a_stream_together_all_see_its_end(
         first = not others
         with_another_reader()
         assert not first or submitted.wait(30)
-        return made(*args)
+        return mailbox(*args)
 
     def submit_with(*args: Any, **options: Any) -> None:
         with_another_reader()
@@ -170,9 +170,9 @@ def test_threads_that_share_a_stream_all_see_its_end(llm: LLM) -> None:
 
 @pytest.fixture
 def async_llm(folder: Path) -> Iterator[AsyncLLM]:
-    made = AsyncLLM(folder, dtype="float32", num_blocks=64, num_threads=1)
-    yield made
-    made.close()
+    llm = AsyncLLM(folder, dtype="float32", num_blocks=64, num_threads=1)
+    yield llm
+    llm.close()
 
 
 async def _is_idle(llm: AsyncLLM) -> bool:
@@ -197,23 +197,25 @@ def test_an_async_stream_that_is_closed_while_it_is_prepared_is_never_submitted(
 def test_closing_an_async_stream_ends_the_task_that_waits_for_it(async_llm: AsyncLLM) -> None:
     async def close() -> None:
         stream = async_llm.generate(A, LONG, "mine")
-        seen = [await anext(stream)]
+        outputs = [await anext(stream)]
 
         async def read() -> None:
             async for output in stream:
-                seen.append(output)
+                outputs.append(output)
 
         held = Held(async_llm)
         reader = asyncio.ensure_future(read())
         await asyncio.to_thread(held.begun.wait, 60)
-        for _ in range(10):  # what was told before is read
+        for _ in range(10):  # earlier outputs are read
             await asyncio.sleep(0)
         await stream.aclose()
         await reader
         held.go.set()
         assert held.was_let_go, "the reader waited for the engine"
-        assert not seen[-1].finished and await _is_idle(async_llm)
-        [again] = [one async for one in async_llm.generate(A, SHORT, "mine") if one.finished]
+        assert not outputs[-1].finished and await _is_idle(async_llm)
+        [again] = [
+            result async for result in async_llm.generate(A, SHORT, "mine") if result.finished
+        ]
         assert again.finished
 
     asyncio.run(close())
@@ -225,14 +227,14 @@ def test_two_tasks_cannot_wait_for_one_async_stream_at_once(async_llm: AsyncLLM)
         mine, theirs = await asyncio.gather(anext(stream), anext(stream), return_exceptions=True)
         assert isinstance(mine, RequestOutput)
         assert isinstance(theirs, RuntimeError) and "another task waits" in str(theirs)
-        rest = [one async for one in stream]
-        assert [one.finished for one in rest] == [False, True]
+        rest = [output async for output in stream]
+        assert [output.finished for output in rest] == [False, True]
         assert await _is_idle(async_llm)
 
     asyncio.run(share())
 
 
-def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> None:
+def test_updates_for_a_busy_loop_are_bounded(async_llm: AsyncLLM) -> None:
     """Each update has the whole text, so all but the last may be dropped beyond `_MAX_UNREAD`."""
 
     async def stay_busy() -> list[RequestOutput]:
@@ -241,13 +243,13 @@ def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> Non
         for _ in range(5000):
             box.receive(output)
         box.receive(dataclasses.replace(output, finished=True))
-        taken = []
-        while not (taken and taken[-1].finished):
-            taken.append(await box.get())
-        return taken
+        outputs = []
+        while not (outputs and outputs[-1].finished):
+            outputs.append(await box.get())
+        return outputs
 
-    taken = asyncio.run(stay_busy())
-    assert len(taken) == streams._MAX_UNREAD + 1
+    outputs = asyncio.run(stay_busy())
+    assert len(outputs) == streams._MAX_UNREAD + 1
 
 
 def _group(llm: AsyncLLM) -> RequestGroup:

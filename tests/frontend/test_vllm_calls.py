@@ -68,9 +68,9 @@ def test_parameters_of_calls(llm: LLM, options: dict[str, Any]) -> None:
     assert llm.chat(CHAT, GREEDY, False, **options, **READING, **TEMPLATES)[0].finished
     beams = BeamSearchParams(beam_width=1, max_tokens=1)
     assert llm.beam_search([5, 6], beams, use_tqdm=False, concurrency_limit=3, **options)
-    one = {name: v[0] if isinstance(v, list) else v for name, v in options.items()}
-    assert list(llm.stream([5, 6], GREEDY, **one))[-1].finished
-    assert list(llm.stream_chat(CHAT, GREEDY, **one, **TEMPLATES))[-1].finished
+    single = {name: v[0] if isinstance(v, list) else v for name, v in options.items()}
+    assert list(llm.stream([5, 6], GREEDY, **single))[-1].finished
+    assert list(llm.stream_chat(CHAT, GREEDY, **single, **TEMPLATES))[-1].finished
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_parameters_of_calls(llm: LLM, options: dict[str, Any]) -> None:
         ("chat", CHAT, {"mm_processor_kwargs": {"fps": 2}}),
     ],
 )
-def test_a_parameter_that_is_not_here_takes_no_value(
+def test_an_absent_parameter_accepts_no_value(
     llm: LLM, name: str, prompt: Any, option: dict[str, Any]
 ) -> None:
     with pytest.raises(RequestError, match="not an option of headstart; see docs/vllm"):
@@ -105,7 +105,7 @@ def test_a_wrong_value_is_named(llm: LLM, options: dict[str, Any], says: str) ->
 
 
 @pytest.mark.parametrize("key", ["media_io_kwargs", "mm_processor_kwargs", "token_type_ids"])
-def test_a_key_of_a_prompt_that_is_not_here(llm: LLM, key: str) -> None:
+def test_an_absent_key_of_a_prompt_is_refused(llm: LLM, key: str) -> None:
     prompt = {"prompt_token_ids": [5, 6], "prompt_token_offsets": object()}
     for nothing in (None, {}):
         assert llm.generate({**prompt, key: nothing}, GREEDY)[0].finished
@@ -113,7 +113,7 @@ def test_a_key_of_a_prompt_that_is_not_here(llm: LLM, key: str) -> None:
         llm.generate({**prompt, key: {"a": 1}}, GREEDY)
 
 
-def test_python_s_own_errors(llm: LLM) -> None:
+def test_wrong_arguments_raise_pythons_errors(llm: LLM) -> None:
     with pytest.raises(TypeError, match="'lora_reqest'"):
         llm.generate([5], GREEDY, lora_reqest=None)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="'prompts'"):
@@ -138,16 +138,18 @@ def test_parameters_of_an_asynchronous_call(folder: Path) -> None:
 
     async def run() -> None:
         llm = AsyncLLM(folder, dtype="float32", num_blocks=24, chat_template=TEMPLATE)
-        outputs = [one async for one in llm.generate([5], GREEDY, "name", priority=2, **nothing)]
+        outputs = [
+            output async for output in llm.generate([5], GREEDY, "name", priority=2, **nothing)
+        ]
         assert outputs[-1].finished and outputs[-1].request_id == "name"
-        assert [one async for one in llm.chat(CHAT, GREEDY, **TEMPLATES)][-1].finished
+        assert [output async for output in llm.chat(CHAT, GREEDY, **TEMPLATES)][-1].finished
         for name in ("prompt_text", "kv_hints", "data_parallel_rank", "reasoning_ended"):
             with pytest.raises(RequestError, match=f"{name} is 2; not an option"):
-                [one async for one in llm.generate([5], GREEDY, **{name: 2})]
+                [output async for output in llm.generate([5], GREEDY, **{name: 2})]
         assert (llm.is_running, llm.is_stopped, llm.errored) == (True, False, False)
         assert await llm.get_tokenizer() is llm.tokenizer
         await llm.check_health()
-        await llm.abort("nobody")
+        await llm.abort("unknown")
         llm.shutdown(timeout=3)
 
     asyncio.run(run())
@@ -184,7 +186,7 @@ def test_fields_of_outputs(output: RequestOutput) -> None:
     assert completion.finished()
 
 
-def test_an_output_is_made_as_in_vllm() -> None:
+def test_an_output_is_constructed_as_in_vllm() -> None:
     """Tests of programs construct outputs without the fields that have defaults in vLLM."""
     answer = CompletionOutput(0, "a", token_ids=[5], cumulative_logprob=None, logprobs=None)
     whole = RequestOutput("id", "b", [6], None, [answer], finished=True)
@@ -203,7 +205,7 @@ def test_times_of_an_output(output: RequestOutput) -> None:
     assert metrics.first_token_latency == metrics.time_to_first_token
 
 
-def test_outputs_are_the_program_s_own(llm: LLM) -> None:
+def test_outputs_belong_to_the_program(llm: LLM) -> None:
     """A program may change an output without an effect on later outputs."""
     params = SamplingParams(
         max_tokens=3, temperature=0, detokenize=False, output_kind=RequestOutputKind.DELTA
@@ -216,7 +218,7 @@ def test_outputs_are_the_program_s_own(llm: LLM) -> None:
     assert len(ids) == 3
 
 
-def test_an_adapter_s_request() -> None:
+def test_a_lora_request() -> None:
     request = LoRARequest("sql", 3, "folder", base_model_name=object(), load_inplace=True)
     assert (request.name, request.adapter_id, request.path) == ("sql", 3, "folder")
     assert request == LoRARequest("sql", 3, "folder", is_3d_lora_weight=None)
@@ -227,7 +229,7 @@ def test_an_adapter_s_request() -> None:
             LoRARequest(*wrong)
 
 
-def test_a_search_s_parameters() -> None:
+def test_parameters_of_a_search() -> None:
     params = BeamSearchParams(2, 3, watermarking=object(), structured_outputs=None)
     assert params == BeamSearchParams(beam_width=2, max_tokens=3, watermarking=params.watermarking)
     for name in ("structured_outputs", "allowed_token_ids"):
@@ -235,7 +237,7 @@ def test_a_search_s_parameters() -> None:
             BeamSearchParams(2, 3, **{name: 2})
 
 
-def test_a_form_s_first_field_is_the_schema() -> None:
+def test_the_first_field_of_structured_outputs_is_the_schema() -> None:
     assert StructuredOutputsParams({"type": "object"}) == StructuredOutputsParams(
         json={"type": "object"}
     )

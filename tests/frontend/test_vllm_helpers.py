@@ -49,9 +49,9 @@ def test_an_image_is_encoded_as_a_model_sees_it(form: str) -> None:
     clear = Image.new("RGBA", (4, 2), (255, 0, 0, 0))
     clear.getexif()[0x0112] = 6  # to be turned by 90 degrees
     file = io.BytesIO(base64.b64decode(encode_image_base64(clear, format=form)))
-    found = Image.open(file)
-    assert (found.format, found.mode, found.size) == (form, "RGB", (2, 4))
-    assert np.asarray(found).min() == 255
+    encoded = Image.open(file)
+    assert (encoded.format, encoded.mode, encoded.size) == (form, "RGB", (2, 4))
+    assert np.asarray(encoded).min() == 255
 
 
 def test_an_image_is_encoded_in_another_mode() -> None:
@@ -66,14 +66,14 @@ def test_cleaning_up_collects_garbage() -> None:
 
     node = Node()
     node.itself = node
-    gone = weakref.ref(node)
+    reference = weakref.ref(node)
     gc.disable()
     try:
         del node
         cleanup_dist_env_and_memory()
     finally:
         gc.enable()
-    assert gone() is None
+    assert reference() is None
 
 
 def test_a_variable_is_read_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_has_its_names(path: str) -> None:
+def test_each_path_has_its_names(path: str) -> None:
     module = importlib.import_module(f"headstart.{path}")
     assert sorted(module.__all__) == PATHS[path]
     for name in PATHS[path]:
@@ -58,7 +58,7 @@ def test_every_public_name_can_be_imported() -> None:
     assert set(headstart.__all__) <= set(dir(headstart))
 
 
-def test_other_names_are_python_s_own_errors() -> None:
+def test_unknown_names_raise_pythons_errors() -> None:
     for line in ("from headstart import PoolingParams", "from headstart.envs import VLLM_USE_V1"):
         with pytest.raises(ImportError, match="cannot import name"):
             exec(line)

@@ -16,20 +16,20 @@ from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found: Path = save_smallest(
+    folder: Path = save_smallest(
         tmp_path_factory.mktemp("model"), tokenizer=TINY_TOKENIZERS["byte_level"]()
     )
-    return found
+    return folder
 
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    made = make_llm(folder, num_blocks=24, max_model_len=48, seed=3, max_num_seqs=5)
-    yield made
-    made.close()
+    llm = make_llm(folder, num_blocks=24, max_model_len=48, seed=3, max_num_seqs=5)
+    yield llm
+    llm.close()
 
 
-def test_what_programs_read(llm: LLM, folder: Path) -> None:
+def test_attributes_of_the_view(llm: LLM, folder: Path) -> None:
     engine = llm.llm_engine
     model = engine.model_config
     assert (model.max_model_len, model.seed, model.dtype) == (48, 3, torch.float32)
@@ -48,11 +48,13 @@ def test_what_programs_read(llm: LLM, folder: Path) -> None:
     assert engine.get_tokenizer() is engine.tokenizer is llm.get_tokenizer()
 
 
-def test_what_the_view_does(llm: LLM) -> None:
+def test_methods_of_the_view(llm: LLM) -> None:
     llm.generate([5] * 40, SamplingParams(max_tokens=1), use_tqdm=False)
     engine = llm.llm_engine
     assert not engine.has_unfinished_requests()
-    assert [one.name for one in engine.get_metrics()] == [one.name for one in llm.get_metrics()]
+    assert [metric.name for metric in engine.get_metrics()] == [
+        metric.name for metric in llm.get_metrics()
+    ]
     assert engine.reset_prefix_cache()
     [output] = llm.generate([5] * 40, SamplingParams(max_tokens=1), use_tqdm=False)
     assert output.num_cached_tokens == 0
@@ -78,7 +80,7 @@ def test_facts_of_an_engine_cannot_be_set(llm: LLM, name: str) -> None:
     assert getattr(llm, name) is before
 
 
-def test_the_other_engines_have_it_too(folder: Path) -> None:
+def test_other_engines_have_the_view(folder: Path) -> None:
     engine = LLMEngine(folder, dtype="float32", num_blocks=24, max_model_len=48)
     assert engine.vllm_config.model_config == engine.model_config
     assert engine.model_config.max_model_len == 48

@@ -51,18 +51,18 @@ def turn(memory: ConversationMemory, messages: list[dict[str, Any]], *reply: Any
 
 
 def next_prompt(memory: ConversationMemory, messages: list[dict[str, Any]], reply: str) -> str:
-    said = {"role": "assistant", "content": reply}
-    return memory.render([*messages, said, {"role": "user", "content": "and then?"}])
+    answer = {"role": "assistant", "content": reply}
+    return memory.render([*messages, answer, {"role": "user", "content": "and then?"}])
 
 
-def test_nothing_remembered_is_the_tokenizer_s_own_ids() -> None:
+def test_an_empty_memory_gives_the_tokenizers_ids() -> None:
     memory = ConversationMemory(BYTES)
     prompt = memory.render(MESSAGES)
     assert memory.encode(prompt) == tokens(prompt)
     assert memory.encode("") == []
 
 
-def test_a_reply_keeps_the_ids_it_was_sampled_with() -> None:
+def test_a_reply_keeps_its_sampled_ids() -> None:
     memory = ConversationMemory(BYTES)
     sampled = letters("the other weather")
     assert sampled != tokens("the other weather")
@@ -70,8 +70,8 @@ def test_a_reply_keeps_the_ids_it_was_sampled_with() -> None:
     memory.remember(*first)
     prompt = next_prompt(memory, MESSAGES, "the other weather")
     token_ids = memory.encode(prompt)
-    seen = [*first.prompt_token_ids, *sampled]
-    assert token_ids[: len(seen)] == seen
+    expected = [*first.prompt_token_ids, *sampled]
+    assert token_ids[: len(expected)] == expected
     assert spell(token_ids) == prompt
 
 
@@ -83,27 +83,30 @@ def test_a_reply_that_begins_with_a_space_keeps_its_ids(name: str) -> None:
     sampled = tokenizer.convert_tokens_to_ids(["▁the", "▁t", "o", "g", "e", "t", "h", "e", "r"])
     for shown in (" the together", "the together"):
         memory.clear()
-        asked = turn(memory, MESSAGES, shown, sampled)
-        memory.remember(*asked)
+        finished = turn(memory, MESSAGES, shown, sampled)
+        memory.remember(*finished)
         following = memory.encode(next_prompt(memory, MESSAGES, " the together"))
-        assert following[: len(asked.prompt_token_ids) + 9] == [*asked.prompt_token_ids, *sampled]
+        assert following[: len(finished.prompt_token_ids) + 9] == [
+            *finished.prompt_token_ids,
+            *sampled,
+        ]
 
 
 def test_later_turns_keep_the_ids_of_all_replies() -> None:
     memory = ConversationMemory(BYTES)
     messages = list(MESSAGES)
     for reply in ("the weather", "then the other", "hello"):
-        said = turn(memory, messages, reply, [*letters(reply), *tokens(END_OF_TURN)])
-        memory.remember(*said)
+        finished = turn(memory, messages, reply, [*letters(reply), *tokens(END_OF_TURN)])
+        memory.remember(*finished)
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "so"}]
         prompt = memory.render(messages)
         token_ids = memory.encode(prompt)
-        seen = [*said.prompt_token_ids, *said.reply_token_ids]
-        assert token_ids[: len(seen)] == seen
+        expected = [*finished.prompt_token_ids, *finished.reply_token_ids]
+        assert token_ids[: len(expected)] == expected
         assert spell(token_ids) == prompt
 
 
-def test_a_reply_that_spells_nothing_changes_no_prompt() -> None:
+def test_a_reply_without_text_changes_no_prompt() -> None:
     """Ids beyond the tokenizer's vocabulary once became part of the next prompt."""
     memory = ConversationMemory(BYTES)
     prompt = letters("user: hello")
@@ -111,7 +114,7 @@ def test_a_reply_that_spells_nothing_changes_no_prompt() -> None:
     assert memory.encode("user: hello") == prompt
 
 
-def test_the_end_of_turn_that_the_template_spells_is_not_there_twice() -> None:
+def test_the_templates_end_of_turn_is_not_repeated() -> None:
     """The last token of a reply is the end-of-turn token, which its text does not show."""
     memory = ConversationMemory(BYTES)
     end = tokens(END_OF_TURN)
@@ -122,20 +125,20 @@ def test_the_end_of_turn_that_the_template_spells_is_not_there_twice() -> None:
     assert token_ids.count(end[0]) == prompt.count(END_OF_TURN) == 3
 
 
-def test_special_tokens_that_the_reply_shows_are_kept() -> None:
+def test_special_tokens_shown_in_a_reply_are_stored() -> None:
     """With `skip_special_tokens=False`, the reply's special tokens come before the template's."""
     memory = ConversationMemory(BYTES)
     sampled = [*letters("hello"), *tokens(END_OF_TURN)]
-    said = turn(memory, MESSAGES, "hello" + END_OF_TURN, sampled)
-    memory.remember(*said)
+    finished = turn(memory, MESSAGES, "hello" + END_OF_TURN, sampled)
+    memory.remember(*finished)
     prompt = next_prompt(memory, MESSAGES, "hello" + END_OF_TURN)
     token_ids = memory.encode(prompt)
-    assert token_ids[: len(said.prompt_token_ids) + 6] == [*said.prompt_token_ids, *sampled]
+    assert token_ids[: len(finished.prompt_token_ids) + 6] == [*finished.prompt_token_ids, *sampled]
     assert spell(token_ids) == prompt
 
 
 @pytest.mark.parametrize(
-    ("shown", "sampled", "kept"),
+    ("shown", "sampled", "num_kept"),
     [
         ("the end", "the end of", 7),
         ("hello", "hello\nuser: ", 5),
@@ -143,30 +146,30 @@ def test_special_tokens_that_the_reply_shows_are_kept() -> None:
         ("the 日", "the 日本", 7),
     ],
 )
-def test_what_a_stop_string_cut_off_is_forgotten(shown: str, sampled: str, kept: int) -> None:
+def test_ids_after_a_stop_string_are_dropped(shown: str, sampled: str, num_kept: int) -> None:
     memory = ConversationMemory(BYTES)
-    said = turn(memory, MESSAGES, shown, byte_tokens(BYTES, sampled))
-    memory.remember(*said)
+    finished = turn(memory, MESSAGES, shown, byte_tokens(BYTES, sampled))
+    memory.remember(*finished)
     prompt = next_prompt(memory, MESSAGES, shown)
     token_ids = memory.encode(prompt)
-    seen = [*said.prompt_token_ids, *said.reply_token_ids[:kept]]
-    assert token_ids[: len(seen)] == seen
+    expected = [*finished.prompt_token_ids, *finished.reply_token_ids[:num_kept]]
+    assert token_ids[: len(expected)] == expected
     assert spell(token_ids) == prompt
 
 
-def test_an_unfinished_character_is_forgotten() -> None:
+def test_an_unfinished_character_is_dropped() -> None:
     """A reply that `max_tokens` ends within a character has U+FFFD in its text."""
     memory = ConversationMemory(BYTES)
     sampled = byte_tokens(BYTES, "the 日")[:-1]
     shown = spell(sampled)
     assert shown == "the \ufffd"
-    said = turn(memory, MESSAGES, shown, sampled)
-    memory.remember(*said)
+    finished = turn(memory, MESSAGES, shown, sampled)
+    memory.remember(*finished)
     prompt = next_prompt(memory, MESSAGES, shown)
     token_ids = memory.encode(prompt)
-    seen = [*said.prompt_token_ids, *sampled[:4]]
-    assert token_ids[: len(seen)] == seen
-    assert token_ids[len(seen)] != sampled[4]
+    expected = [*finished.prompt_token_ids, *sampled[:4]]
+    assert token_ids[: len(expected)] == expected
+    assert token_ids[len(expected)] != sampled[4]
     assert spell(token_ids) == prompt
 
 
@@ -176,12 +179,12 @@ def test_white_space_at_the_end_of_a_reply(reply: str, trims: bool) -> None:
     """A template that trims replies matches all but the space; another template matches all."""
     template = CHATML.replace("['content']", "['content'] | trim") if trims else CHATML
     memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
-    said = turn(memory, MESSAGES, reply, letters(reply))
-    memory.remember(*said)
+    finished = turn(memory, MESSAGES, reply, letters(reply))
+    memory.remember(*finished)
     prompt = next_prompt(memory, MESSAGES, reply)
     token_ids = memory.encode(prompt)
-    seen = [*said.prompt_token_ids, *letters(reply.rstrip() if trims else reply)]
-    assert token_ids[: len(seen)] == seen
+    expected = [*finished.prompt_token_ids, *letters(reply.rstrip() if trims else reply)]
+    assert token_ids[: len(expected)] == expected
     assert spell(token_ids) == prompt
 
 
@@ -200,7 +203,7 @@ def test_a_reply_may_be_followed_by_plain_text(name: str, rest: str) -> None:
     assert spell(token_ids, tokenizer) == text
 
 
-def test_bytes_that_spoil_the_prompt_s_last_character_are_forgotten() -> None:
+def test_bytes_that_break_the_prompts_last_character_are_dropped() -> None:
     """SentencePiece decodes a run of bytes to characters only if all bytes are valid."""
     tokenizer = TOKENIZERS["metaspace"]
     memory = ConversationMemory(tokenizer)
@@ -213,44 +216,44 @@ def test_bytes_that_spoil_the_prompt_s_last_character_are_forgotten() -> None:
         assert spell(memory.encode(text), tokenizer) == text
 
 
-def test_a_reply_that_comes_back_changed_keeps_the_prompt() -> None:
-    """Rewritten by the template or edited by the user: the prompt's ids stand, as they were.
+def test_a_changed_reply_keeps_the_prompts_ids() -> None:
+    """If the template or the user changes a reply, the prompt's ids stay the same.
 
-    The prompt's own last token would merge with the reply's first if all were tokenized anew:
-    two line ends are one token.
+    If all were tokenized again, the prompt's last token would merge with the reply's first, as
+    two line feeds are one token.
     """
     memory = ConversationMemory(BYTES)
-    said = turn(memory, MESSAGES, "hello", letters("hello"))
-    assert said.prompt.endswith("assistant\n")
+    finished = turn(memory, MESSAGES, "hello", letters("hello"))
+    assert finished.prompt.endswith("assistant\n")
     assert len(tokens("\n\n")) == 1
-    memory.remember(*said)
+    memory.remember(*finished)
     prompt = next_prompt(memory, MESSAGES, "\n\nthe other")
     token_ids = memory.encode(prompt)
-    assert token_ids[: len(said.prompt_token_ids)] == said.prompt_token_ids
-    assert tokens(prompt)[: len(said.prompt_token_ids)] != said.prompt_token_ids
+    assert token_ids[: len(finished.prompt_token_ids)] == finished.prompt_token_ids
+    assert tokens(prompt)[: len(finished.prompt_token_ids)] != finished.prompt_token_ids
     assert spell(token_ids) == prompt
 
 
-def test_the_later_of_two_spellings_of_a_reply_is_kept() -> None:
+def test_the_later_of_two_tokenizations_of_a_reply_is_stored() -> None:
     memory = ConversationMemory(BYTES)
     memory.remember(*turn(memory, MESSAGES, "the other", letters("the other")))
-    said = turn(memory, MESSAGES, "the other", tokens("the other"))
-    memory.remember(*said)
+    finished = turn(memory, MESSAGES, "the other", tokens("the other"))
+    memory.remember(*finished)
     prompt = next_prompt(memory, MESSAGES, "the other")
     assert memory.encode(prompt) == tokens(prompt)
 
 
 def test_salts_share_nothing() -> None:
     memory = ConversationMemory(BYTES)
-    said = turn(memory, MESSAGES, "the other", letters("the other"))
-    memory.remember(*said, Namespace(None, "a"))
+    finished = turn(memory, MESSAGES, "the other", letters("the other"))
+    memory.remember(*finished, Namespace(None, "a"))
     prompt = next_prompt(memory, MESSAGES, "the other")
-    for stranger in (None, "", "b", "a" + said.prompt[:1]):
+    for stranger in (None, "", "b", "a" + finished.prompt[:1]):
         assert memory.encode(prompt, Namespace(None, stranger)) == tokens(prompt)
     assert memory.encode(prompt, Namespace(None, "a")) != tokens(prompt)
 
 
-def test_a_salt_and_a_text_do_not_run_together() -> None:
+def test_a_salt_and_a_text_are_separated() -> None:
     """Salt "ab" with text "c" differs from salt "a" with text "bc", and from "abc" unsalted."""
     memory = ConversationMemory(BYTES)
     texts = {"ab": "c the other", "a": "bc the other", None: "abc the other", "": "other"}
@@ -262,7 +265,7 @@ def test_a_salt_and_a_text_do_not_run_together() -> None:
             assert memory.encode(text, Namespace(None, salt)) == expected
 
 
-def test_the_text_used_least_recently_is_forgotten() -> None:
+def test_the_least_recently_used_text_is_evicted() -> None:
     memory = ConversationMemory(BYTES, max_texts=2)
 
     def remember(text: str) -> None:
@@ -283,30 +286,30 @@ def test_the_text_used_least_recently_is_forgotten() -> None:
 
 
 @given(st.data(), st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=6), st.integers(1, 8))
-def test_the_longest_known_beginning_is_found(
-    data: st.DataObject, known: list[tuple[str, str]], capacity: int
+def test_the_longest_stored_prefix_is_found(
+    data: st.DataObject, turns: list[tuple[str, str]], capacity: int
 ) -> None:
     """The result equals a linear search of the texts that fit into the memory."""
     memory = ConversationMemory(BYTES, max_texts=capacity)
     expected: dict[str, list[int]] = {}
-    for prompt, reply in known:
+    for prompt, reply in turns:
         text = prompt + reply
         memory.remember(text, byte_tokens(BYTES, text), "", [])
         expected.pop(text, None)
         expected[text] = byte_tokens(BYTES, text)
-    kept = list(expected)[-capacity:]
-    assert len(memory) == len(kept)
-    wanted = data.draw(st.sampled_from(kept)) + data.draw(TEXTS)
-    longest = max((text for text in kept if wanted.startswith(text)), key=len)
+    stored = list(expected)[-capacity:]
+    assert len(memory) == len(stored)
+    wanted = data.draw(st.sampled_from(stored)) + data.draw(TEXTS)
+    longest = max((text for text in stored if wanted.startswith(text)), key=len)
     assert memory.encode(wanted) == expected[longest] + tokens(wanted[len(longest) :])
 
 
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)
 @given(data=st.data())
-def test_ids_spell_the_text_whatever_is_remembered(name: str, data: st.DataObject) -> None:
-    """Replies of any ids at all, cut anywhere, shown with or without special tokens.
+def test_ids_decode_to_the_text_with_any_memory(name: str, data: st.DataObject) -> None:
+    """Replies may have any ids, end anywhere, and be shown with or without special tokens.
 
-    The tokenizer of Llama 2 spells more spaces than there were; then they are the same ones.
+    The tokenizer of Llama 2 decodes extra spaces, which are then the same in both texts.
     """
     tokenizer = TOKENIZERS[name]
     memory = ConversationMemory(tokenizer)
@@ -330,7 +333,9 @@ def test_ids_spell_the_text_whatever_is_remembered(name: str, data: st.DataObjec
 
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)
 @given(data=st.data())
-def test_a_reply_in_whole_characters_is_kept_whole(name: str, data: st.DataObject) -> None:
+def test_a_reply_of_complete_characters_is_stored_completely(
+    name: str, data: st.DataObject
+) -> None:
     """Replies whose ids differ from the tokenizer's ids for the same text are stored completely."""
     tokenizer = TOKENIZERS[name]
     memory = ConversationMemory(tokenizer)

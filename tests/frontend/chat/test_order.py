@@ -70,7 +70,7 @@ def conversation(seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", sorted(STRICT))
-def test_a_strict_template_gets_an_order_that_it_takes(name: str) -> None:
+def test_a_strict_template_gets_an_accepted_order(name: str) -> None:
     """The prompt has all texts in order, and later turns do not change its beginning."""
     memory = memory_of(STRICT[name])
     whole = TemplateOptions(add_generation_prompt=False)
@@ -88,12 +88,13 @@ def test_a_strict_template_gets_an_order_that_it_takes(name: str) -> None:
             before = before.removesuffix("</><user>")  # the empty turn behind system messages alone
 
 
-def test_a_lenient_template_gets_messages_as_they_were_sent() -> None:
+def test_a_lenient_template_gets_messages_unchanged() -> None:
     memory = memory_of(CHATML)
     for seed in range(60):
         messages = conversation(seed)
         sent = "".join(
-            f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            for message in messages
         )
         assert memory.render(messages) == sent + "<|im_start|>assistant\n"
 
@@ -113,14 +114,14 @@ def test_a_lenient_template_gets_messages_as_they_were_sent() -> None:
         ("no_system_alternating", "SSUA", "<user>0\n\n1\n\n2</><assistant>3</>"),
     ],
 )
-def test_what_each_template_gets(name: str, roles: str, rendered: str) -> None:
+def test_the_order_for_each_template(name: str, roles: str, rendered: str) -> None:
     names = {"S": "system", "U": "user", "A": "assistant"}
     messages = [{"role": names[role], "content": str(place)} for place, role in enumerate(roles)]
     options = TemplateOptions(add_generation_prompt=False)
     assert memory_of(STRICT[name]).render(messages, options) == rendered
 
 
-def test_a_user_s_turn_behind_a_result_of_a_tool() -> None:
+def test_a_users_turn_after_a_tool_result() -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     result = {"role": "tool", "tool_call_id": CALL["id"], "content": "rain"}
     turns = [{"role": "user", "content": "look"}, call, result, {"role": "user", "content": "so?"}]
@@ -131,7 +132,7 @@ def test_a_user_s_turn_behind_a_result_of_a_tool() -> None:
     assert "<tool>rain</><user>so?</>" in memory_of(STRICT["system_first"]).render(turns)
 
 
-def test_turns_of_the_assistant_that_become_one_lose_nothing() -> None:
+def test_merged_assistant_turns_lose_nothing() -> None:
     turns = [
         {"role": "user", "content": "look"},
         {"role": "assistant", "content": "I will."},
@@ -159,7 +160,7 @@ def test_calls_without_results_and_turns_apart_from_their_calls() -> None:
         assert all(message["content"] in rendered for message in messages)
 
 
-def test_parts_of_turns_that_become_one() -> None:
+def test_parts_of_merged_turns() -> None:
     turn = "{%- for p in m.content -%}{{- '[' + p.text + ']' -}}{%- endfor -%}"
     template = STRICT["alternating"].replace("'<' + m.role + '>' + m.content ", "'<>'")
     template = template.replace(CALLS, turn)

@@ -31,7 +31,7 @@ def test_text_parts_are_put_together_on_lines() -> None:
     )
 
 
-def test_what_else_a_message_holds_reaches_the_template() -> None:
+def test_other_fields_of_a_message_reach_the_template() -> None:
     memory = ConversationMemory(
         TINY_TOKENIZERS["byte_level"](chat_template="{{ messages[0]['name'] }}")
     )
@@ -56,7 +56,7 @@ def test_what_else_a_message_holds_reaches_the_template() -> None:
         ([{"role": "user", "content": ["hello"]}], "'str'"),
     ],
 )
-def test_a_bad_conversation_is_refused(messages: Any, message: str) -> None:
+def test_an_invalid_conversation_is_refused(messages: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         ConversationMemory(BYTES).render(messages)
 
@@ -71,7 +71,7 @@ def test_a_bad_conversation_is_refused(messages: Any, message: str) -> None:
         (None, "no chat template"),
     ],
 )
-def test_what_a_template_refuses_is_a_request_s_fault(template: str | None, message: str) -> None:
+def test_a_templates_refusal_is_a_request_error(template: str | None, message: str) -> None:
     memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
     with pytest.raises(RequestError, match=message):
         memory.render(MESSAGES)
@@ -98,7 +98,7 @@ ITEMS = (
 
 @pytest.mark.parametrize("template", [TOJSON, IF_TEXT, ITEMS])
 @pytest.mark.parametrize("arguments", ['{"text": "Once', "{", '["a"]', '"a', "nul", "\t{"])
-def test_arguments_that_are_no_json_are_rendered_as_they_are(template: str, arguments: str) -> None:
+def test_arguments_that_are_not_json_are_rendered_unchanged(template: str, arguments: str) -> None:
     """Earlier, they were refused, so a conversation with a cut-off call could not continue."""
     memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
     call = {"type": "function", "function": {"name": "write", "arguments": arguments}}

@@ -1,7 +1,7 @@
-"""`LLM.chat` from messages to messages: the next turn computes only what is new.
+"""`LLM.chat` over several turns: the next turn computes only its new tokens.
 
-The model is random but for its taste: it says ASCII pieces only, and they are seldom those that
-the tokenizer would cut its words into.
+The random model samples only ASCII tokens, which seldom are those that the tokenizer would use
+for the same text.
 """
 
 import asyncio
@@ -55,14 +55,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 
 @pytest.fixture
 def make_llm(folder: Path) -> Iterator[MakeLLM]:
-    made: list[LLM] = []
+    llms: list[LLM] = []
 
     def make(**options: Any) -> LLM:
-        made.append(LLM(folder, **({"num_blocks": 200, "debug": True, "num_threads": 1} | options)))
-        return made[-1]
+        llms.append(LLM(folder, **({"num_blocks": 200, "debug": True, "num_threads": 1} | options)))
+        return llms[-1]
 
     yield make
-    for llm in made:
+    for llm in llms:
         llm.close()
 
 
@@ -92,7 +92,7 @@ def spell(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
     return text
 
 
-def test_every_turn_hits_all_of_the_last_but_one_token(
+def test_every_turn_hits_all_but_one_token_of_the_last(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """The last sampled token misses, because its K/V were not computed."""
@@ -102,13 +102,13 @@ def test_every_turn_hits_all_of_the_last_but_one_token(
     assert output.num_cached_tokens == 0
     surprises = 0
     for question in ("and then?", "the weather", "日本語", "so"):
-        seen = all_ids(output)
+        last_ids = all_ids(output)
         messages = go_on(messages, output, question)
         [output] = llm.chat(messages, PARAMS)
-        assert output.prompt_token_ids[: len(seen)] == seen
-        assert output.num_cached_tokens == len(seen) - 1
+        assert output.prompt_token_ids[: len(last_ids)] == last_ids
+        assert output.num_cached_tokens == len(last_ids) - 1
         assert spell(tokenizer, output.prompt_token_ids) == output.prompt
-        surprises += tokens(tokenizer, output)[: len(seen)] != seen
+        surprises += tokens(tokenizer, output)[: len(last_ids)] != last_ids
     assert surprises == 4  # each of these turns would have missed otherwise
 
 
@@ -119,13 +119,13 @@ def test_several_conversations_at_once(
     conversations = [ask(text) for text in ("hello", "the other day", "then", "hello there")]
     outputs = llm.chat(conversations, PARAMS, use_tqdm=False)
     for question in ("so", "and"):
-        seen = [all_ids(output) for output in outputs]
+        last_ids = [all_ids(output) for output in outputs]
         conversations = [
             go_on(messages, output, question)
             for messages, output in zip(conversations, outputs, strict=True)
         ]
         outputs = llm.chat(conversations, PARAMS, use_tqdm=False)
-        for output, ids in zip(outputs, seen, strict=True):
+        for output, ids in zip(outputs, last_ids, strict=True):
             assert output.num_cached_tokens == len(ids) - 1
             assert tokens(tokenizer, output)[: len(ids)] != ids
 
@@ -135,12 +135,12 @@ def test_a_streamed_answer_is_remembered(make_llm: MakeLLM) -> None:
     messages = ask("hello there")
     *_, output = llm.stream_chat(messages, PARAMS)
     assert output.finished
-    seen = all_ids(output)
+    last_ids = all_ids(output)
     *_, later = llm.stream_chat(go_on(messages, output, "and then?"), PARAMS)
-    assert later.num_cached_tokens == len(seen) - 1
+    assert later.num_cached_tokens == len(last_ids) - 1
 
 
-def test_an_aborted_answer_is_remembered_as_far_as_it_went(make_llm: MakeLLM) -> None:
+def test_the_tokens_of_an_aborted_answer_are_remembered(make_llm: MakeLLM) -> None:
     llm = make_llm()
     messages = ask("hello there")
     stream = llm.stream_chat(messages, PARAMS)
@@ -150,9 +150,9 @@ def test_an_aborted_answer_is_remembered_as_far_as_it_went(make_llm: MakeLLM) ->
     stream.abort()
     *_, output = stream
     assert output.finished and output.outputs[0].finish_reason == "abort"
-    seen = all_ids(output)
+    last_ids = all_ids(output)
     *_, later = llm.stream_chat(go_on(messages, output, "and then?"), PARAMS)
-    assert len(output.prompt_token_ids) + 2 <= later.num_cached_tokens <= len(seen)
+    assert len(output.prompt_token_ids) + 2 <= later.num_cached_tokens <= len(last_ids)
 
 
 def test_a_stream_may_be_aborted_before_it_begins(make_llm: MakeLLM) -> None:
@@ -162,7 +162,7 @@ def test_a_stream_may_be_aborted_before_it_begins(make_llm: MakeLLM) -> None:
     assert output.outputs[0].finish_reason == "abort"
 
 
-def test_a_stream_that_is_left_remembers_nothing_wrong(
+def test_an_abandoned_stream_stores_no_wrong_ids(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """A client may send the partial text as a turn, which is tokenized like any text."""
@@ -177,7 +177,7 @@ def test_a_stream_that_is_left_remembers_nothing_wrong(
     assert later.num_cached_tokens >= len(output.prompt_token_ids)
 
 
-def test_an_answer_that_ends_by_itself_is_hit_whole(
+def test_an_answer_that_ends_with_eos_is_hit_completely(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """The last token ends the turn; the template writes this token again, once."""
@@ -188,12 +188,12 @@ def test_an_answer_that_ends_by_itself_is_hit_whole(
     [output] = llm.chat(messages, PARAMS)
     assert output.outputs[0].finish_reason == "stop"
     assert output.outputs[0].token_ids[-1] == end
-    seen = all_ids(output)
+    last_ids = all_ids(output)
     assert len(output.outputs[0].token_ids) == 12
     [later] = llm.chat(go_on(messages, output, "and then?"), PARAMS)
-    assert later.prompt_token_ids[: len(seen)] == seen
+    assert later.prompt_token_ids[: len(last_ids)] == last_ids
     assert later.prompt_token_ids.count(end) == 3
-    assert later.num_cached_tokens == len(seen) - 1
+    assert later.num_cached_tokens == len(last_ids) - 1
 
 
 def let_end(llm: LLM, end: int, after: int) -> None:
@@ -211,7 +211,7 @@ def let_end(llm: LLM, end: int, after: int) -> None:
     model.forward = forcing
 
 
-def test_an_answer_cut_by_a_stop_string_is_hit_up_to_there(
+def test_an_answer_is_hit_up_to_its_stop_string(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     llm = make_llm()
@@ -219,21 +219,21 @@ def test_an_answer_cut_by_a_stop_string_is_hit_up_to_there(
     [whole] = llm.chat(messages, PARAMS)
     ids = whole.outputs[0].token_ids
     stop = spell(tokenizer, ids[20:22])
-    kept = len(spell(tokenizer, ids[:22]).partition(stop)[0])
+    num_characters = len(spell(tokenizer, ids[:22]).partition(stop)[0])
     params = SamplingParams(temperature=1.0, top_k=20, seed=3, max_tokens=30, stop=stop)
     [output] = llm.chat(messages, params, cache_salt="other")
     assert output.outputs[0].finish_reason == "stop"
-    assert len(output.outputs[0].text) == kept
+    assert len(output.outputs[0].text) == num_characters
     boundaries = [len(spell(tokenizer, ids[:count])) for count in range(len(ids))]
-    count = max(count for count, length in enumerate(boundaries) if length <= kept)
+    count = max(count for count, length in enumerate(boundaries) if length <= num_characters)
     [later] = llm.chat(go_on(messages, output, "and then?"), params, cache_salt="other")
-    seen = len(output.prompt_token_ids) + count
-    assert later.prompt_token_ids[:seen] == all_ids(output)[:seen]
-    assert later.num_cached_tokens >= seen
+    num_hit = len(output.prompt_token_ids) + count
+    assert later.prompt_token_ids[:num_hit] == all_ids(output)[:num_hit]
+    assert later.num_cached_tokens >= num_hit
     assert spell(tokenizer, later.prompt_token_ids) == later.prompt
 
 
-def test_each_of_several_answers_may_be_the_one_that_is_continued(make_llm: MakeLLM) -> None:
+def test_any_of_several_answers_can_be_continued(make_llm: MakeLLM) -> None:
     llm = make_llm()
     messages = ask("hello there")
     params = SamplingParams(temperature=1.0, top_k=20, seed=3, max_tokens=30, n=3)
@@ -244,25 +244,25 @@ def test_each_of_several_answers_may_be_the_one_that_is_continued(make_llm: Make
         assert later.num_cached_tokens == len(all_ids(output, index)) - 1
 
 
-def test_salts_remember_nothing_of_one_another(
+def test_salts_share_no_remembered_turns(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """No K/V, ids or token counts depend on another tenant."""
     llm = make_llm()
     messages = ask("hello there")
     [output] = llm.chat(messages, PARAMS, cache_salt="a")
-    seen = all_ids(output)
+    last_ids = all_ids(output)
     messages = go_on(messages, output, "and then?")
     for salt in ("b", None):
         [stranger] = llm.chat(messages, PARAMS, cache_salt=salt)
         assert stranger.prompt_token_ids == tokens(tokenizer, stranger)
-        assert stranger.prompt_token_ids[: len(seen)] != seen
+        assert stranger.prompt_token_ids[: len(last_ids)] != last_ids
         assert stranger.num_cached_tokens == 0
     [same] = llm.chat(messages, PARAMS, cache_salt="a")
-    assert same.num_cached_tokens == len(seen) - 1
+    assert same.num_cached_tokens == len(last_ids) - 1
 
 
-def test_remembered_turns_are_answered_as_if_computed_anew(make_llm: MakeLLM) -> None:
+def test_answers_with_remembered_turns_match_those_without_cache(make_llm: MakeLLM) -> None:
     """An engine without a cache gives the same answer for the same ids."""
     llm = make_llm()
     greedy = SamplingParams(temperature=0, max_tokens=20)
@@ -275,7 +275,7 @@ def test_remembered_turns_are_answered_as_if_computed_anew(make_llm: MakeLLM) ->
     assert later.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-def test_the_prompt_is_what_the_template_makes_of_the_messages(make_llm: MakeLLM) -> None:
+def test_the_prompt_is_the_rendered_template(make_llm: MakeLLM) -> None:
     llm = make_llm()
     [output] = llm.chat([{"role": "system", "content": "be kind"}, *ask("hello")], PARAMS)
     assert output.prompt == (
@@ -292,7 +292,7 @@ def test_the_prompt_is_what_the_template_makes_of_the_messages(make_llm: MakeLLM
         [ask("hello"), ask("hello " * 3000)],
     ],
 )
-def test_one_bad_conversation_is_refused_before_any_work(
+def test_an_invalid_conversation_is_refused_before_any_work(
     make_llm: MakeLLM, messages: list[Messages]
 ) -> None:
     llm = make_llm()
@@ -307,7 +307,7 @@ def test_a_conversation_streamed_must_have_a_message(make_llm: MakeLLM) -> None:
         next(make_llm().stream_chat([], PARAMS))
 
 
-def test_async_chat_hits_the_last_turn_too(folder: Path) -> None:
+def test_async_chat_hits_the_last_turn(folder: Path) -> None:
     """Two conversations stream concurrently; each next turn hits the reply of its conversation."""
 
     async def last(llm: AsyncLLM, messages: Messages) -> RequestOutput:

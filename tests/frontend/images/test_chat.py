@@ -57,7 +57,7 @@ def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def test_turns_with_images_hit_all_that_was_said(oracle: Oracle, llm: LLM) -> None:
+def test_turns_with_images_hit_all_earlier_turns(oracle: Oracle, llm: LLM) -> None:
     red, green = make_image(1), make_image(2, 60, 60)
     messages: list[dict[str, Any]] = [user("What is ", red, "?")]
     [first] = llm.chat(messages, GREEDY)
@@ -89,7 +89,7 @@ def test_another_image_in_an_earlier_turn_is_another_conversation(oracle: Oracle
     assert len(other.images) == 1
 
 
-def test_a_text_that_spells_the_placeholder_is_text(oracle: Oracle, llm: LLM) -> None:
+def test_a_placeholder_in_a_text_is_text(oracle: Oracle, llm: LLM) -> None:
     token = llm.get_tokenizer().convert_ids_to_tokens(oracle.token)  # type: ignore[union-attr]
     red = make_image(1)
     [output] = llm.chat([user(f"Is {token} a word? ", red, token)], GREEDY)
@@ -103,7 +103,7 @@ def test_a_text_that_spells_the_placeholder_is_text(oracle: Oracle, llm: LLM) ->
 
 
 @pytest.mark.parametrize("as_token", [False, True], ids=["by letters", "as the token"])
-def test_a_reply_that_spells_the_placeholder_is_kept(
+def test_a_reply_with_the_placeholder_keeps_its_ids(
     oracle: Oracle, llm: LLM, as_token: bool
 ) -> None:
     """The next turn has the sampled ids, and none of them stands for an image."""
@@ -149,7 +149,7 @@ def test_a_reply_that_spells_the_placeholder_is_kept(
         ({"type": "image"}, "an image that is None;"),
     ],
 )
-def test_parts_that_are_refused(refusing: LLM, part: dict[str, Any], message: str) -> None:
+def test_invalid_parts_are_refused(refusing: LLM, part: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         refusing.chat([{"role": "user", "content": [part]}], GREEDY)
     assert refusing.engine.manager.num_free_blocks == 80

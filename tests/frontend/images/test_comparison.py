@@ -34,7 +34,7 @@ def screen(text: str, size: tuple[int, int], ink: str = "black") -> Image.Image:
 
 
 @pytest.mark.parametrize("seed", range(2 * len(CHANGES)))
-def test_screens_that_differ_in_one_thing(seed: int) -> None:
+def test_screens_with_one_difference_are_not_copies(seed: int) -> None:
     pair = draw_screens(seed, SIZE)
     assert not taken(pair.picture, pair.other)
     copy = list(COPIES.values())[seed % len(COPIES)]
@@ -42,7 +42,7 @@ def test_screens_that_differ_in_one_thing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2 * len(SCENES)))
-def test_scenes_that_differ_in_one_thing(seed: int) -> None:
+def test_scenes_with_one_difference_are_not_copies(seed: int) -> None:
     pair = draw_scenes(seed, SIZE)
     assert not taken(pair.picture, pair.other)
     copy = list(COPIES.values())[seed % len(COPIES)]
@@ -163,7 +163,7 @@ def test_a_brighter_picture_is_another_one(levels: int) -> None:
 
 
 @pytest.mark.parametrize("colour", ["#3b6ea5", "#3b6fa1"])
-def test_one_colour_is_not_a_similar_one(colour: str) -> None:
+def test_similar_plain_colors_are_not_copies(colour: str) -> None:
     first = Image.new("RGB", (300, 200), "#3b6ea5")
     second = Image.new("RGB", (300, 200), colour)
     assert are_same(first, second) == (colour == "#3b6ea5")

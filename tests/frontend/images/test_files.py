@@ -66,7 +66,7 @@ def png_header(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "1"])
-def test_each_format_is_read_as_pillow_reads_it(form: str, mode: str) -> None:
+def test_each_format_is_read_as_by_pillow(form: str, mode: str) -> None:
     picture = make_image(1).convert(mode)
     if form == "WEBP" or (form == "JPEG" and mode in "P1"):
         picture = picture.convert("RGB")
@@ -75,7 +75,7 @@ def test_each_format_is_read_as_pillow_reads_it(form: str, mode: str) -> None:
     assert reader().read(data).image.pixels.tobytes() == expected.tobytes()
 
 
-def test_a_photograph_of_two_frames_is_read_as_its_first() -> None:
+def test_the_first_frame_of_an_mpo_is_read() -> None:
     """Pillow calls a camera's JPEG with a second picture MPO."""
     first, second = make_image(1), make_image(2)
     data = encoded(first, "MPO", save_all=True, append_images=[second])
@@ -92,15 +92,15 @@ def test_the_first_frame_counts(form: str) -> None:
     assert reader().read(data).digest == reader().read(alone).digest
 
 
-def test_an_image_is_turned_upright() -> None:
+def test_an_image_is_rotated_by_its_exif_orientation() -> None:
     picture = make_image(1, 40, 24)
     exif = Image.Exif()
     exif[0x0112] = 6  # turn it by 90 degrees
     data = encoded(picture, "PNG", exif=exif)
     expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-    found = reader().read(data).image.pixels
-    assert found.size == (24, 40)
-    assert found.tobytes() == expected.tobytes()
+    upright = reader().read(data).image.pixels
+    assert upright.size == (24, 40)
+    assert upright.tobytes() == expected.tobytes()
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
@@ -147,7 +147,7 @@ def test_other_formats_are_refused(name: str) -> None:
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_a_size_is_refused_before_pixels_are_decoded(width: int, height: int, message: str) -> None:
+def test_a_size_is_refused_before_uprightare_decoded(width: int, height: int, message: str) -> None:
     """Earlier, a strip was decoded, and its scaling failed after seconds."""
     with pytest.raises(RequestError, match=message):
         reader().read(png_header(width, height))
@@ -160,17 +160,17 @@ def test_the_longest_strip_is_read() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_file_that_was_cut_off_is_refused_or_the_same(form: str) -> None:
+def test_a_truncated_file_is_refused_or_unchanged(form: str) -> None:
     """A cut after the pixels may change nothing."""
     data = encoded(make_image(1, 40, 40), form)
     whole = reader().read(data).digest
     for count in [*range(0, len(data), max(1, len(data) // 60)), len(data) - 1]:
         try:
-            found = reader().read(data[:count]).digest
+            partial = reader().read(data[:count]).digest
         except RequestError as error:
             assert "cannot be read" in str(error)
         else:
-            assert found == whole or form == "GIF"  # of which Pillow fills the rest
+            assert partial == whole or form == "GIF"  # of which Pillow fills the rest
 
 
 @given(st.sampled_from(FORMATS), st.data())
@@ -294,7 +294,7 @@ def test_levels_that_are_not_finite_are_refused(level: float) -> None:
         reader().read(Image.fromarray(np.array([[0, level]], np.float32)))
 
 
-def test_a_picture_of_the_user_stays_as_it_is() -> None:
+def test_the_users_image_is_not_modified() -> None:
     picture = see_through()
     before = picture.tobytes(), dict(picture.info)
     assert reader().read(picture).digest == reader().read(picture).digest
@@ -307,7 +307,7 @@ def test_pictures_that_differ_only_where_they_are_transparent_are_the_same() -> 
     assert len({reader().read(picture).digest for picture in (black, red, white)}) == 1
 
 
-def test_a_processor_s_error_is_a_request_s() -> None:
+def test_a_processors_error_becomes_a_request_error() -> None:
     class Refusing(Vision):
         def process(self, image: Image.Image) -> ProcessedImage:
             raise OverflowError("too many of them")
@@ -343,7 +343,7 @@ def test_a_url_has_as_many_bytes_as_it_decodes_to(data: bytes) -> None:
     st.booleans(),
     st.sampled_from(["", "\r\n", " "]),
 )
-def test_each_spelling_of_base64_is_read(
+def test_each_variant_of_base64_is_read(
     data: bytes, head: str, encode: Any, padded: bool, end: str
 ) -> None:
     """Clients send line breaks, the URL-safe alphabet, and base64 without padding."""
@@ -369,7 +369,7 @@ def test_each_spelling_of_base64_is_read(
     ],
     ids=lambda url: ascii(url[:30]),
 )
-def test_a_url_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(RequestError) as caught:
         read_data_url(url, 10**7)
     assert len(str(caught.value).encode()) < 500
@@ -382,7 +382,7 @@ def test_bytes_are_measured(kind: Any) -> None:
         read_source(kind(b"abc"), 2)
 
 
-def test_items_of_a_memoryview_are_not_its_bytes() -> None:
+def test_a_memoryview_is_measured_in_bytes() -> None:
     with pytest.raises(RequestError, match="has 24 bytes"):
         read_source(memoryview(np.zeros(3)), 10)
 
@@ -395,7 +395,7 @@ def test_a_file_is_measured_before_it_is_read(tmp_path: Path) -> None:
         reader().read(path)
 
 
-def test_a_file_that_does_not_say_its_size_is_read_no_further_than_the_limit() -> None:
+def test_a_file_of_unknown_size_is_read_up_to_the_limit() -> None:
     path = Path("/proc/self/maps")
     if not path.exists():
         pytest.skip("no /proc here")
@@ -414,7 +414,7 @@ def test_directories_pipes_and_devices_are_refused_at_once(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("source", [None, 3, 2.5, {}, [], object(), "a\0b", "/x" * 4000, "\ud800"])
-def test_what_is_no_image_is_refused(source: Any) -> None:
+def test_a_file_that_is_not_an_image_is_refused(source: Any) -> None:
     with pytest.raises(RequestError) as caught:
         reader().read(source)
     str(caught.value).encode()

@@ -81,7 +81,7 @@ def test_the_worked_example_of_the_reference() -> None:
     assert all(b"image hash" in key for key in keys)
 
 
-def test_every_way_to_hand_over_an_image_is_the_same_image(llm: LLM, tmp_path: Path) -> None:
+def test_every_source_of_an_image_gives_the_same_image(llm: LLM, tmp_path: Path) -> None:
     image = make_image(1)
     data = png(image)
     path = tmp_path / "image.png"
@@ -94,15 +94,15 @@ def test_every_way_to_hand_over_an_image_is_the_same_image(llm: LLM, tmp_path: P
     assert digests(llm, alone) == digests(llm, by_ids) == digests(llm, ask("<image>", image))
 
 
-def test_a_user_s_id_adds_to_the_digest_and_replaces_nothing(llm: LLM) -> None:
+def test_a_users_id_is_added_to_the_digest(llm: LLM) -> None:
     def named(image: Image.Image, name: str | None) -> str:
         return digests(llm, ask("<image>", image, multi_modal_uuids={"image": [name]}))[0]
 
-    one, two = make_image(1), make_image(2)
-    assert named(one, "mine") != named(two, "mine")
-    assert named(one, "mine") != named(one, None) == digests(llm, ask("<image>", one))[0]
-    assert named(one, "") != named(one, None)
-    assert named(one, "mine") == named(one, "mine")
+    first, second = make_image(1), make_image(2)
+    assert named(first, "mine") != named(second, "mine")
+    assert named(first, "mine") != named(first, None) == digests(llm, ask("<image>", first))[0]
+    assert named(first, "") != named(first, None)
+    assert named(first, "mine") == named(first, "mine")
 
 
 def test_pixels_of_another_size_are_another_image(llm: LLM) -> None:
@@ -115,14 +115,14 @@ def test_pixels_of_another_size_are_another_image(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # whose weights may be packed
-def test_a_digest_names_the_weights_and_the_processor(
+def test_a_digest_depends_on_weights_and_processor(
     folder: Path, tmp_path: Path, dtype: str
 ) -> None:
-    def digest(at: Path) -> str:
-        llm = LLM(at, num_blocks=8, dtype=dtype)
-        [found] = digests(llm, ask("<image>", make_image(1)))
+    def digest(path: Path) -> str:
+        llm = LLM(path, num_blocks=8, dtype=dtype)
+        [found_digest] = digests(llm, ask("<image>", make_image(1)))
         llm.close()
-        return found
+        return found_digest
 
     same = save_tiny_vision("llava", tmp_path / "same")
     assert digest(same) == digest(folder)
@@ -148,7 +148,7 @@ def test_another_image_never_hits_beyond_the_first_placeholder(llm: LLM) -> None
     assert output.num_cached_tokens == len(output.prompt_token_ids) - 1
 
 
-def test_the_same_image_elsewhere_in_a_prompt_hits_nothing_of_it(llm: LLM) -> None:
+def test_an_image_at_another_position_hits_no_blocks(llm: LLM) -> None:
     llm.generate(ask("<image><image>?", make_image(1), make_image(1)), GREEDY)
     [output] = llm.generate(ask("<image><image>?", make_image(1), make_image(2)), GREEDY)
     assert output.num_cached_tokens == 16
@@ -163,13 +163,13 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("way", [*SHOWN, "similar", "chat"])
-def test_tenants_see_nothing_of_one_another(
+def test_tenants_learn_nothing_of_each_others_images(
     folder: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """B's request has the same hits, work and output whether or not A has sent the image.
 
-    The time to the first token told it, as A's embeddings were B's too, and the pixels that A's
-    request had scaled were not scaled again.
+    Regression: the time to the first token revealed it, as B reused A's embeddings and scaled
+    pixels.
     """
     done: list[str] = []
     for name in ("process", "recall", "encode"):
@@ -211,9 +211,7 @@ def noted(done: list[str], name: str) -> Any:
     return call
 
 
-def test_an_image_that_hits_is_not_even_processed(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_that_hits_is_not_processed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     images = llm.frontend.images
     assert images is not None
     [first] = llm.generate(ask("<image>?", make_image(1)), GREEDY)
@@ -267,7 +265,7 @@ def test_adapters_share_embeddings_but_no_blocks(llm: LLM, tmp_path: Path) -> No
         (ask("<image> " + "x" * 1010, make_image(1)), "1027 tokens"),
     ],
 )
-def test_prompts_that_are_refused(refusing: LLM, prompt: Any, message: str) -> None:
+def test_invalid_prompts_are_refused(refusing: LLM, prompt: Any, message: str) -> None:
     assert refusing.frontend.images is not None
     before = refusing.generate(ask("<image>", make_image(9)), GREEDY)
     encoded = refusing.frontend.images.cache.num_encoded
@@ -281,7 +279,7 @@ def test_prompts_that_are_refused(refusing: LLM, prompt: Any, message: str) -> N
     assert before[0].outputs[0].token_ids == after[0].outputs[0].token_ids
 
 
-def test_an_aborted_request_lets_go_of_its_images(llm: LLM) -> None:
+def test_an_aborted_request_frees_its_images(llm: LLM) -> None:
     images = llm.frontend.images
     assert images is not None
     stream = llm.stream(ask("<image>?", make_image(1)), SamplingParams(max_tokens=20))
@@ -301,7 +299,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6)), max_size=4))
-def test_positions_are_those_of_transformers(qwen: LLM, parts: list[tuple[int, int, int]]) -> None:
+def test_positions_match_transformers(qwen: LLM, parts: list[tuple[int, int, int]]) -> None:
     """Positions agree for any text and grids with a token between images, as transformers needs."""
     module: Any = qwen.engine.model.module
     assert qwen.frontend.images is not None

@@ -55,7 +55,7 @@ def ask(llm: LLM, image: Any, params: SamplingParams = ASKED, **more: Any) -> Re
     return output
 
 
-def test_a_copy_is_replaced_whole_and_the_reply_says_so(llm: LLM) -> None:
+def test_a_copy_is_replaced_and_the_output_reports_it(llm: LLM) -> None:
     first = ask(llm, spots(1))
     second = ask(llm, as_jpeg(spots(1)))
     assert second.images[0].digest == first.images[0].digest
@@ -77,7 +77,7 @@ def test_in_a_chat(llm: LLM) -> None:
     assert second.prompt_token_ids == first.prompt_token_ids
 
 
-def test_nobody_is_touched_who_did_not_ask(llm: LLM) -> None:
+def test_requests_without_the_option_are_unaffected(llm: LLM) -> None:
     ask(llm, spots(1), NOT_ASKED)
     assert not ask(llm, as_jpeg(spots(1)), ASKED).images[0].is_similar
     third = ask(llm, spots(1), NOT_ASKED)
@@ -85,14 +85,14 @@ def test_nobody_is_touched_who_did_not_ask(llm: LLM) -> None:
     assert third.images[0].digest == ask(llm, spots(1), NOT_ASKED).images[0].digest
 
 
-def test_tenants_do_not_see_one_another(llm: LLM) -> None:
+def test_copies_are_not_replaced_across_tenants(llm: LLM) -> None:
     ask(llm, spots(1), cache_salt="a")
     assert not ask(llm, as_jpeg(spots(1)), cache_salt="b").images[0].is_similar
     assert not ask(llm, as_jpeg(spots(1))).images[0].is_similar
     assert ask(llm, as_jpeg(spots(1)), cache_salt="a").images[0].is_similar
 
 
-def test_a_copy_scaled_a_little_is_replaced_whatever_its_grid(llm: LLM) -> None:
+def test_a_slightly_scaled_copy_is_replaced_with_any_grid(llm: LLM) -> None:
     large = spots(1, size=120)
     first = ask(llm, large)
     copy = ask(llm, large.resize((122, 118), Image.Resampling.LANCZOS))
@@ -115,7 +115,7 @@ def test_a_digit_is_not_overlooked(llm: LLM) -> None:
     assert ask(llm, as_jpeg(label(90))).images[0].digest == other.images[0].digest
 
 
-def test_files_that_show_the_same_are_the_same(llm: LLM) -> None:
+def test_files_with_the_same_picture_are_copies(llm: LLM) -> None:
     """Rotation by EXIF, a palette and an opaque alpha channel do not matter."""
     image = spots(1, size=64).quantize(64).convert("RGB")
     first = ask(llm, image)
@@ -136,13 +136,13 @@ def test_files_that_show_the_same_are_the_same(llm: LLM) -> None:
         assert ask(llm, stream.getvalue()).images[0].digest == first.images[0].digest
 
 
-def test_an_image_with_an_id_of_its_own_stays_itself(llm: LLM) -> None:
+def test_an_image_with_a_users_id_is_not_replaced(llm: LLM) -> None:
     ask(llm, spots(1))
     named = ask(llm, as_jpeg(spots(1)), multi_modal_uuids={"image": "mine"})
     assert not named.images[0].is_similar
 
 
-def test_what_is_no_longer_cached_takes_no_place(folder: Path) -> None:
+def test_images_without_embeddings_are_dropped(folder: Path) -> None:
     rows = len(ask(LLM(folder, num_blocks=64), spots(1)).prompt_token_ids)
     llm = LLM(folder, num_blocks=64, encoder_cache_rows=rows, debug=True)
     ask(llm, spots(1))
@@ -151,7 +151,7 @@ def test_what_is_no_longer_cached_takes_no_place(folder: Path) -> None:
     llm.close()
 
 
-def test_images_prepared_together_stand_for_later_copies(llm: LLM) -> None:
+def test_images_prepared_together_replace_later_copies(llm: LLM) -> None:
     """No image is encoded yet when the next image is compared with it."""
     assert llm.frontend.images is not None
     text = f"What is {llm.frontend.images.placeholder}?"
@@ -176,26 +176,26 @@ def loaded(image: Image.Image) -> LoadedImage:
     return LoadedImage(digest, ProcessedImage({}, (1, 1, 1), 4, image), picture=image)
 
 
-def test_pixels_are_kept_within_a_limit() -> None:
+def test_the_memory_of_pixels_is_bounded() -> None:
     pixels = zlib.compress(spots(1).tobytes(), 1)
     room = 2 * (len(pixels) + thumbnail_of(spots(1)).nbytes + ENTRY_BYTES) + 500
     similar = SimilarImages(Everything(), capacity=room)  # type: ignore[arg-type]
     for seed in (1, 2, 3, 2, 4):
         similar.find_or_add(loaded(spots(seed)), None)
         assert 0 < similar.num_bytes <= room
-    found = [similar.find_or_add(loaded(as_jpeg(spots(seed))), None) for seed in (2, 4)]
-    assert [one.is_similar for one in found] == [True, True]
+    results = [similar.find_or_add(loaded(as_jpeg(spots(seed))), None) for seed in (2, 4)]
+    assert [result.is_similar for result in results] == [True, True]
     assert not similar.find_or_add(loaded(as_jpeg(spots(1))), None).is_similar
 
 
-def test_an_image_larger_than_the_limit_is_not_kept() -> None:
+def test_an_image_larger_than_the_limit_is_not_stored() -> None:
     similar = SimilarImages(Everything(), capacity=100)  # type: ignore[arg-type]
     assert not similar.find_or_add(loaded(spots(1)), None).is_similar
     assert similar.num_bytes == 0
     assert not similar.find_or_add(loaded(as_jpeg(spots(1))), None).is_similar
 
 
-def test_the_image_that_stands_for_a_copy_has_its_own_pixels() -> None:
+def test_the_image_that_replaces_a_copy_keeps_its_pixels() -> None:
     """If its embeddings are evicted before they are used, they are computed again."""
     similar = SimilarImages(Everything())  # type: ignore[arg-type]
     similar.find_or_add(loaded(spots(1)), None)
@@ -205,12 +205,12 @@ def test_the_image_that_stands_for_a_copy_has_its_own_pixels() -> None:
 
 
 class Some(set[EncoderKey]):
-    """An encoder cache that has embeddings of these images, and counts its look-ups."""
+    """An encoder cache with embeddings of these images, and a count of lookups."""
 
-    num_asked = 0
+    num_lookups = 0
 
     def __contains__(self, key: object) -> bool:
-        self.num_asked += 1
+        self.num_lookups += 1
         return super().__contains__(key)
 
 
@@ -218,7 +218,7 @@ def key_of(seed: int, salt: str | None = None) -> EncoderKey:
     return EncoderKey(salt, loaded(spots(seed)).digest)
 
 
-def test_an_image_is_forgotten_with_its_embeddings() -> None:
+def test_an_image_is_dropped_with_its_embeddings() -> None:
     cache = Some()
     similar = SimilarImages(cache)  # type: ignore[arg-type]
     for seed in (1, 2, 3):
@@ -234,7 +234,7 @@ def test_an_image_is_forgotten_with_its_embeddings() -> None:
     assert similar.num_bytes < before
     cache.clear()
     similar.find_or_add(loaded(spots(7)), None)
-    assert len(similar) == 4, "3 is gone, and 7 new"
+    assert len(similar) == 4, "3 was dropped, and 7 is new"
 
 
 def test_an_image_that_is_shown_again_waits_for_its_embeddings() -> None:
@@ -248,11 +248,11 @@ def test_an_image_that_is_shown_again_waits_for_its_embeddings() -> None:
     cache.clear()  # before either is encoded
     similar.find_or_add(loaded(spots(4)), None)
     cache.update((key_of(1), key_of(2)))
-    found = [similar.find_or_add(loaded(as_jpeg(spots(seed))), None) for seed in (1, 2)]
-    assert [one.is_similar for one in found] == [True, True]
+    results = [similar.find_or_add(loaded(as_jpeg(spots(seed))), None) for seed in (1, 2)]
+    assert [result.is_similar for result in results] == [True, True]
 
 
-def test_images_are_kept_within_a_number() -> None:
+def test_the_number_of_images_is_bounded() -> None:
     cache = Some()
     similar = SimilarImages(cache, max_images=3)  # type: ignore[arg-type]
     for seed, salt in ((1, "a"), (2, "b"), (3, "a"), (1, "a"), (4, None)):
@@ -260,8 +260,8 @@ def test_images_are_kept_within_a_number() -> None:
         cache.add(key_of(seed, salt))
         assert len(similar) <= 3
     copies = [(1, "a"), (3, "a"), (4, None), (2, "b")]
-    found = [similar.find_or_add(loaded(as_jpeg(spots(seed))), salt) for seed, salt in copies]
-    assert [one.is_similar for one in found] == [True, True, True, False]
+    results = [similar.find_or_add(loaded(as_jpeg(spots(seed))), salt) for seed, salt in copies]
+    assert [result.is_similar for result in results] == [True, True, True, False]
 
 
 class Salt(str):
@@ -275,18 +275,18 @@ class Salt(str):
         return str.__eq__(self, other)
 
 
-def test_what_a_new_image_costs_does_not_grow_with_other_tenants() -> None:
+def test_the_cost_of_an_image_does_not_grow_with_other_tenants() -> None:
     cache = Some()
     similar = SimilarImages(cache)  # type: ignore[arg-type]
     for seed in range(20):
         similar.find_or_add(loaded(spots(seed)), Salt(f"tenant {seed % 10}"))
-    cache.num_asked = Salt.num_compared = 0
+    cache.num_lookups = Salt.num_compared = 0
     similar.find_or_add(loaded(spots(20)), Salt("tenant 0"))
-    assert cache.num_asked == 2
+    assert cache.num_lookups == 2
     assert Salt.num_compared < 10
 
 
-def test_tiny_images_count_what_keeps_them() -> None:
+def test_the_overhead_of_tiny_images_is_counted() -> None:
     similar = SimilarImages(Everything(), capacity=20_000)  # type: ignore[arg-type]
     for grey in range(0, 240, 40):
         similar.find_or_add(loaded(Image.new("RGB", (4, 4), (grey, grey, grey))), None)

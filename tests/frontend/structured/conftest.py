@@ -1,4 +1,4 @@
-"""One small model with random weights and a tokenizer: it writes anything, so a mask must hold."""
+"""A small model with random weights, whose answers are valid only because of the masks."""
 
 from collections.abc import Iterator
 
@@ -15,6 +15,6 @@ def writer(
 ) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp(request.param)
     save_smallest(folder, layers=1, tokenizer=TINY_TOKENIZERS[request.param]())
-    made = make_llm(folder, num_blocks=256)
-    yield made
-    made.close()
+    llm = make_llm(folder, num_blocks=256)
+    yield llm
+    llm.close()

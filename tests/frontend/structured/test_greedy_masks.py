@@ -1,4 +1,4 @@
-"""Greedy answers under masks: chosen in the model's pass, as from masked logits."""
+"""Greedy answers under masks, selected in the model's pass, match those of masked logits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +35,9 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp("model")
-    made = make_llm(save_smallest(folder, layers=1, tokenizer=TINY_TOKENIZERS["byte_level"]()))
-    yield made
-    made.close()
+    llm = make_llm(save_smallest(folder, layers=1, tokenizer=TINY_TOKENIZERS["byte_level"]()))
+    yield llm
+    llm.close()
 
 
 def ask(llm: LLM, *kinds: str, **options: Any) -> list[list[int]]:
@@ -50,21 +50,21 @@ def ask(llm: LLM, *kinds: str, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kinds", [[kind] for kind in MASKS] + [list(MASKS)], ids=" ".join)
-def test_the_answer_is_that_of_masked_logits(
+def test_the_answer_matches_masked_logits(
     llm: LLM, kinds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Log-probabilities, which need all logits, say what the answer must be."""
+    """The expected answer comes from a request with log-probabilities, which needs all logits."""
     expected = ask(llm, *kinds, logprobs=0)
-    choose, given = llm.engine.model.choose, []
+    choose, masks = llm.engine.model.choose, []
 
     def spy(*arguments: Any, allowed: np.ndarray | None = None) -> list[int]:
-        given.append(allowed)
+        masks.append(allowed)
         return choose(*arguments, allowed=allowed)
 
     monkeypatch.setattr(llm.engine.model, "choose", spy)
     assert ask(llm, *kinds) == expected
-    assert len(given) >= 8  # every step, prefill included
-    assert (given[0] is None) == (kinds == ["none"])
+    assert len(masks) >= 8  # every step, prefill included
+    assert (masks[0] is None) == (kinds == ["none"])
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_the_answer_is_that_of_masked_logits(
     [{"logit_bias": {7: 1.0}}, {"min_tokens": 10}, {"logprobs": 1}, {"presence_penalty": 1.0}],
     ids=str,
 )
-def test_who_wants_more_gets_all_logits(
+def test_other_options_use_all_logits(
     llm: LLM, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm.engine.model, "choose", None)
     assert ask(llm, "bad words", **options)
 
 
-def test_an_answer_without_an_allowed_token_ends_alone(llm: LLM) -> None:
+def test_an_answer_without_allowed_tokens_fails_alone(llm: LLM) -> None:
     words = [i for i in range(382) if llm.get_tokenizer().decode([i]) in "ab"]  # type: ignore[union-attr]
     banned = SamplingParams(
         temperature=0, max_tokens=9, allowed_token_ids=words, bad_words=["aa", "ab", "ba", "bb"]
@@ -122,7 +122,7 @@ def test_logits_are_masked_where_a_bit_is_clear(count: int, seed: int, odd: bool
 
 
 def test_a_head_may_be_narrower_than_the_embedding(tmp_path: Path) -> None:
-    """Moshi's embedding has a row more, for padding: masks were made for 385 tokens of 384."""
+    """Regression: masks had 385 tokens of 384, as Moshi's embedding has a row for padding."""
     config = MoshiConfig(
         vocab_size=384,
         hidden_size=32,
@@ -137,11 +137,11 @@ def test_a_head_may_be_narrower_than_the_embedding(tmp_path: Path) -> None:
     )
     torch.manual_seed(0)
     MoshiForCausalLM(config).save_pretrained(tmp_path)
-    made = make_llm(tmp_path)
-    assert made.engine.model.vocab_size == 384
+    moshi = make_llm(tmp_path)
+    assert moshi.engine.model.vocab_size == 384
     for options in ({"allowed_token_ids": [5, 6]}, {"presence_penalty": 1.0}):
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **options)
-        [output] = made.generate([[1, 2, 3]], params, use_tqdm=False)
+        [output] = moshi.generate([[1, 2, 3]], params, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 3
         assert "presence_penalty" in options or set(output.outputs[0].token_ids) <= {5, 6}
-    made.close()
+    moshi.close()

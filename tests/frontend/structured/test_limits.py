@@ -29,13 +29,13 @@ def ask(llm: LLM, form: dict[str, Any], **options: Any) -> str:
     return output.outputs[0].text
 
 
-def test_five_thousand_choices(writer: LLM) -> None:
+def test_five_thousand_choices_are_supported(writer: LLM) -> None:
     """Earlier, the second step failed: each choice was a separate rule, and 2,000 may apply."""
     choices = [f"product number {number}" for number in range(5_000)]
     assert ask(writer, {"choice": choices}) in choices
 
 
-def test_seven_hundred_optional_properties(writer: LLM) -> None:
+def test_seven_hundred_optional_properties_are_supported(writer: LLM) -> None:
     assert re.match(r'\{\s*("p\d+|\}|$)', ask(writer, optional_properties(700)))
 
 
@@ -48,7 +48,7 @@ def test_seven_hundred_optional_properties(writer: LLM) -> None:
     ],
     ids=["properties", "repeats", "bytes"],
 )
-def test_what_is_beyond_them_is_refused_before_any_work(
+def test_constraints_beyond_the_limits_are_refused_before_any_work(
     writer: LLM, form: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(RequestError, match=f"^structured_outputs.*{reason}"):
@@ -56,7 +56,7 @@ def test_what_is_beyond_them_is_refused_before_any_work(
     assert not writer.engine.has_unfinished
 
 
-def test_what_is_beyond_them_late_in_an_answer_ends_that_alone(writer: LLM) -> None:
+def test_a_limit_reached_late_ends_only_its_answer(writer: LLM) -> None:
     """The trial answer is too short to reach this limit."""
     digits = {"type": "string", "pattern": "^[0-9]{200}$"}
     late = {"a": digits, "b": optional_properties(1_500)["json"]}
@@ -81,7 +81,7 @@ def test_what_is_beyond_them_late_in_an_answer_ends_that_alone(writer: LLM) -> N
 
 
 @pytest.mark.parametrize("text", ["", "a", "ab", "\n\t\0x", '"\\', "/.*/", "é😀", "$^{1}"])
-def test_a_choice_is_its_text_whatever_it_has(text: str) -> None:
+def test_a_choice_is_literal(text: str) -> None:
     """A choice is literal: no character has a special meaning."""
     form = StructuredOutputsParams(choice=["", "a", "ab", text]).constraint
     matcher = GrammarCompiler(Vocabulary(TOKENIZER, len(TOKENIZER), frozenset())).matcher(form)

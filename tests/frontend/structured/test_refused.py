@@ -33,19 +33,19 @@ def nested(levels: int) -> dict[str, Any]:
     return schema
 
 
-def test_how_deep_a_schema_may_be() -> None:
+def test_the_depth_of_a_schema_is_bounded() -> None:
     GrammarCompiler(VOCABULARY).matcher(StructuredOutputsParams(json=nested(124)).constraint)
     assert "recursion limit exceeded" in refusal(json=nested(125))
 
 
-def test_a_form_too_large_for_its_first_tokens() -> None:
-    many = {f"p{at}": {"type": "boolean"} for at in range(1_500)}
+def test_a_constraint_with_too_many_first_tokens_is_refused() -> None:
+    many = {f"p{i}": {"type": "boolean"} for i in range(1_500)}
     schema = {"type": "object", "properties": {"a": {"type": "object", "properties": many}}}
-    said = refusal(json=schema | {"required": ["a"]}, disable_any_whitespace=True)
-    assert "max is 4100" in said
+    error = refusal(json=schema | {"required": ["a"]}, disable_any_whitespace=True)
+    assert "max is 4100" in error
 
 
-def test_the_pattern_of_white_space() -> None:
+def test_the_pattern_of_white_space_is_bounded() -> None:
     assert "unclosed group" in refusal(json={"type": "object"}, whitespace_pattern="(")
 
 
@@ -58,8 +58,8 @@ def test_the_pattern_of_white_space() -> None:
     ],
 )
 def test_a_message_of_several_lines_becomes_one(form: dict[str, Any]) -> None:
-    said = refusal(**form)
-    assert said.isprintable() and "backtrace" not in said
+    error = refusal(**form)
+    assert error.isprintable() and "backtrace" not in error
 
 
 @pytest.mark.parametrize("value", [982_451_653, 1_000_003, 1.000003, 1e300, 10**9])
@@ -75,16 +75,16 @@ def test_too_many_remainders_are_refused_at_once(value: float) -> None:
         'start: a b\na: %json{"multipleOf":997}\nb: %json {"items": {"multipleOf": 991}}',
     ],
 )
-def test_schemas_within_a_grammar_are_held_to_the_same(grammar: str) -> None:
+def test_schemas_within_a_grammar_have_the_same_limits(grammar: str) -> None:
     """Earlier, two such requests occupied all threads that compile, and took gigabytes."""
     assert '"multipleOf" is' in refusal(grammar=grammar)
 
 
-def test_a_name_that_is_spelled_in_escapes_is_the_same_name() -> None:
+def test_a_name_with_escapes_is_the_same_name() -> None:
     assert '"multipleOf" is' in refusal(json='{"multiple\\u004ff": 99999989}')
 
 
-def test_numbers_that_have_to_be_multiples_of_several_are_counted_together() -> None:
+def test_combined_multiples_are_limited() -> None:
     parts = [{"multipleOf": value} for value in (997, 991)]
     assert "least common multiple with others" in refusal(json={"type": "integer", "allOf": parts})
     apart = {"type": "object", "properties": dict(zip("ab", parts, strict=True))}
@@ -92,5 +92,5 @@ def test_numbers_that_have_to_be_multiples_of_several_are_counted_together() -> 
 
 
 @pytest.mark.parametrize("start", ["?start:", "!start:", "start[lazy]:", "start :"])
-def test_all_of_lark_s_starts_are_lark(start: str) -> None:
+def test_all_starts_of_lark_grammars_are_recognized(start: str) -> None:
     check_constraint(StructuredOutputsParams(grammar=f'{start} "a" | "b"').constraint)

@@ -1,4 +1,4 @@
-"""JSON schemas as tools and models of clients have them: annotations, and references that recur."""
+"""JSON schemas of clients' tools and models: annotations and recursive references."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ NODE = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["n
         | {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}}, "required": ["a"]},
     ],
 )
-def test_a_schema_whose_recursion_cannot_end_is_refused(schema: dict[str, Any]) -> None:
+def test_a_schema_with_endless_recursion_is_refused(schema: dict[str, Any]) -> None:
     """Earlier, its answers continued until `max_tokens`."""
     assert not validate(schema)
     with pytest.raises(RequestError, match=r"structured_outputs.json .* recurses without end"):
@@ -98,7 +98,7 @@ def test_a_schema_whose_recursion_cannot_end_is_refused(schema: dict[str, Any]) 
         {"$defs": {"never": {"$ref": "#/$defs/never"}}, "type": "string"},
     ],
 )
-def test_a_schema_whose_recursion_can_end_is_taken(schema: dict[str, Any]) -> None:
+def test_a_schema_with_finite_recursion_is_accepted(schema: dict[str, Any]) -> None:
     check(schema)
 
 

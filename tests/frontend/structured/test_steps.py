@@ -41,9 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    made = make_llm(folder, num_blocks=NUM_BLOCKS, max_num_batched_tokens=48)
-    yield made
-    made.close()
+    llm = make_llm(folder, num_blocks=NUM_BLOCKS, max_num_batched_tokens=48)
+    yield llm
+    llm.close()
 
 
 def _run(runs: EngineCore, *groups: RequestGroup) -> list[list[int]]:
@@ -63,11 +63,11 @@ def _both(llm: LLM, bound: SamplingParams = BOUND) -> list[RequestGroup]:
 
 def _alone(llm: LLM, bound: SamplingParams) -> list[list[int]]:
     """Return the answer of each request alone, with an empty cache."""
-    found = [_run(llm.engine, group)[0] for group in _both(llm, bound)]
+    answers = [_run(llm.engine, group)[0] for group in _both(llm, bound)]
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None
-    assert re.fullmatch(REGEX, str(tokenizer.decode(found[0])))
-    return found
+    assert re.fullmatch(REGEX, str(tokenizer.decode(answers[0])))
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def expected(llm: LLM) -> list[list[int]]:
     return _alone(llm, BOUND)
 
 
-def test_a_preempted_request_is_told_nothing_twice(
+def test_a_preempted_request_repeats_no_token(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request is preempted after each of its tokens."""
@@ -95,50 +95,54 @@ def test_a_preempted_request_is_told_nothing_twice(
         assert own.sampling.output_token_ids == expected[0]
 
 
-def test_preempted_by_a_lack_of_blocks_all_answers_are_valid(llm: LLM) -> None:
+def test_answers_preempted_for_lack_of_blocks_are_valid(llm: LLM) -> None:
     """8 answers of some 100 tokens need more than 24 blocks of 16."""
     before = llm.engine.num_preemptions
     form = StructuredOutputsParams(regex="([a-c]{3}-){30}z")
     params = SamplingParams(temperature=1, seed=1, max_tokens=200, structured_outputs=form, n=8)
     [output] = llm.generate("the", params, use_tqdm=False)
     assert llm.engine.num_preemptions > before
-    for one in output.outputs:
-        assert one.finish_reason == "stop" and re.fullmatch("([a-c]{3}-){30}z", one.text)
+    for completion in output.outputs:
+        assert completion.finish_reason == "stop" and re.fullmatch(
+            "([a-c]{3}-){30}z", completion.text
+        )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_neighbors_are_answered_as_without(folder: Path, deterministic: bool) -> None:
-    """Greedy and drawn ones, their log-probabilities, and what they hit.
+def test_neighbors_of_a_constrained_request_are_unaffected(
+    folder: Path, deterministic: bool
+) -> None:
+    """The tokens, log-probabilities and hits of greedy and sampled neighbors stay the same.
 
-    The last bits of a log-probability may depend on how many rows a step has, unless deterministic.
+    The last bits of log-probabilities may depend on the rows of a step, unless deterministic.
     """
-    made = make_llm(folder, deterministic=deterministic, num_blocks=64)
+    llm = make_llm(folder, deterministic=deterministic, num_blocks=64)
     others = [
         PLAIN,
         SamplingParams(temperature=0.8, seed=4, top_p=0.9, max_tokens=8, logprobs=3),
         SamplingParams(temperature=0, max_tokens=8, min_tokens=8, presence_penalty=1.0),
     ]
-    prompts = [[*SHARED, 60 + at] for at in range(4)]
+    prompts = [[*SHARED, 60 + i] for i in range(4)]
 
-    def ask(first: SamplingParams) -> list[RequestOutput]:
-        assert made.reset_prefix_cache()
-        return made.generate(prompts, [first, *others], use_tqdm=False)[1:]
+    def generate(first: SamplingParams) -> list[RequestOutput]:
+        assert llm.reset_prefix_cache()
+        return llm.generate(prompts, [first, *others], use_tqdm=False)[1:]
 
     bound = SamplingParams(temperature=0, max_tokens=12, structured_outputs=FORM)
     free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    for beside_bound, beside_free in zip(ask(bound), ask(free), strict=True):
-        one, other = beside_bound.outputs[0], beside_free.outputs[0]
-        assert beside_bound.num_cached_tokens == beside_free.num_cached_tokens
-        assert one.token_ids == other.token_ids
-        assert not deterministic or one == other
-        for row, beside in zip(one.logprobs or [], other.logprobs or [], strict=True):
-            assert row.keys() == beside.keys()
-            found = [row[token].logprob - beside[token].logprob for token in row]
-            assert found == pytest.approx([0.0] * len(row), abs=1e-3)
-    made.close()
+    for constrained, unconstrained in zip(generate(bound), generate(free), strict=True):
+        left, right = constrained.outputs[0], unconstrained.outputs[0]
+        assert constrained.num_cached_tokens == unconstrained.num_cached_tokens
+        assert left.token_ids == right.token_ids
+        assert not deterministic or left == right
+        for row, other_row in zip(left.logprobs or [], right.logprobs or [], strict=True):
+            assert row.keys() == other_row.keys()
+            differences = [row[token].logprob - other_row[token].logprob for token in row]
+            assert differences == pytest.approx([0.0] * len(row), abs=1e-3)
+    llm.close()
 
 
-def test_what_a_form_made_is_hit_by_others(llm: LLM) -> None:
+def test_blocks_of_constrained_answers_are_hit_by_others(llm: LLM) -> None:
     """K/V depend only on tokens, not on their selection."""
     runs = llm.engine
     assert runs.reset_prefix_cache()
@@ -149,7 +153,7 @@ def test_what_a_form_made_is_hit_by_others(llm: LLM) -> None:
     assert again.output().num_cached_tokens >= (len(PROMPTS[0]) + len(tokens) - 1) // 16 * 16
 
 
-def test_an_answer_whose_grammar_fails_ends_alone(llm: LLM) -> None:
+def test_a_failing_grammar_ends_only_its_answer(llm: LLM) -> None:
     """The test breaks its matcher."""
     runs = llm.engine
     groups = _both(llm)

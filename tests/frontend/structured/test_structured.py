@@ -40,7 +40,7 @@ def special(llm: LLM, name: str) -> int:
     return token_id
 
 
-def test_white_space_comes_to_an_end(writer: LLM) -> None:
+def test_white_space_is_bounded(writer: LLM) -> None:
     """Earlier, a model that prefers white space filled its answer with it."""
     tokenizer = writer.get_tokenizer()
     assert tokenizer is not None
@@ -63,7 +63,7 @@ def test_white_space_comes_to_an_end(writer: LLM) -> None:
 
 
 @pytest.mark.parametrize("indent", [None, 2, 4, "\t"])
-def test_json_as_people_write_it_is_allowed(indent: int | str | None) -> None:
+def test_indented_json_is_allowed(indent: int | str | None) -> None:
     form = StructuredOutputsParams(json={"type": "object"}).constraint
     matcher = GrammarCompiler(Vocabulary(TOKENIZER, len(TOKENIZER), frozenset())).matcher(form)
     value = {"a": [1, {"b": None}, []], "c": {"d": {"e": "f"}}}
@@ -103,12 +103,12 @@ def test_json_as_people_write_it_is_allowed(indent: int | str | None) -> None:
         {"json": {}, "whitespace_pattern": 1},
     ],
 )
-def test_a_wrong_form_is_refused(options: dict[str, Any]) -> None:
+def test_an_invalid_constraint_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=r"^structured_outputs.*; allowed: |U\+D800"):
         StructuredOutputsParams(**options)
 
 
-def test_a_schema_that_never_ends_is_refused() -> None:
+def test_an_endless_schema_is_refused() -> None:
     endless: dict[str, Any] = {}
     endless["items"] = endless
     with pytest.raises(RequestError, match="Circular reference"):
@@ -136,12 +136,12 @@ def test_a_schema_that_never_ends_is_refused() -> None:
         ({"json": {}, "whitespace_pattern": "("}, "unclosed group"),
     ],
 )
-def test_a_form_that_cannot_be_followed_is_refused_before_any_work(
+def test_an_unsupported_constraint_is_refused_before_any_work(
     writer: LLM, form: dict[str, Any], reason: str
 ) -> None:
     """The valid prompt of the same call is not submitted either."""
     forms = [None, StructuredOutputsParams(**form)]
-    params = [SamplingParams(structured_outputs=one) for one in forms]
+    params = [SamplingParams(structured_outputs=constraint) for constraint in forms]
     with pytest.raises(RequestError, match=f"^structured_outputs.* cannot be followed: .*{reason}"):
         writer.generate(["the"] * 2, params)
     assert not writer.engine.has_unfinished
@@ -154,7 +154,7 @@ DEEP = [
 ]
 
 
-def test_a_deep_grammar_does_not_end_the_process(tmp_path: Path) -> None:
+def test_a_deep_grammar_does_not_crash_the_process(tmp_path: Path) -> None:
     """llguidance overflowed a stack of 8 MB; a separate process may crash."""
     program = """
 import json, sys
@@ -178,7 +178,7 @@ for number, text in enumerate(json.load(open(sys.argv[1]))):
     assert done.stdout == survived, (done.returncode, done.stderr)
 
 
-def test_a_model_without_a_tokenizer_has_no_forms() -> None:
+def test_a_model_without_a_tokenizer_has_no_constraints() -> None:
     compiler = GrammarCompiler(Vocabulary(None, 9, frozenset()))
     with pytest.raises(RequestError, match="has no tokenizer"):
         compiler.matcher(OutputConstraint("regex", "a"))
@@ -204,12 +204,12 @@ class Person(pydantic.BaseModel):
 @pytest.mark.parametrize(
     "schema", [Person, Person.model_json_schema(), json.dumps(Person.model_json_schema())]
 )
-def test_a_schema_is_a_model_or_a_dict_or_a_text(schema: Any) -> None:
+def test_a_schema_may_be_a_model_a_dict_or_a_text(schema: Any) -> None:
     form = StructuredOutputsParams(json=schema).constraint
     assert json.loads(form.text) == Person.model_json_schema()
 
 
-def test_objects_may_be_closed() -> None:
+def test_additional_properties_may_be_disabled() -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -232,7 +232,9 @@ def test_objects_may_be_closed() -> None:
     assert StructuredOutputsParams(json=schema).constraint.text == json.dumps(schema)
 
 
-def test_a_form_is_compiled_once_and_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constraint_is_compiled_once_and_in_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     compiler = GrammarCompiler(Vocabulary(TOKENIZER, 383, frozenset([END])))
     threads: list[str] = []
     build = grammar._build
@@ -252,28 +254,30 @@ def test_a_form_is_compiled_once_and_in_another_thread(monkeypatch: pytest.Monke
 # When an answer ends
 
 
-def test_an_answer_ends_where_nothing_can_follow(writer: LLM) -> None:
+def test_an_answer_ends_when_no_token_can_follow(writer: LLM) -> None:
     """No further step is needed for an end-of-text token."""
-    for one in answers(writer, {"choice": ["yes", "no"]}, n=3):
-        assert one.finish_reason == "stop" and one.stop_reason is None
-        assert special(writer, "<|im_end|>") not in one.token_ids
+    for answer in answers(writer, {"choice": ["yes", "no"]}, n=3):
+        assert answer.finish_reason == "stop" and answer.stop_reason is None
+        assert special(writer, "<|im_end|>") not in answer.token_ids
 
 
 @pytest.mark.parametrize("options", [{}, {"min_tokens": 20}, {"ignore_eos": True}])
 @pytest.mark.parametrize("form", [{"regex": ""}, {"choice": [""]}])
-def test_an_empty_answer_is_one(writer: LLM, form: dict[str, Any], options: dict[str, Any]) -> None:
-    [one] = answers(writer, form, **options)
-    assert (one.text, one.finish_reason) == ("", "stop")
+def test_an_empty_answer_is_allowed(
+    writer: LLM, form: dict[str, Any], options: dict[str, Any]
+) -> None:
+    [answer] = answers(writer, form, **options)
+    assert (answer.text, answer.finish_reason) == ("", "stop")
 
 
-def test_the_end_comes_only_where_the_grammar_accepts(writer: LLM) -> None:
+def test_eos_is_allowed_only_where_the_grammar_accepts(writer: LLM) -> None:
     end = special(writer, "<|im_end|>")
-    [one] = answers(writer, {"regex": "[ab]{7}[0-9]*"}, temperature=0, logit_bias={end: 100})
-    assert len(one.text) == 7 and set(one.text) <= {"a", "b"}
-    assert (one.token_ids[-1], one.finish_reason, one.stop_reason) == (end, "stop", None)
+    [answer] = answers(writer, {"regex": "[ab]{7}[0-9]*"}, temperature=0, logit_bias={end: 100})
+    assert len(answer.text) == 7 and set(answer.text) <= {"a", "b"}
+    assert (answer.token_ids[-1], answer.finish_reason, answer.stop_reason) == (end, "stop", None)
 
 
-def test_min_tokens_holds_as_long_as_the_grammar_goes_on(writer: LLM) -> None:
+def test_min_tokens_applies_while_the_grammar_continues(writer: LLM) -> None:
     bias = {special(writer, "<|im_end|>"): 100}
     [long] = answers(writer, {"regex": "[ab]+"}, min_tokens=20, logit_bias=bias)
     assert len(long.token_ids) == 21
@@ -281,38 +285,45 @@ def test_min_tokens_holds_as_long_as_the_grammar_goes_on(writer: LLM) -> None:
     assert len(short.text) == 3 and short.finish_reason == "stop"
 
 
-def test_without_the_end_of_text_it_goes_on_within_the_grammar(writer: LLM) -> None:
-    [one] = answers(writer, {"regex": "[ab]+"}, ignore_eos=True)
-    assert (len(one.token_ids), one.finish_reason) == (80, "length")
-    assert set(one.text) == {"a", "b"}
-    [one] = answers(writer, {"regex": "[ab]{9}"}, ignore_eos=True)
-    assert (len(one.text), one.finish_reason) == (9, "stop")
+def test_with_ignore_eos_an_answer_continues_within_the_grammar(writer: LLM) -> None:
+    [answer] = answers(writer, {"regex": "[ab]+"}, ignore_eos=True)
+    assert (len(answer.token_ids), answer.finish_reason) == (80, "length")
+    assert set(answer.text) == {"a", "b"}
+    [answer] = answers(writer, {"regex": "[ab]{9}"}, ignore_eos=True)
+    assert (len(answer.text), answer.finish_reason) == (9, "stop")
 
 
-def test_an_answer_that_is_complete_with_its_last_token_has_not_been_cut(writer: LLM) -> None:
-    [one] = answers(writer, {"regex": "[0-9]{5}"}, max_tokens=5)
-    assert (len(one.token_ids), one.finish_reason) == (5, "stop")
+def test_an_answer_completed_by_its_last_token_is_not_cut_off(writer: LLM) -> None:
+    [answer] = answers(writer, {"regex": "[0-9]{5}"}, max_tokens=5)
+    assert (len(answer.token_ids), answer.finish_reason) == (5, "stop")
 
 
-def test_stop_strings_and_stop_ids_end_it_too(writer: LLM) -> None:
-    [one] = answers(writer, {"regex": "x{3}[ab]+"}, stop=["xa", "xb"])
-    assert (one.text, one.finish_reason) == ("xx", "stop") and one.stop_reason in ("xa", "xb")
+def test_stop_strings_and_stop_ids_end_a_constrained_answer(writer: LLM) -> None:
+    [answer] = answers(writer, {"regex": "x{3}[ab]+"}, stop=["xa", "xb"])
+    assert (answer.text, answer.finish_reason) == ("xx", "stop") and answer.stop_reason in (
+        "xa",
+        "xb",
+    )
     start = special(writer, "<|im_start|>")
-    [one] = answers(writer, {"regex": "x{3}[ab]+"}, stop_token_ids=[start], logit_bias={start: 100})
-    assert (len(one.text), one.stop_reason) == (4, start)
+    [answer] = answers(
+        writer, {"regex": "x{3}[ab]+"}, stop_token_ids=[start], logit_bias={start: 100}
+    )
+    assert (len(answer.text), answer.stop_reason) == (4, start)
 
 
-def test_answers_of_one_request_have_a_grammar_each(writer: LLM) -> None:
-    found = answers(writer, {"regex": "[a-z]{6}"}, n=6)
-    assert len({one.text for one in found}) > 1
-    assert all(len(one.text) == 6 and one.text.islower() for one in found)
+def test_answers_of_one_request_have_separate_grammars(writer: LLM) -> None:
+    completions = answers(writer, {"regex": "[a-z]{6}"}, n=6)
+    assert len({completion.text for completion in completions}) > 1
+    assert all(
+        len(completion.text) == 6 and completion.text.islower() for completion in completions
+    )
 
 
-def test_log_probabilities_are_those_without_a_form(writer: LLM) -> None:
-    [one] = answers(writer, {"choice": ["xyz"]}, temperature=0, logprobs=2)
+def test_log_probabilities_are_those_without_a_constraint(writer: LLM) -> None:
+    [answer] = answers(writer, {"choice": ["xyz"]}, temperature=0, logprobs=2)
     plain = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
     [output] = writer.generate("the other day", plain, use_tqdm=False)
-    assert one.logprobs is not None and output.outputs[0].logprobs is not None
-    free, bound = output.outputs[0].logprobs[0], one.logprobs[0]
+    assert answer.logprobs is not None and output.outputs[0].logprobs is not None
+    free, bound = output.outputs[0].logprobs[0], answer.logprobs[0]
     assert {token_id: bound[token_id] for token_id in free} == free
-    assert bound[one.token_ids[0]].rank > 1
+    assert bound[answer.token_ids[0]].rank > 1

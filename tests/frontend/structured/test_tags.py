@@ -58,7 +58,7 @@ def accepts(tags: Any, *pieces: str | int) -> bool:
     ],
 )
 @pytest.mark.parametrize("spell", [dict, json.dumps])
-def test_what_follows_a_trigger_is_whole(text: str, allowed: bool, spell: Any) -> None:
+def test_text_after_a_trigger_is_complete(text: str, allowed: bool, spell: Any) -> None:
     assert accepts(spell({"type": "structural_tag", **TAGS}), text) is allowed
 
 
@@ -76,7 +76,7 @@ def test_a_special_token_may_be_the_trigger() -> None:
         accepts(late, "x")
 
 
-def test_every_trigger_of_an_answer_begins_a_whole_part(writer: LLM) -> None:
+def test_every_trigger_of_an_answer_starts_a_complete_part(writer: LLM) -> None:
     tag = {"begin": "e:", "schema": schema(n={"enum": [1, 2]}), "end": "!"}
     form = StructuredOutputsParams(
         structural_tag={"structures": [tag], "triggers": ["e"]}, disable_any_whitespace=True
@@ -86,7 +86,7 @@ def test_every_trigger_of_an_answer_begins_a_whole_part(writer: LLM) -> None:
         for seed in range(8)
     ]
     outputs = writer.generate(["the other day"] * 8, params, use_tqdm=False)
-    texts = [one.outputs[0].text for one in outputs]
+    texts = [output.outputs[0].text for output in outputs]
     assert any("e" in text for text in texts)
     for text in texts:  # an answer that max_tokens cut may end within a part
         assert re.fullmatch(r'([^e]|e:\{"n":[12]\}!)*(e[^e!]*)?', text, re.DOTALL)
@@ -107,12 +107,12 @@ def test_every_trigger_of_an_answer_begins_a_whole_part(writer: LLM) -> None:
         {"type": "structural_tag", "format": {"type": "triggered_tags"}},
     ],
 )
-def test_tags_that_are_none_are_refused(wrong: Any) -> None:
+def test_invalid_tags_are_refused(wrong: Any) -> None:
     with pytest.raises(RequestError, match=r"structured_outputs.structural_tag is .*; allowed: "):
         StructuredOutputsParams(structural_tag=wrong)
 
 
-def test_a_schema_of_a_tag_that_cannot_be_followed_is_refused() -> None:
+def test_an_unsupported_schema_of_a_tag_is_refused() -> None:
     odd = {**CITY, "schema": {"not": {"type": "string"}}}
     with pytest.raises(RequestError, match=r'structural_tag cannot be followed: .*keys: ."not"'):
         accepts({"structures": [odd], "triggers": ["<f="]}, "")

@@ -1,6 +1,6 @@
 """Structured answers of any model are valid according to other validators.
 
-An answer that `max_tokens` cuts is not judged, so enough of them must finish.
+An answer that `max_tokens` cuts off is not checked, so enough of them must finish.
 """
 
 import json
@@ -39,7 +39,7 @@ def integers() -> SearchStrategy[Schema]:
 def texts() -> SearchStrategy[Schema]:
     patterns = st.sampled_from(["^[a-c]{2,4}$", "^x|y$", "^[0-9]+-[^a]$", "^[0-9]{2}$"])
     bounded = ranges("minLength", "maxLength", 6).map(lambda bounds: {"type": "string", **bounds})
-    return bounded | patterns.map(lambda one: {"type": "string", "pattern": one})
+    return bounded | patterns.map(lambda pattern: {"type": "string", "pattern": pattern})
 
 
 def objects(inner: SearchStrategy[Schema]) -> SearchStrategy[Schema]:
@@ -114,14 +114,14 @@ def answer(llm: LLM, tally: Counter[str], forms: Sequence[Form]) -> list[tuple[F
         for n, temperature in ((3, 1.0), (1, 0.0))
     ]  # fmt: skip
     outputs = llm.generate(["the other day"] * len(params), params, use_tqdm=False)
-    found = []
+    results = []
     for form, drawn, greedy in zip(forms, outputs[::2], outputs[1::2], strict=True):
         answers = [*drawn.outputs, *greedy.outputs]
-        finished = [one.text for one in answers if one.finish_reason == "stop"]
+        finished = [completion.text for completion in answers if completion.finish_reason == "stop"]
         tally["all"] += len(answers)
         tally["finished"] += len(finished)
-        found.append((form, finished))
-    return found
+        results.append((form, finished))
+    return results
 
 
 def several(forms: SearchStrategy[dict[str, Any]]) -> SearchStrategy[list[Form]]:
@@ -129,7 +129,7 @@ def several(forms: SearchStrategy[dict[str, Any]]) -> SearchStrategy[list[Form]]
     return st.lists(st.tuples(st.integers(0, 99), forms), min_size=AT_ONCE, max_size=AT_ONCE)
 
 
-def test_json_is_valid_by_its_schema(writer: LLM) -> None:
+def test_json_is_valid_under_its_schema(writer: LLM) -> None:
     tally: Counter[str] = Counter()
 
     @settings(max_examples=30 // AT_ONCE)
@@ -147,7 +147,7 @@ def test_json_is_valid_by_its_schema(writer: LLM) -> None:
     assert tally["finished"] > 0.6 * tally["all"], tally
 
 
-def test_any_object_is_one(writer: LLM) -> None:
+def test_any_object_is_valid(writer: LLM) -> None:
     tally: Counter[str] = Counter()
     for _, texts in answer(writer, tally, [(seed, {"json_object": True}) for seed in range(6)]):
         for text in texts:
@@ -203,7 +203,7 @@ def test_an_answer_is_one_of_the_choices(writer: LLM) -> None:
 
 
 @pytest.mark.parametrize("grammar", ['start: "(" start ")" | "x"', 'root ::= "(" root ")" | "x"'])
-def test_an_answer_is_of_a_context_free_grammar(writer: LLM, grammar: str) -> None:
+def test_an_answer_matches_a_context_free_grammar(writer: LLM, grammar: str) -> None:
     """Balanced parentheses are not a regular language."""
     tally: Counter[str] = Counter()
     lengths = set()
@@ -215,7 +215,7 @@ def test_an_answer_is_of_a_context_free_grammar(writer: LLM, grammar: str) -> No
     assert len(lengths) > 2
 
 
-def test_with_a_bias_and_bad_words_it_is_still_valid(writer: LLM) -> None:
+def test_answers_with_a_bias_and_bad_words_are_valid(writer: LLM) -> None:
     """With other changes of logits no answer is invalid; some end with an error."""
     tokenizer = writer.get_tokenizer()
     assert tokenizer is not None
@@ -229,10 +229,10 @@ def test_with_a_bias_and_bad_words_it_is_still_valid(writer: LLM) -> None:
             logits_processors=[lambda past, logits: logits * 0],
         ),
     )  # fmt: skip
-    for one in output.outputs:
+    for completion in output.outputs:
         assert (
-            one.finish_reason == "length"
-            or jsonschema.validate(json.loads(one.text), schema) is None
+            completion.finish_reason == "length"
+            or jsonschema.validate(json.loads(completion.text), schema) is None
         )
     params = SamplingParams(structured_outputs=form, allowed_token_ids=[end])
     with pytest.raises(RequestError, match="allowed_token_ids and structured_outputs"):

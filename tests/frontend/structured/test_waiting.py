@@ -38,23 +38,23 @@ class Gate:
 async def held(
     folder: Path, monkeypatch: pytest.MonkeyPatch, forms: int
 ) -> AsyncIterator[tuple[AsyncLLM, Gate, list[asyncio.Task[object]]]]:
-    """An engine that was asked for so many forms, of which those that have a thread compile."""
+    """Yield an engine in which `forms` constraints wait for the compiler, behind a gate."""
     gate = Gate()
     compile_form = GrammarCompiler.matcher
-    monkeypatch.setattr(GrammarCompiler, "matcher", lambda *given: gate.wait(compile_form, *given))
-    # The loop's own threads, of which there is one here: it is for texts.
+    monkeypatch.setattr(GrammarCompiler, "matcher", lambda *args: gate.wait(compile_form, *args))
+    # The loop's executor has one thread here, which tokenizes texts.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     monkeypatch.setattr(async_llm, "count_cores", lambda: 4)
     model = save_smallest(folder, layers=1, tokenizer=TINY_TOKENIZERS["byte_level"]())
     llm = AsyncLLM(model, num_blocks=24, dtype="float32")
     try:
-        asked: list[asyncio.Task[object]] = []
+        tasks: list[asyncio.Task[object]] = []
         for number in range(forms):
             form = StructuredOutputsParams(regex=f"a{{{number + 1}}}")
             params = SamplingParams(max_tokens=1, structured_outputs=form)
-            asked.append(asyncio.create_task(llm.prepare("a", params)))
+            tasks.append(asyncio.create_task(llm.prepare("a", params)))
         await asyncio.wait_for(gate.entered.wait(), PATIENCE)
-        yield llm, gate, asked
+        yield llm, gate, tasks
     finally:
         gate.opened.set()
         llm.close()
@@ -62,8 +62,8 @@ async def held(
 
 def threads_of_forms(before: set[threading.Thread]) -> list[threading.Thread]:
     """Return the new threads that compile constraints."""
-    there = set(threading.enumerate()) - before
-    return [one for one in there if one.name.startswith("headstart-grammars")]
+    new = set(threading.enumerate()) - before
+    return [thread for thread in new if thread.name.startswith("headstart-grammars")]
 
 
 def test_texts_are_tokenized_while_forms_compile(
@@ -74,31 +74,33 @@ def test_texts_are_tokenized_while_forms_compile(
     before = set(threading.enumerate())
 
     async def run() -> None:
-        async with held(tmp_path, monkeypatch, forms=8) as (llm, gate, asked):
+        async with held(tmp_path, monkeypatch, forms=8) as (llm, gate, tasks):
             group = await asyncio.wait_for(llm.prepare("ab", PLAIN), PATIENCE)
-            assert group.prompt_token_ids and not any(task.done() for task in asked)
-            assert 0 < len(threads_of_forms(before)) <= 3  # of which two have something to do
+            assert group.prompt_token_ids and not any(task.done() for task in tasks)
+            assert 0 < len(threads_of_forms(before)) <= 3  # of which two have work
             gate.opened.set()
-            assert len(await asyncio.gather(*asked)) == 8
+            assert len(await asyncio.gather(*tasks)) == 8
 
     asyncio.run(run())
 
 
-def test_who_waits_for_a_form_is_told_that_the_engine_is_closed(
+def test_closing_the_engine_ends_waiting_constraints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(threading.enumerate())
 
     async def run() -> None:
-        async with held(tmp_path, monkeypatch, forms=8) as (llm, gate, asked):
+        async with held(tmp_path, monkeypatch, forms=8) as (llm, gate, tasks):
             threads = threads_of_forms(before)
             llm.close()
-            ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE)
-            assert threads and all(one.daemon for one in threads), (
-                "the process's end waits for them"
+            results = await asyncio.wait_for(
+                asyncio.gather(*tasks, return_exceptions=True), PATIENCE
+            )
+            assert threads and all(thread.daemon for thread in threads), (
+                "the exit of the process waits for them"
             )
             gate.opened.set()
-            assert all(isinstance(one, EngineError) for one in ended)
+            assert all(isinstance(result, EngineError) for result in results)
             with pytest.raises(EngineError, match="the engine is closed"):
                 await llm.prepare("a", PLAIN)
             for thread in threads:
@@ -108,19 +110,19 @@ def test_who_waits_for_a_form_is_told_that_the_engine_is_closed(
     asyncio.run(run())
 
 
-def test_an_engine_that_nobody_has_any_more_goes_with_its_threads_of_forms(tmp_path: Path) -> None:
+def test_an_unreferenced_engine_is_freed_with_its_compiler_threads(tmp_path: Path) -> None:
     """Earlier, a thread referred to its last work, and with it to the engine and its K/V."""
     model = save_smallest(tmp_path, layers=1, tokenizer=TINY_TOKENIZERS["byte_level"]())
     form = StructuredOutputsParams(regex="a")
 
-    def ask() -> tuple[weakref.ref[AsyncLLM], threading.Thread]:
+    def prepare_in_new_engine() -> tuple[weakref.ref[AsyncLLM], threading.Thread]:
         before = set(threading.enumerate())
         llm = AsyncLLM(model, num_blocks=24, dtype="float32")
         asyncio.run(llm.prepare("a", SamplingParams(max_tokens=1, structured_outputs=form)))
         [thread] = threads_of_forms(before)
         return weakref.ref(llm), thread
 
-    engine, thread = ask()
-    gc.collect()  # frames of what was imported for the first one in a process
+    engine, thread = prepare_in_new_engine()
+    gc.collect()  # frames of imports by the first engine of the process
     thread.join(PATIENCE)
     assert not thread.is_alive() and engine() is None

@@ -27,7 +27,7 @@ def every_tokenizer() -> dict[str, PreTrainedTokenizerBase]:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("split", [True, False])
-def test_a_long_text_has_the_ids_that_transformers_gives(special: bool, split: bool) -> None:
+def test_a_long_text_has_the_ids_of_transformers(special: bool, split: bool) -> None:
     assert len(TEXT) > codec._LONG
     for tokenizer in every_tokenizer().values():
         tokenizer.split_special_tokens = split
@@ -36,7 +36,7 @@ def test_a_long_text_has_the_ids_that_transformers_gives(special: bool, split: b
             assert ids == tokenizer.encode(TEXT, add_special_tokens=special)
 
 
-def test_a_tokenizer_that_adds_its_own_is_asked_itself() -> None:
+def test_a_tokenizer_that_adds_special_tokens_encodes_long_texts_itself() -> None:
     plain = TINY_TOKENIZERS["byte_level"]()
     assert plain_backend(plain) is not None
 

@@ -23,31 +23,31 @@ class Model:
     """The reference: a list with the least recently used text first, searched linearly."""
 
     def __init__(self, max_texts: int, max_bytes: int) -> None:
-        self.known: list[tuple[Namespace, str, array[int], int]] = []
+        self.entries: list[tuple[Namespace, str, array[int], int]] = []
         self.max_texts, self.max_bytes = max_texts, max_bytes
 
     @property
     def num_bytes(self) -> int:
-        arrays = {id(ids): 4 * len(ids) for _, _, ids, _ in self.known}
-        return sum(arrays.values()) + ENTRY_BYTES * len(self.known)
+        arrays = {id(ids): 4 * len(ids) for _, _, ids, _ in self.entries}
+        return sum(arrays.values()) + ENTRY_BYTES * len(self.entries)
 
     def add(self, text: str, token_ids: "array[int]", count: int, namespace: Namespace) -> None:
         if 4 * len(token_ids) + ENTRY_BYTES > self.max_bytes:
             return
-        self.known = [entry for entry in self.known if entry[:2] != (namespace, text)]
-        self.known.append((namespace, text, token_ids, count))
-        while len(self.known) > self.max_texts or self.num_bytes > self.max_bytes:
-            self.known.pop(0)
+        self.entries = [entry for entry in self.entries if entry[:2] != (namespace, text)]
+        self.entries.append((namespace, text, token_ids, count))
+        while len(self.entries) > self.max_texts or self.num_bytes > self.max_bytes:
+            self.entries.pop(0)
 
     def longest(self, text: str, namespace: Namespace) -> tuple[list[int], str]:
-        found = [
-            entry for entry in self.known if entry[0] == namespace and text.startswith(entry[1])
+        matches = [
+            entry for entry in self.entries if entry[0] == namespace and text.startswith(entry[1])
         ]
-        if not found:
+        if not matches:
             return [], text
-        best = max(found, key=lambda entry: len(entry[1]))
-        self.known.remove(best)
-        self.known.append(best)
+        best = max(matches, key=lambda entry: len(entry[1]))
+        self.entries.remove(best)
+        self.entries.append(best)
         return best[2][: best[3]].tolist(), text[len(best[1]) :]
 
 
@@ -57,22 +57,22 @@ class Model:
     max_texts=st.integers(1, 12),
     max_bytes=st.integers(1, 8 * ENTRY_BYTES),
 )
-def test_what_is_kept_and_found_is_what_a_search_would(
+def test_stored_and_found_texts_match_a_linear_search(
     turns: list[Any], wanted: list[Any], max_texts: int, max_bytes: int
 ) -> None:
     index, model = TextIndex(max_texts, max_bytes), Model(max_texts, max_bytes)
     for (ids, texts, namespace), (text, other) in zip(turns, wanted, strict=False):
         token_ids = array("I", ids)
         for number, each in enumerate(texts):
-            for known in (index, model):
-                known.add(each, token_ids, min(number, len(ids)), namespace)
+            for target in (index, model):
+                target.add(each, token_ids, min(number, len(ids)), namespace)
         index.check()
-        assert len(index) == len(model.known)
+        assert len(index) == len(model.entries)
         assert index.num_bytes == model.num_bytes <= max_bytes
         assert index.longest(text, other) == model.longest(text, other)
 
 
-def test_a_turn_longer_than_the_memory_takes_nobody_s_place() -> None:
+def test_a_turn_larger_than_the_memory_evicts_nothing() -> None:
     index = TextIndex(10, 4 * ENTRY_BYTES)
     everybody = Namespace(None, None)
     index.add("ab", array("I", [1, 2]), 2, everybody)
@@ -80,7 +80,7 @@ def test_a_turn_longer_than_the_memory_takes_nobody_s_place() -> None:
     assert index.longest("abc", everybody) == ([1, 2], "c")
 
 
-def test_the_bytes_that_are_counted_are_the_bytes_that_it_takes() -> None:
+def test_counted_bytes_match_the_allocated_memory() -> None:
     """The memory of long and short turns is close to the limit, and not above it."""
     for length in (0, 20, 5000):
         gc.collect()
@@ -90,7 +90,7 @@ def test_the_bytes_that_are_counted_are_the_bytes_that_it_takes() -> None:
             token_ids = array("I", [turn] * length)
             for end in ("", "a", "b"):
                 index.add(f"{turn}{end}" * (turn % 50 + 1), token_ids, length, Namespace("x", "y"))
-        taken, _ = tracemalloc.get_traced_memory()
+        num_allocated, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert index.num_bytes > 0.95 * 2**20
-        assert taken < 1.1 * 2**20
+        assert num_allocated < 1.1 * 2**20

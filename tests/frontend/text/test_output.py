@@ -47,30 +47,30 @@ def pieces(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], skip: bool)
 
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)
 @given(texts=st.lists(TEXTS, max_size=6))
-def test_pieces_together_are_the_text(name: str, texts: list[str]) -> None:
+def test_pieces_add_up_to_the_text(name: str, texts: list[str]) -> None:
     """Texts are tokenized one by one, so that characters and words extend over several tokens."""
     tokenizer = TOKENIZERS[name]
     token_ids = [token_id for text in texts for token_id in tokens(text, tokenizer)]
-    found = pieces(tokenizer, token_ids, skip=True)
-    assert "".join(found) == decode(tokenizer, token_ids)
+    result = pieces(tokenizer, token_ids, skip=True)
+    assert "".join(result) == decode(tokenizer, token_ids)
     if "\ufffd" not in "".join(texts):
-        assert not any("\ufffd" in piece for piece in found)
-        assert found[-1] == ""
+        assert not any("\ufffd" in piece for piece in result)
+        assert result[-1] == ""
 
 
 @given(
     st.lists(st.integers(0, len(BYTES) - 1), max_size=40),
     st.booleans(),
 )
-def test_pieces_of_any_ids_are_what_the_tokenizer_decodes(token_ids: list[int], skip: bool) -> None:
+def test_pieces_of_any_ids_match_the_tokenizer(token_ids: list[int], skip: bool) -> None:
     """The ids may be invalid bytes, or special tokens within a character."""
-    found = pieces(BYTES, token_ids, skip)
-    assert "".join(found) == decode(BYTES, token_ids, skip)
+    text = pieces(BYTES, token_ids, skip)
+    assert "".join(text) == decode(BYTES, token_ids, skip)
 
 
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)
 @pytest.mark.parametrize("text", ["👩‍👩‍👧", "日本語", "né", "🇩🇪"])
-def test_characters_come_out_as_soon_as_they_are_whole(name: str, text: str) -> None:
+def test_characters_are_returned_once_complete(name: str, text: str) -> None:
     """A character is returned with its last token, unless this token begins another character."""
     tokenizer = TOKENIZERS[name]
     token_ids = tokens("a" + text + "b", tokenizer)
@@ -105,7 +105,7 @@ def test_an_answer_continues_the_text_of_its_prompt(
 
 
 @pytest.mark.parametrize("name", DECODED_TOKENIZERS)
-def test_texts_of_tokens_are_the_text(name: str) -> None:
+def test_texts_of_tokens_add_up_to_the_text(name: str) -> None:
     """All tokens but the first are within text, so their leading spaces are shown."""
     tokenizer = TOKENIZERS[name]
     first, *others = tokens("the other day they went there together", tokenizer)
@@ -124,7 +124,7 @@ def test_an_answer_completes_the_last_character_of_its_prompt() -> None:
             assert prompt + pushed == "a日本語"
 
 
-def test_an_unfinished_character_comes_out_at_the_end() -> None:
+def test_an_unfinished_character_is_returned_at_the_end() -> None:
     *token_ids, _ = byte_tokens(BYTES, "a日")
     detokenizer = Detokenizer(BYTES)
     assert [detokenizer.push(token_id) for token_id in token_ids] == ["a", "", ""]
@@ -132,7 +132,7 @@ def test_an_unfinished_character_comes_out_at_the_end() -> None:
     assert detokenizer.finish() == ""
 
 
-def test_special_tokens_are_shown_if_asked_for() -> None:
+def test_special_tokens_are_shown_on_request() -> None:
     token_ids = tokens("a" + END_OF_TURN + "b")
     assert "".join(pieces(BYTES, token_ids, skip=True)) == "ab"
     assert "".join(pieces(BYTES, token_ids, skip=False)) == "a" + END_OF_TURN + "b"
@@ -196,18 +196,18 @@ def test_an_answer_of_letters_ends_at_its_first_stop_string(
 ) -> None:
     """With a token for every byte, only one stop string is completed at a time."""
     token_ids = byte_tokens(BYTES, text)
-    found, reason, shown = answer(token_ids, stop=stops, include_stop_str_in_output=include)
+    result, reason, shown = answer(token_ids, stop=stops, include_stop_str_in_output=include)
     expected = first_stop(text, stops)
     if expected is None:
-        assert (reason, found.stop_reason) == (None, None)
+        assert (reason, result.stop_reason) == (None, None)
     else:
-        at, stop = expected
-        complete = [s for s in stops if text[: at + len(stop)].endswith(s)]
+        position, stop = expected
+        complete = [s for s in stops if text[: position + len(stop)].endswith(s)]
         assert reason == "stop"
-        assert found.stop_reason in complete
-        assert isinstance(found.stop_reason, str)
-        end = at + len(stop)
-        assert found.text == text[: end if include else end - len(found.stop_reason)]
+        assert result.stop_reason in complete
+        assert isinstance(result.stop_reason, str)
+        end = position + len(stop)
+        assert result.text == text[: end if include else end - len(result.stop_reason)]
     assert_only_grows(shown, text)
 
 
@@ -225,19 +225,19 @@ def test_stop_strings_are_found_across_tokens(
     """No stop string is in the text or missed, and shown text is never removed."""
     token_ids = [token_id for text in texts for token_id in tokens(text)]
     text = "".join(texts)
-    found, reason, shown = answer(token_ids, stop=stops, include_stop_str_in_output=include)
+    result, reason, shown = answer(token_ids, stop=stops, include_stop_str_in_output=include)
     assert (reason == "stop") == any(stop in text for stop in stops)
     if reason == "stop":
-        assert isinstance(found.stop_reason, str)
-        whole = found.text if include else found.text + found.stop_reason
-        assert text.startswith(whole) and whole.endswith(found.stop_reason)
-        before = whole.removesuffix(found.stop_reason)
+        assert isinstance(result.stop_reason, str)
+        whole = result.text if include else result.text + result.stop_reason
+        assert text.startswith(whole) and whole.endswith(result.stop_reason)
+        before = whole.removesuffix(result.stop_reason)
         assert not any(stop in before for stop in stops)
     assert_only_grows(shown, text)
 
 
 @given(text=LETTERS, stops=STOPS)
-def test_only_what_could_begin_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
+def test_only_a_possible_start_of_a_stop_string_is_withheld(text: str, stops: list[str]) -> None:
     """The text shown ends just before the longest tail that begins a stop string."""
     token_ids = tokens(text)
     _, _, shown = answer(token_ids, stop=stops)
@@ -245,73 +245,73 @@ def test_only_what_could_begin_a_stop_string_is_held_back(text: str, stops: list
         so_far = decode(BYTES, token_ids[:count])
         if any(stop in so_far for stop in stops) or so_far.endswith("\ufffd"):
             break
-        tails = [so_far[at:] for at in range(len(so_far) + 1)]
+        tails = [so_far[i:] for i in range(len(so_far) + 1)]
         held = next(tail for tail in tails if any(stop.startswith(tail) for stop in stops))
         assert out == so_far.removesuffix(held)
 
 
-def test_held_back_text_comes_out_at_the_end() -> None:
-    found, reason, shown = answer(byte_tokens(BYTES, "abcab"), stop="abd", max_tokens=5)
+def test_withheld_text_is_returned_at_the_end() -> None:
+    text, reason, shown = answer(byte_tokens(BYTES, "abcab"), stop="abd", max_tokens=5)
     assert shown == ["", "", "abc", "abc", "abcab"]
-    assert (reason, found.stop_reason) == ("length", None)
+    assert (reason, text.stop_reason) == ("length", None)
 
 
 def test_the_stop_string_that_begins_first_counts() -> None:
     """One token completes both stop strings."""
     [token_id] = tokens("the")
-    found, _, _ = answer([token_id], stop=["he", "th"])
-    assert (found.text, found.stop_reason) == ("", "th")
+    text, _, _ = answer([token_id], stop=["he", "th"])
+    assert (text.text, text.stop_reason) == ("", "th")
 
 
-def test_the_end_of_the_text_is_not_part_of_it() -> None:
+def test_the_eos_token_is_not_part_of_the_text() -> None:
     [end] = tokens(END_OF_TURN)
-    found, reason, _ = answer([*tokens("hello"), end, *tokens("more")], eos=frozenset([end]))
-    assert (found.text, reason, found.stop_reason) == ("hello", "stop", None)
-    found, reason, _ = answer(
+    text, reason, _ = answer([*tokens("hello"), end, *tokens("more")], eos=frozenset([end]))
+    assert (text.text, reason, text.stop_reason) == ("hello", "stop", None)
+    text, reason, _ = answer(
         [*tokens("hello"), end], eos=frozenset([end]), skip_special_tokens=False
     )
-    assert (found.text, reason) == ("hello", "stop")
+    assert (text.text, reason) == ("hello", "stop")
 
 
-def test_the_end_of_the_text_may_be_ignored() -> None:
+def test_the_eos_token_may_be_ignored() -> None:
     [end] = tokens(END_OF_TURN)
-    found, reason, _ = answer(
+    text, reason, _ = answer(
         [*tokens("a"), end, *tokens("b")], eos=frozenset([end]), ignore_eos=True
     )
-    assert (found.text, reason) == ("ab", None)
+    assert (text.text, reason) == ("ab", None)
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
 def test_a_stop_id_ends_the_answer(include: bool, text: str) -> None:
     [last] = tokens("b")
-    found, reason, _ = answer(
+    result, reason, _ = answer(
         byte_tokens(BYTES, "abc"),
         stop_token_ids=[last],
         include_stop_str_in_output=include,
     )
-    assert (found.text, reason, found.stop_reason) == (text, "stop", last)
+    assert (result.text, reason, result.stop_reason) == (text, "stop", last)
 
 
-def test_a_stop_id_counts_though_the_end_of_the_text_is_ignored() -> None:
+def test_a_stop_id_counts_with_ignore_eos() -> None:
     """vLLM's `ignore_eos` applies only to the end-of-text tokens of the model."""
     [end] = tokens(END_OF_TURN)
-    found, reason, _ = answer([end], eos=frozenset([end]), ignore_eos=True, stop_token_ids=[end])
-    assert (reason, found.stop_reason) == ("stop", end)
+    text, reason, _ = answer([end], eos=frozenset([end]), ignore_eos=True, stop_token_ids=[end])
+    assert (reason, text.stop_reason) == ("stop", end)
 
 
-def test_held_back_text_comes_out_when_the_text_ends() -> None:
+def test_withheld_text_is_returned_at_the_eos_token() -> None:
     [end] = tokens(END_OF_TURN)
-    found, _, _ = answer([*byte_tokens(BYTES, "ab"), end], eos=frozenset([end]), stop="bc")
-    assert found.text == "ab"
+    text, _, _ = answer([*byte_tokens(BYTES, "ab"), end], eos=frozenset([end]), stop="bc")
+    assert text.text == "ab"
 
 
 @pytest.mark.parametrize(
     ("options", "length"),
     [({"max_tokens": 3}, 3), ({"limit": 4}, 4), ({"max_tokens": 3, "limit": 2}, 2)],
 )
-def test_an_answer_is_no_longer_than_it_may_be(options: dict[str, Any], length: int) -> None:
-    found, reason, _ = answer(byte_tokens(BYTES, "abcdef"), **options)
-    assert (found.text, reason) == ("abcdef"[:length], "length")
+def test_an_answer_has_at_most_max_tokens(options: dict[str, Any], length: int) -> None:
+    text, reason, _ = answer(byte_tokens(BYTES, "abcdef"), **options)
+    assert (text.text, reason) == ("abcdef"[:length], "length")
 
 
 def test_a_stop_in_the_last_token_is_a_stop() -> None:
@@ -324,13 +324,13 @@ def test_a_stop_in_the_last_token_is_a_stop() -> None:
 
 
 def test_an_unfinished_character_is_shown_when_the_answer_ends() -> None:
-    found, reason, shown = answer(byte_tokens(BYTES, "a日"), max_tokens=3)
-    assert (found.text, reason) == ("a\ufffd", "length")
+    text, reason, shown = answer(byte_tokens(BYTES, "a日"), max_tokens=3)
+    assert (text.text, reason) == ("a\ufffd", "length")
     assert shown == ["a", "a", "a\ufffd"]
     [end] = tokens(END_OF_TURN)
     token_ids = [*byte_tokens(BYTES, "a日")[:-1], end]
-    found, reason, shown = answer(token_ids, eos=frozenset([end]))
-    assert (found.text, reason) == ("a\ufffd", "stop")
+    text, reason, shown = answer(token_ids, eos=frozenset([end]))
+    assert (text.text, reason) == ("a\ufffd", "stop")
 
 
 def test_nothing_ends_an_answer_before_min_tokens() -> None:
@@ -340,10 +340,10 @@ def test_nothing_ends_an_answer_before_min_tokens() -> None:
     assert (reason, len(shown)) == ("stop", 3)
     _, reason, shown = answer(token_ids, eos=frozenset([stop]), min_tokens=3)
     assert (reason, len(shown)) == ("stop", 3)
-    found, reason, shown = answer(token_ids, stop="a", min_tokens=3)
-    assert (reason, len(shown), found.text) == ("stop", 3, "aa")
+    text, reason, shown = answer(token_ids, stop="a", min_tokens=3)
+    assert (reason, len(shown), text.text) == ("stop", 3, "aa")
 
 
-def test_ids_without_a_tokenizer_end_answers_all_the_same() -> None:
-    found, reason, _ = answer([5, 6, 7], tokenizer=None, stop_token_ids=[6])
-    assert (found.text, reason, found.stop_reason) == ("", "stop", 6)
+def test_stop_ids_work_without_a_tokenizer() -> None:
+    text, reason, _ = answer([5, 6, 7], tokenizer=None, stop_token_ids=[6])
+    assert (text.text, reason, text.stop_reason) == ("", "stop", 6)

@@ -1,6 +1,6 @@
-"""Other people's clients, imported when a test first uses them: each takes seconds and more.
+"""Clients of other projects, imported on first use, as each import takes seconds.
 
-Every process of the tests imports all files of tests, and few of these processes need a client.
+Every test process imports all test files, but few processes need a client.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["anthropic", "import_quietly", "openai"]
 
 
 class _ImportedWhenUsed:
-    """Stands for a module."""
+    """A stand-in for a module, which is imported when an attribute is read."""
 
     def __init__(self, name: str) -> None:
         self._name = name

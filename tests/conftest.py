@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # As a server does, whichever imports Ray first: a task of Ray Serve that is late for the end of a
 # test's Ray waited for that one for ever, and with it every later call.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-os.environ["HEADSTART_CACHE_DIR"] = "off"  # or commands would hit what earlier tests asked
+os.environ["HEADSTART_CACHE_DIR"] = "off"  # or commands would hit prompts of earlier tests
 
 import gc
 import logging
@@ -38,7 +38,7 @@ gc.disable()
 
 
 class KeptRecords(logging.Handler):
-    """Records of the running test, from warnings up."""
+    """Log records of the running test, from warnings up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture
 def logged() -> Iterator[list[logging.LogRecord]]:
-    """Records of a test, from warnings up, also of loggers that do not propagate."""
+    """Collect log records of a test, from warnings up, even from loggers that do not propagate."""
     named = logging.root.manager.loggerDict.values()
     alone = [one for one in named if isinstance(one, logging.Logger) and not one.propagate]
     for logger in alone:
@@ -82,18 +82,18 @@ def logged() -> Iterator[list[logging.LogRecord]]:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["amx", "avx512"])
 def bf16_products(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Kernels multiply bfloat16 with AMX, where the CPU has it, and without; None: as ever."""
+    """Run kernels with and without AMX for bfloat16, if the CPU has it; None is the default."""
     from headstart import native
 
-    found, has_amx = native.library(), native.level() >= native.AMX
+    library, has_amx = native.library(), native.level() >= native.AMX
     if request.param and not has_amx:
         pytest.skip("no AMX here")
-    if found is None or request.param is None:
+    if library is None or request.param is None:
         yield
         return
-    found.headstart_native_use_amx(request.param)
+    library.headstart_native_use_amx(request.param)
     yield
-    found.headstart_native_use_amx(has_amx)
+    library.headstart_native_use_amx(has_amx)
 
 
 @pytest.fixture
@@ -119,12 +119,12 @@ def amx_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def own_byte_product() -> Iterator[None]:
-    """After the test kernels multiply bytes as this CPU does it by itself."""
+    """Restore this CPU's product of bytes in kernels after the test."""
     from headstart import native
 
     yield
-    if (found := native.avx2_library()) is not None:
-        found.headstart_native_use_vnni(native.vnni())
+    if (library := native.avx2_library()) is not None:
+        library.headstart_native_use_vnni(native.vnni())
 
 
 # The limits that `limits` sets, by the name of its parameter.
@@ -170,7 +170,7 @@ def disk_loads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]]
 
 @pytest.fixture
 def loads_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load every stored prefix, however fast so small a model computes."""
+    """Load every stored prefix, even if a small model would compute it faster."""
     monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
 
 
@@ -178,7 +178,7 @@ def pytest_collection_finish() -> None:
     if "transformers" in sys.modules:  # not in the process that only spreads the tests
         from transformers import PreTrainedConfig
 
-        # The text of each configuration that it reads is drawn up for a line that nobody logs:
+        # It formats each configuration for a log line that is never written:
         # 1.5 % of the time.
         PreTrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
     gc.freeze()
@@ -188,7 +188,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the demo models of this run are, in place of the user's cache."""
+    """Use a folder of this run for demo models, in place of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("headstart-cache")
         patch.setenv("HEADSTART_DEMO_DIR", str(folder))
@@ -197,7 +197,7 @@ def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def demo_model(demo_folder: Path) -> Path:
-    """The demo model, with small layers."""
+    """Make the demo model, with small layers."""
     from tests.small_demos import make_small_demo
 
     return make_small_demo("llama", demo_folder)
@@ -205,7 +205,7 @@ def demo_model(demo_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_vision(demo_folder: Path) -> Path:
-    """The demo model that sees, with small layers."""
+    """Make the demo vision model, with small layers."""
     from tests.small_demos import make_small_demo
 
     return make_small_demo("vision", demo_folder)

@@ -1,4 +1,4 @@
-"""Number of examples for a test that needs more than the profile's."""
+"""Numbers of examples for tests that need more than the profile's."""
 
 from hypothesis import settings
 
@@ -6,5 +6,5 @@ __all__ = ["at_least"]
 
 
 def at_least(count: int) -> settings:
-    """So many, or the profile's if that is more: `make sanitize` tries a thousand."""
+    """Return `count`, or the profile's number if it is larger, such as in `make sanitize`."""
     return settings(max_examples=max(count, settings().max_examples))

@@ -1,7 +1,7 @@
-"""Processes that have made their imports already: `headstart`, or a program of a test.
+"""Forked processes with finished imports, which run `headstart` or a test's program.
 
-Importing torch, transformers and the package takes 5 s and more. A server does it once, and each
-process is its fork: with streams, signals and an exit status like any other.
+Importing torch, transformers and the package takes more than 5 s. A server does it once, and each
+process is a fork of it, with its streams, signals and exit status.
 """
 
 import multiprocessing
@@ -40,8 +40,8 @@ def start_headstart(
 ) -> BaseProcess:
     """Run `headstart` with these arguments and variables of the environment.
 
-    streams: the files that stand for standard input, output and errors. A terminal becomes the
-    process's own: Ctrl-C arrives there. A named pipe is opened once somebody opens its other end.
+    streams: the files for standard input, output and errors. A terminal becomes the controlling
+    terminal, which sends Ctrl-C. Opening a named pipe waits for its other end.
     """
     everything = {**os.environ, **environment}
     process = FORKS.Process(target=_run, args=(arguments, streams, everything), daemon=True)
@@ -56,25 +56,25 @@ def run_headstart(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def run_program(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run `python -W ignore -c program arguments` with this process's search path."""
-    given = [program, *map(str, arguments)]
+    words = [program, *map(str, arguments)]
 
     def start(streams: tuple[Path, Path, Path]) -> BaseProcess:
-        process = FORKS.Process(target=_run_program, args=(given, streams), daemon=True)
+        process = FORKS.Process(target=_run_program, args=(words, streams), daemon=True)
         process.start()
         return process
 
-    return _until_it_ends(given, start)
+    return _until_it_ends(words, start)
 
 
 def _until_it_ends(
-    given: Sequence[str], start: Callable[[tuple[Path, Path, Path]], BaseProcess]
+    arguments: Sequence[str], start: Callable[[tuple[Path, Path, Path]], BaseProcess]
 ) -> subprocess.CompletedProcess[str]:
-    with TemporaryDirectory() as told:
-        streams = Path(os.devnull), Path(told) / "output", Path(told) / "errors"
+    with TemporaryDirectory() as folder:
+        streams = Path(os.devnull), Path(folder) / "output", Path(folder) / "errors"
         process = start(streams)
         process.join()
-        said = [stream.read_text() if stream.exists() else "" for stream in streams[1:]]
-        return subprocess.CompletedProcess(given, process.exitcode or 0, *said)
+        outputs = [stream.read_text() if stream.exists() else "" for stream in streams[1:]]
+        return subprocess.CompletedProcess(arguments, process.exitcode or 0, *outputs)
 
 
 def _run_program(given: list[str], streams: tuple[Path, Path, Path]) -> None:
@@ -95,9 +95,9 @@ def _run(
 
 
 def _take(streams: tuple[Path, Path, Path]) -> None:
-    """Make these the standard streams of this process, in a session of its own.
+    """Make these the standard streams of this process, in a new session.
 
-    Ctrl-C reaches it also where the tests run in the background of a shell, which ignores it there.
+    Ctrl-C then reaches it even if the tests run in the background of a shell, which ignores it.
     """
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Exceptions at any line of headstart's code, as Ctrl-C or a lack of memory may raise them."""
+"""Exceptions at any line of headstart's code, as by Ctrl-C or a lack of memory."""
 
 import gc
 import sys
@@ -24,9 +24,9 @@ class Interrupted(BaseException):
 class Interruption:
     """Raises `error` before the line with number `at`, from 0 on, that runs inside it.
 
-    Without an error it only notes the places of all lines that ran, in `lines`. `within`: the
-    modules whose lines count, a package standing for all that is in it. No garbage is collected
-    meanwhile: what an earlier test left would end in one of these lines.
+    Without an error, it only records the places of all executed lines in `lines`. `within`: the
+    modules whose lines count, including submodules of packages. The garbage collector is
+    disabled, as objects of earlier tests could run finalizers in these lines.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class Interruption:
             gc.enable()
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Tracer | None:
-        """A trace function; for another thread than the one that enters."""
+        """Trace calls; install it in other threads than the one that enters."""
         return self._tracers[frame.f_code.co_filename]
 
     def line(self, frame: FrameType, event: str, arg: object) -> Tracer:
-        """The trace function of a frame whose lines count."""
+        """Trace the lines of a frame that count."""
         if event == "line":
             self.lines.append((frame.f_code.co_filename, frame.f_lineno))
         return self.line
 
 
 class _Tracers(dict[str, Tracer | None]):
-    """The trace function of the frames of each file: `line` if it is one of these, else none."""
+    """The trace function for frames of each file: `line` for counted files, else None."""
 
     def __init__(self, line: Tracer, files: tuple[str, ...]) -> None:
         self._line = line
@@ -80,7 +80,7 @@ class _Tracers(dict[str, Tracer | None]):
 
 
 def _countdown(at: int, error: BaseException, raised: list[BaseException]) -> Tracer:
-    """A trace function that raises at the line with this number. It runs at every line: be fast."""
+    """Return a trace function that raises at line `at`. It runs at every line and must be fast."""
     left = at
 
     def line(frame: FrameType, event: str, arg: object) -> Tracer:
@@ -104,9 +104,9 @@ def _files(module: ModuleType) -> str:
 
 
 def points(lines: list[Line], stride: int | None = None) -> list[int]:
-    """The first and the last time that each line runs, and every so many of the others."""
+    """Return the first and last execution of each line, and a sample of the others."""
     times: dict[Line, list[int]] = {}
-    for at, line in enumerate(lines):
-        times.setdefault(line, []).append(at)
-    chosen = {at for all_times in times.values() for at in (all_times[0], all_times[-1])}
+    for i, line in enumerate(lines):
+        times.setdefault(line, []).append(i)
+    chosen = {i for all_times in times.values() for i in (all_times[0], all_times[-1])}
     return sorted(chosen | set(range(0, len(lines), stride or len(lines))))

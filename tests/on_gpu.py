@@ -1,10 +1,10 @@
-"""A pytest plugin with which models load on a GPU where a test names no device.
+"""A pytest plugin that loads models on a GPU if a test names no device.
 
     python -m pytest -p tests.on_gpu tests/engine tests/omni
 
-Without a GPU it is simulated: a device named "gpu" whose tensors hold their numbers on the CPU. It
-refuses what a GPU refuses: operations over tensors of both devices, addresses, conversion to numpy.
-It shows no kernel, no rounding and no stream of a real one.
+Without a GPU, one is simulated: a device named "gpu" whose tensors store their numbers on the CPU.
+Like a GPU, it refuses operations over tensors of both devices, addresses, and conversion to numpy.
+It does not simulate a GPU's kernels, rounding or streams.
 """
 
 from typing import Any
@@ -50,12 +50,12 @@ class GpuTensor(Tensor):
             named["device"] = torch.device("cpu")
         if operation is _aten.copy_.default and not isinstance(args[0], GpuTensor):
             return args[0].copy_(args[1].on_host)
-        given: dict[int, GpuTensor] = {}
+        wrapped: dict[int, GpuTensor] = {}
 
         def unwrap(value: Any) -> Any:
             if not isinstance(value, GpuTensor):
                 return value
-            given[id(value.on_host)] = value
+            wrapped[id(value.on_host)] = value
             return value.on_host
 
         inputs, options = tree_map(unwrap, args), tree_map(unwrap, named)
@@ -68,9 +68,9 @@ class GpuTensor(Tensor):
             if not isinstance(value, Tensor) or isinstance(value, GpuTensor):
                 return value
             if to_host:
-                return value.clone() if id(value) in given else value
-            is_changed = operation._schema.is_mutable and id(value) in given
-            return given[id(value)] if is_changed else GpuTensor(value)
+                return value.clone() if id(value) in wrapped else value
+            is_changed = operation._schema.is_mutable and id(value) in wrapped
+            return wrapped[id(value)] if is_changed else GpuTensor(value)
 
         return tree_map(wrap, result)
 

@@ -21,7 +21,7 @@ TOP, TINY = torch.tensor(127.0), 1e-30
 
 
 def round_groups(rows: Tensor) -> Tensor:
-    """Finite rows in 8 bits for each 32 inputs, float64."""
+    """Round finite rows to 8 bits in groups of 32 inputs; float64."""
     groups = nn.functional.pad(rows.float(), (0, -rows.shape[-1] % GROUP)).unflatten(
         -1, (-1, GROUP)
     )
@@ -38,7 +38,7 @@ def round_rows(layer: WeightFormat, rows: Tensor) -> Tensor:
 
 
 def round_inputs(plain: nn.Module, quantized: nn.Module) -> None:
-    """Let a float model multiply rows as a model does whose layers have a compiled product."""
+    """Make a float model round its rows as layers with a compiled product do."""
     for name, layer in quantized.named_modules():
         if isinstance(layer, Linear) and layer.matrix.rounds_rows:
             module = plain.get_submodule(name)
@@ -57,19 +57,19 @@ def _add_what_rounding_loses(module: nn.Linear, layer: WeightFormat) -> None:
 
 
 def check_rows_that_are_not_finite(layer: WeightFormat, rows: Tensor) -> None:
-    """Three of at least four rows get NaN or an infinity: these stay so, others have their bits."""
+    """Put NaN and infinities into three rows; only their results may change."""
     expected, others = layer.multiply(rows), [0, *range(4, len(rows))]
     rows[1, 3], rows[2, 5], rows[3, 0] = float("nan"), float("inf"), -float("inf")
-    found = layer.multiply(rows)
-    assert not found[1:4].isfinite().any()
-    assert torch.equal(found[others], expected[others])
+    result = layer.multiply(rows)
+    assert not result[1:4].isfinite().any()
+    assert torch.equal(result[others], expected[others])
 
 
-def apart_in_most_rows(found: Tensor, expected: Tensor) -> float:
-    """The distance that three quarters of the rows have at least, as a part of their size.
+def apart_in_most_rows(actual: Tensor, expected: Tensor) -> float:
+    """Return the relative distance that at least three quarters of the rows have.
 
-    A near tie of two whole numbers in one layer may go the other way, and then some more do in the
-    next: 1/127 of an input, in some rows. In a wrong layer all rows are wrong.
+    Rounding may differ by 1/127 of an input for near ties in one layer, and then for a few more
+    rows in the next. In a wrong layer, all rows are wrong.
     """
-    distances = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    distances = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
     return float(distances.quantile(0.25))

@@ -1,4 +1,4 @@
-"""Demo models with small or few layers: the same tokens, chats and images for little arithmetic."""
+"""Demo models with small or few layers, which have the same tokens, chats and images."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ def save_unloadable(folder: Path) -> Path:
 
 
 def make_small_demo(kind: str, folder: Path) -> Path:
-    """Write "llama" or "vision" below a folder that knows no demo of that kind yet."""
+    """Write "llama" or "vision" to a folder that has no such demo."""
     from examples.small_models import vision
     from headstart.models import demo
 
@@ -51,20 +51,20 @@ def make_small_demo(kind: str, folder: Path) -> Path:
 
 
 def _with(config: Callable[..., Any], sizes: dict[str, int]) -> Callable[..., Any]:
-    return lambda **given: config(**{**given, **sizes})
+    return lambda **arguments: config(**{**arguments, **sizes})
 
 
 @functools.cache
 def shallow_built_in() -> Path:
-    """headstart-tiny with two of its six layers, whose answers are noise; one for a process."""
+    """Return headstart-tiny with two of its six layers and random answers; cached per process."""
     folder = Path(_KEPT.name)
     for file in ASSETS.iterdir():
         shutil.copy(file, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     weights = load_file(folder / "model.safetensors")
-    kept = {name: w for name, w in weights.items() if not name.startswith(_LEFT_OUT)}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    weights_ = {name: w for name, w in weights.items() if not name.startswith(_LEFT_OUT)}
+    save_file(weights_, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The programs in examples/: those for vLLM with one line of each changed, and the demos."""
+"""Programs in examples/: vLLM's with one changed line each, and the demos."""
 
 import ast
 import json
@@ -54,7 +54,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run(path: Path, *arguments: str, folder: Path = ROOT, variables: Mapping[str, str] = {}) -> str:
-    """Run a program in a folder, with changes of the environment; return what it printed."""
+    """Run a program in a folder, with changes of the environment; return its output."""
     done = run_program(PROGRAM, json.dumps([str(folder), variables]), path, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -83,7 +83,7 @@ def test_an_example_runs(path: Path, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_imports_what_vllm_has(path: Path) -> None:
+def test_an_example_imports_only_names_of_vllm(path: Path) -> None:
     names = {
         alias.name
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -94,13 +94,13 @@ def test_an_example_imports_what_vllm_has(path: Path) -> None:
     assert names <= {*SURFACE["vllm"], *ELSEWHERE}
 
 
-def test_there_is_an_example_for_each_way() -> None:
+def test_each_interface_has_an_example() -> None:
     assert {path.stem for path in EXAMPLES} == set(SHOWN)
 
 
 @pytest.fixture
 def show(demo_folder: Path, tmp_path: Path) -> Callable[..., str]:
-    """Run a demo in a folder and in a terminal of some columns; returns what it printed."""
+    """Run a demo in a folder and a terminal with `columns`; return its output."""
 
     def show(name: str, *arguments: str, columns: int = 80) -> str:
         path = ROOT / "examples" / "demos" / f"{name}.py"
@@ -110,7 +110,7 @@ def show(demo_folder: Path, tmp_path: Path) -> Callable[..., str]:
     return show
 
 
-def test_the_demo_of_adapters_shows_who_shares_with_whom(show: Callable[..., str]) -> None:
+def test_the_demo_of_adapters_shows_what_is_shared(show: Callable[..., str]) -> None:
     lines = re.findall(
         r"^ (none|cheerful|doubtful|jolly) +[\d,]+ \((\d+)%\).*? s? +(\S.*?) *$",
         show("adapters"),
@@ -132,24 +132,24 @@ def test_the_demo_of_adapters_shows_who_shares_with_whom(show: Callable[..., str
 def test_the_demo_of_images_shows_what_is_computed(
     show: Callable[..., str], demo_vision: Path
 ) -> None:
-    said = show("images")
-    cards = re.findall(r"│ ([\d,]+) +(\d+) +[\d,]+ \((\d+)%\) +(\d of \d) ", said)
+    output = show("images")
+    cards = re.findall(r"│ ([\d,]+) +(\d+) +[\d,]+ \((\d+)%\) +(\d of \d) ", output)
     assert [card[3] for card in cards] == ["1 of 1", "0 of 1", "1 of 2", "0 of 2", "1 of 1"]
     assert [int(card[1]) for card in cards] == [196, 196, 392, 392, 196]
     shares = [int(card[2]) for card in cards]
     assert shares[1] > 80 and shares[2] > 40 and max(shares[0], shares[3], shares[4]) < 5
-    assert "of 7 pictures 3 were encoded" in said
+    assert "of 7 pictures 3 were encoded" in output
 
 
-def test_the_omni_demo_speaks_and_says_what_each_stage_skipped(
+def test_the_omni_demo_speaks_and_reports_skipped_tokens(
     show: Callable[..., str], tmp_path: Path
 ) -> None:
     first, second = show("omni", "--tiny", "--wav", str(tmp_path / "new")).split("╭─ 2")
     assert re.search(r"thinker +\S+ +0 ", first)
     for stage in ("thinker", "talker"):
-        found = re.search(rf"{stage} +(\S+) +(\S+)", second)
-        assert found is not None
-        computed, cached = (int(number.replace(",", "")) for number in found.groups())
+        match = re.search(rf"{stage} +(\S+) +(\S+)", second)
+        assert match is not None
+        computed, cached = (int(number.replace(",", "")) for number in match.groups())
         assert cached > 400 and computed < 120
     sounds = []
     for number in (1, 2):
@@ -160,11 +160,11 @@ def test_the_omni_demo_speaks_and_says_what_each_stage_skipped(
     assert abs(sounds[0] - sounds[1]).max() > 3_000
 
 
-def test_the_omni_demo_writes_nothing_unasked(show: Callable[..., str], tmp_path: Path) -> None:
-    """It wrote its answers into the current folder."""
-    said = show("omni", "--tiny", columns=60)
+def test_the_omni_demo_writes_no_files_by_default(show: Callable[..., str], tmp_path: Path) -> None:
+    """Regression: it wrote its answers into the current folder."""
+    output = show("omni", "--tiny", columns=60)
     # Units were cut off in narrow terminals.
-    rows = re.findall(r"^│ \w+(?: +[\d,–]+){3}(?: +[\d.]+ m?s){2} *│$", said, re.M)
+    rows = re.findall(r"^│ \w+(?: +[\d,–]+){3}(?: +[\d.]+ m?s){2} *│$", output, re.M)
     assert len(rows) == 6
-    assert "--wav FOLDER" in said
+    assert "--wav FOLDER" in output
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Models on a GPU, or on a simulated one: what runs on the CPU brings its tensors to the device."""
+"""Models on a GPU, real or simulated: code on the CPU moves its tensors to the device."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ TESTS = (
 )
 
 
-def test_what_needs_no_cpu_runs_on_a_gpu() -> None:
+def test_tests_without_a_cpu_requirement_pass_on_a_gpu() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "tests.on_gpu", "-q", "-n0", *TESTS]
     folder = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

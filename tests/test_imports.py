@@ -32,8 +32,8 @@ def test_importing_leaves_the_garbage_collector_as_it_was() -> None:
     )
 
 
-def test_garbage_of_before_is_not_kept() -> None:
-    """By the first import, nor by one that finds the module there."""
+def test_earlier_garbage_is_still_collected() -> None:
+    """Neither the first import nor a later one freezes it."""
     run(
         f"{GARBAGE}from headstart.imports import load_module\n"
         "for name in ('wave', 'wave'):\n"
@@ -42,8 +42,8 @@ def test_garbage_of_before_is_not_kept() -> None:
     )
 
 
-def test_importing_keeps_nothing_that_its_callers_hold(tmp_path: Path) -> None:
-    """torch.fx has frames that hold themselves: the first engine of a process was never let go."""
+def test_importing_does_not_keep_locals_of_its_callers(tmp_path: Path) -> None:
+    """Regression: frames of torch.fx refer to themselves, so the first engine was never freed."""
     module = "import inspect\ndef hold():\n    own = inspect.currentframe()\nhold()\n"
     Path(tmp_path, "holds_itself.py").write_text(module)
     run(
@@ -58,8 +58,8 @@ def test_importing_keeps_nothing_that_its_callers_hold(tmp_path: Path) -> None:
     )
 
 
-def test_warnings_of_optional_packages_reach_no_user(tmp_path: Path) -> None:
-    """torchao, which transformers imports, warned of kernels for other machines at every start."""
+def test_warnings_of_optional_packages_are_hidden(tmp_path: Path) -> None:
+    """Regression: torchao, which transformers imports, warned at every start."""
     module = (
         "import logging\n"
         "logging.getLogger('torchao').warning('Failed to load')\n"
@@ -78,8 +78,8 @@ def test_warnings_of_optional_packages_reach_no_user(tmp_path: Path) -> None:
     assert done.stderr == "of another\nlater\n"
 
 
-def test_what_is_missing_is_installed_from_the_clone() -> None:
-    """Errors named a package of an index, which has none of this name, or another's."""
+def test_errors_of_missing_packages_name_the_clone() -> None:
+    """Regression: errors named a package on PyPI, which is missing or of another project."""
     assert install("serve") == 'pip install ".[serve]" in the folder of the clone'
     root = Path(headstart.__file__).parent
     sources = [file.read_text(encoding="utf-8") for file in root.rglob("*.py")]
@@ -89,8 +89,8 @@ def test_what_is_missing_is_installed_from_the_clone() -> None:
     assert not [text for text in sources if re.search(r"pip install ['\"]headstart", text)]
 
 
-def test_commands_without_the_packages_that_they_need() -> None:
-    """`pip install --no-deps`, for the cache as a library, brings `headstart` too: a traceback."""
+def test_commands_without_their_packages_are_refused() -> None:
+    """Regression: `headstart` after `pip install --no-deps` ended with a traceback."""
     program = "import sys; sys.modules['click'] = None\nfrom headstart.__main__ import main\nmain()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2
@@ -98,6 +98,6 @@ def test_commands_without_the_packages_that_they_need() -> None:
         "the command headstart needs click, which is not installed; run pip install . in the "
         "folder of the clone\n"
     )
-    ours = program.replace("click", "headstart.cli.main")  # a fault of ours, told as such
+    ours = program.replace("click", "headstart.cli.main")  # a missing module of ours
     done = subprocess.run([sys.executable, "-c", ours], capture_output=True, text=True)
     assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr

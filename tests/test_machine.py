@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 CORE = "processor\t: {}\nflags\t\t: fpu avx2 fma {}\nbugs\t\t: spectre_v1\n\n"
 
 
-def test_flags_are_what_every_core_has(tmp_path: Path) -> None:
+def test_flags_are_those_that_all_cores_have(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text(CORE.format(0, "avx512_bf16 amx_bf16") + CORE.format(1, "avx512_bf16"))
     assert cpu_flags(file) == {"fpu", "avx2", "fma", "avx512_bf16"}
@@ -31,7 +31,7 @@ def test_flags_are_what_every_core_has(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make this another CPU."""
+    """Return a function that simulates another CPU."""
 
     def become(flags: str, architecture: str = "x86_64", capped: str = "") -> None:
         monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags.split()))
@@ -57,13 +57,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_products_of_bfloat16(
     architecture: str, flags: str, expected: bool | None, pretend: Callable[..., None]
 ) -> None:
-    for capped in ("", "avx512"):  # without AMX; AVX-512 has products of its own
+    for capped in ("", "avx512"):  # without AMX; AVX-512 has bfloat16 products too
         pretend(flags, architecture, capped)
         assert multiplies_bfloat16() is expected
 
 
-def test_a_cpu_that_is_capped_has_no_products_of_bfloat16(pretend: Callable[..., None]) -> None:
-    """The kernels were capped alone: models then ran in bfloat16 on torch's AVX-512."""
+def test_a_limited_cpu_has_no_products_of_bfloat16(pretend: Callable[..., None]) -> None:
+    """Regression: only kernels were limited, and models ran in bfloat16 on torch's AVX-512."""
     pretend("avx512_bf16 amx_bf16")
     assert no_bfloat16_reason() == "no AVX512-BF16, no AMX-BF16"
     pretend("avx512_bf16 amx_bf16", capped="avx2")
@@ -81,18 +81,18 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def old_x86(pretend: Callable[..., None]) -> None:
-    """Make this a CPU without products of bfloat16."""
+    """Simulate a CPU without products of bfloat16."""
     pretend("avx2 fma")
 
 
 @pytest.fixture
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Make this the number of bytes that are free."""
+    """Return a function that sets the number of free bytes."""
     return lambda nbytes: monkeypatch.setattr(dtypes, "available_memory", lambda: nbytes)
 
 
 @pytest.mark.usefixtures("old_x86")
-def test_auto_is_float32_where_bfloat16_is_slow_and_says_so_in_one_line(
+def test_auto_is_float32_with_a_note_if_bfloat16_is_slow(
     folder: Path, logged: list[logging.LogRecord], use_kernels: Callable[..., None]
 ) -> None:
     use_kernels("0")
@@ -107,10 +107,10 @@ def test_auto_is_float32_where_bfloat16_is_slow_and_says_so_in_one_line(
 
 
 @pytest.mark.usefixtures("old_x86")
-def test_auto_is_float32_over_weights_as_they_are_where_kernels_serve_that(
+def test_auto_is_float32_over_bfloat16_weights_with_kernels(
     folder: Path, logged: list[logging.LogRecord], free_memory: Callable[[int], None]
 ) -> None:
-    """It takes no memory, so there is no message, and free memory does not matter."""
+    """It needs no more memory, so there is no message, and free memory does not matter."""
     if avx2_library() is None:
         pytest.skip("no compiled kernels for AVX2 here")
     free_memory(0)
@@ -119,14 +119,14 @@ def test_auto_is_float32_over_weights_as_they_are_where_kernels_serve_that(
 
 
 @pytest.mark.usefixtures("old_x86")
-def test_a_dtype_that_is_asked_for_is_taken(folder: Path, logged: list[logging.LogRecord]) -> None:
+def test_an_explicit_dtype_is_used(folder: Path, logged: list[logging.LogRecord]) -> None:
     assert load_model(folder, dtype="bfloat16").dtype == torch.bfloat16
     assert fast_dtype("auto", folder, torch.device("meta")) == "auto"
     assert not logged
 
 
 @pytest.mark.usefixtures("old_x86")
-def test_auto_keeps_the_dtype_where_memory_is_short(
+def test_auto_keeps_the_dtype_if_memory_is_short(
     folder: Path, logged: list[logging.LogRecord], free_memory: Callable[[int], None]
 ) -> None:
     wide = 2 * (folder / "model.safetensors").stat().st_size
@@ -140,7 +140,7 @@ def test_auto_keeps_the_dtype_where_memory_is_short(
 
 
 @pytest.mark.parametrize("flags", ["avx512f avx512_bf16", ""])
-def test_auto_is_the_checkpoints_where_bfloat16_is_fast_or_nothing_is_known(
+def test_auto_is_the_checkpoints_if_bfloat16_is_fast_or_unknown(
     folder: Path, flags: str, pretend: Callable[..., None]
 ) -> None:
     pretend(flags)

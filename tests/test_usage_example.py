@@ -1,4 +1,4 @@
-"""The usage program of vLLM's prefix caching page, with its import line and model name changed."""
+"""The usage program of vLLM's prefix caching page, with another import line and model name."""
 
 from pathlib import Path
 

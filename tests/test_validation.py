@@ -1,4 +1,4 @@
-"""Every option is checked by its type and range, from the fields themselves."""
+"""Every option is checked by the type and range of its field."""
 
 import math
 import sys
@@ -76,8 +76,10 @@ def _fits(name: str, kind: str, value: object) -> bool:
 
 
 @pytest.mark.parametrize(("make", "error", "field"), CASES)
-def test_a_value_of_another_type(make: Make, error: type[Exception], field: Field[Any]) -> None:
-    """`LLM(num_threads="2")` was a TypeError of a comparison, or went on to torch."""
+def test_a_value_of_another_type_is_refused(
+    make: Make, error: type[Exception], field: Field[Any]
+) -> None:
+    """Regression: `LLM(num_threads="2")` raised a TypeError of a comparison or of torch."""
     kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
     kind = kind or str(field.type)
     values = [value for value in WRONG if not _fits(field.name, kind, value)]
@@ -118,14 +120,14 @@ def test_a_value_of_another_type(make: Make, error: type[Exception], field: Fiel
         ({"debug": 1}, "debug is 1; allowed: True or False"),
     ],
 )
-def test_what_is_allowed_is_said(options: dict[str, Any], complaint: str) -> None:
+def test_errors_name_the_allowed_values(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=f"^{complaint}"):
         LLM("headstart-tiny", **options)
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(EngineConfig) if f.type != "str"])
-def test_no_value_of_an_option_ends_in_a_foreign_error(name: str) -> None:
-    """`num_threads=10**400` was a ValueError of torch, which it reached."""
+def test_no_value_of_an_option_raises_a_foreign_error(name: str) -> None:
+    """Regression: `num_threads=10**400` reached torch, which raised a ValueError."""
     for value in WRONG:
         with pytest.raises(HeadstartError):
             LLM("no such folder", **{name: value})
@@ -133,7 +135,7 @@ def test_no_value_of_an_option_ends_in_a_foreign_error(name: str) -> None:
             Omni("no such folder", options={name: value})
 
 
-def test_no_bound_of_the_store_of_a_pipeline_ends_in_a_foreign_error() -> None:
+def test_no_bound_of_a_pipelines_store_raises_a_foreign_error() -> None:
     for value in [*WRONG, -1]:
         with pytest.raises(ConfigError, match=r"^cache_bytes is .*; allowed: a whole number of"):
             Omni("no such folder", cache_bytes=value)
@@ -142,8 +144,8 @@ def test_no_bound_of_the_store_of_a_pipeline_ends_in_a_foreign_error() -> None:
 @pytest.mark.parametrize(
     "model", [None, "", b"headstart-tiny", 3, "~no such user/model", "a" * 5000]
 )
-def test_what_is_no_model(model: Any) -> None:
-    """None was a TypeError of pathlib; "" was the folder that the process ran in."""
+def test_an_invalid_model_is_refused(model: Any) -> None:
+    """Regression: None raised a TypeError of pathlib; "" was the current folder."""
     with pytest.raises(ModelNotFoundError, match=r"allowed: a folder's path|there is no folder"):
         LLM(model)
 
@@ -172,12 +174,12 @@ def test_fields_are_checked(options: dict[str, Any], complaint: str) -> None:
         check_fields(_Options(**options), ValueError)
 
 
-def test_fields_that_are_right() -> None:
+def test_valid_fields_are_accepted() -> None:
     check_fields(_Options(), ValueError)
     check_fields(_Options("b", 3, 1, None, either="text"), ValueError)
 
 
-def test_a_number_without_a_range_is_a_mistake_of_ours() -> None:
+def test_a_number_without_a_range_is_an_internal_error() -> None:
     @dataclass
     class Unbounded:
         count: int = 3

@@ -1,4 +1,4 @@
-"""LoRA adapters for the tiny models, made and run by PEFT itself: what ours are compared with."""
+"""LoRA adapters for the tiny models, saved and run by PEFT as the reference."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ __all__ = ["Oracle", "attach_adapter", "make_adapter"]
 
 @contextmanager
 def _of_peft() -> Iterator[Any]:
-    """PEFT, which asks transformers for what is deprecated."""
+    """Import PEFT without warnings, as it uses deprecated names of transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import peft
@@ -30,16 +30,16 @@ def make_adapter(
     base: Path, folder: Path, seed: int = 0, kind: Any = AutoModelForCausalLM, **options: Any
 ) -> Path:
     """Write an adapter with random A and B for the model in `base`; options of `LoraConfig`."""
-    given = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options
     with _of_peft() as peft, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **given)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
         peft.get_peft_model(kind.from_pretrained(base), config).save_pretrained(folder)
     return folder
 
 
 def attach_adapter(model: Any, adapter: Path) -> Any:
-    """The model with an adapter, unmerged."""
+    """Return the model with an unmerged adapter."""
     with _of_peft() as peft:
         return peft.PeftModel.from_pretrained(model, adapter)
 
@@ -55,11 +55,11 @@ class Oracle:
         self._model = model
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """`count` tokens after the prompt."""
+        """Generate `count` tokens after the prompt."""
         ids = torch.tensor([list(prompt)])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found: Tensor = self._model.generate(
+            result: Tensor = self._model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
@@ -68,11 +68,11 @@ class Oracle:
                 eos_token_id=None,
                 pad_token_id=0,
             )
-        tokens: list[int] = found[0, len(prompt) :].tolist()
+        tokens: list[int] = result[0, len(prompt) :].tolist()
         return tokens
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """Logits `[tokens, vocab]` behind each of the tokens."""
+        """Return the logits `[tokens, vocab]` after each token."""
         with torch.no_grad():
-            found: Tensor = self._model(torch.tensor([list(tokens)])).logits[0]
-        return found
+            result: Tensor = self._model(torch.tensor([list(tokens)])).logits[0]
+        return result

@@ -1,8 +1,8 @@
-"""Tiny models of every architecture that headstart says it serves, with random weights.
+"""Tiny models of every supported architecture, with random weights.
 
-Made in milliseconds, on the spot, the same ones each time. Their weights are drawn much wider
-than a fresh model's: else attention adds so little to the residual stream that a wrong mask
-would hide in the rounding.
+They are created in milliseconds and deterministic. Their weights are much larger than a new
+model's. Otherwise attention would add so little to the residual stream that rounding would hide
+a wrong mask.
 """
 
 from collections.abc import Callable, Hashable
@@ -323,12 +323,12 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
-    """The configuration of a tiny model."""
+    """Return the configuration of a tiny model."""
     return _CONFIGS[name]()
 
 
 def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of this configuration with random weights, the same ones each time."""
+    """Return a model of this configuration with deterministic random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)

@@ -1,15 +1,15 @@
-"""Small tokenizers of the kinds that models bring, trained on the spot, the same ones each time.
+"""Small tokenizers of the kinds that models have, trained deterministically.
 
-byte_level      GPT-2, Llama 3, Qwen: byte-level BPE, texts and ids go back and forth
-metaspace       SentencePiece as newer Llamas have it: a space before the first word only,
-                a character that is not in the vocabulary is spelled in bytes
-prepended       Llama 2, Mistral: a space before whatever follows a special token
+byte_level      GPT-2, Llama 3, Qwen: byte-level BPE, which is lossless
+metaspace       SentencePiece of newer Llamas: a space before the first word only; characters
+                outside the vocabulary become bytes
+prepended       Llama 2, Mistral: a space after each special token
 
-More kinds of decoders, for tests of text alone:
+Other kinds of decoders, only for tests of text:
 
 always          SentencePiece with a space before every part between special tokens
-replaced        Gemma: spaces are spelled as they are, and decoding drops none
-word_pieces     BERT: a space before each word but the first, none before the rest of a word
+replaced        Gemma: spaces are encoded unchanged, and decoding drops none
+word_pieces     BERT: a space before each word except the first, none within a word
 """
 
 import json
@@ -61,7 +61,7 @@ def _byte_level() -> Tokenizer:
 
 
 def _pieces() -> models.BPE:
-    """SentencePiece's kind of BPE: over characters, with tokens for single bytes besides."""
+    """Return SentencePiece's kind of BPE, over characters, with tokens for single bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     letters = [text.encode("ascii", "ignore").decode() for text in _CORPUS]

@@ -1,7 +1,7 @@
 """Tiny vision-language models with random weights, a byte-level tokenizer and PIL's processors.
 
-The weights are drawn wide, as in `tests/tiny_models.py`, so that what an image shows changes
-the answer.
+The weights are large, as in `tests/tiny_models.py`, so that the content of an image changes the
+answer.
 """
 
 from collections.abc import Callable
@@ -218,6 +218,6 @@ def _save(folder: Path, name: str) -> None:
 
 
 def make_image(seed: int, width: int = 40, height: int = 32) -> Image.Image:
-    """Noise."""
+    """Return an image of noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)

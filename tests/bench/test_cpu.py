@@ -1,4 +1,4 @@
-"""The least cost of a load: that of an engine that computes no prefix twice."""
+"""The minimal cost of a load is that of an engine that computes no prefix twice."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +32,7 @@ LOADS: dict[str, dict[str, Any]] = {
 
 
 class Counter:
-    """An engine that keeps all it has seen, and counts the rows that it must compute."""
+    """An engine that caches all tokens, and counts the rows that it must compute."""
 
     def __init__(self) -> None:
         self.seen: list[Ids] = []
@@ -45,29 +45,29 @@ class Counter:
         answers = []
         rows = 0
         for prompt in prompts:
-            known = max((len(shared_head([prompt, other])) for other in self.seen), default=0)
+            num_cached = max((len(shared_head([prompt, other])) for other in self.seen), default=0)
             answers.append([1000 + len(self.seen)] * count)
             self.seen.append(prompt + answers[-1])
-            rows += len(prompt) - known + count - 1
+            rows += len(prompt) - num_cached + count - 1
         self.rows.append(rows)
         return answers
 
 
 @pytest.mark.parametrize("name", ["turns", "not yet cached", "cached"])
-def test_passes_compute_what_is_new(name: str) -> None:
-    asked = LOADS[name]
+def test_passes_compute_only_new_tokens(name: str) -> None:
+    load = LOADS[name]
     engine = Counter()
-    DRIVERS[asked["load"]](engine, **{key: asked[key] for key in asked if key != "load"})
-    [passes] = PASSES[asked["load"]](asked).values()
-    timed = engine.rows[1:] if asked.get("first") else engine.rows
-    assert sum(count * one.rows for count, one in passes) == sum(timed)
+    DRIVERS[load["load"]](engine, **{key: load[key] for key in load if key != "load"})
+    [passes] = PASSES[load["load"]](load).values()
+    timed = engine.rows[1:] if load.get("first") else engine.rows
+    assert sum(count * pass_.rows for count, pass_ in passes) == sum(timed)
 
 
-def test_questions_compute_what_is_new() -> None:
-    asked = LOADS["questions"]
+def test_questions_compute_only_new_tokens() -> None:
+    load = LOADS["questions"]
     engine = Counter()
-    DRIVERS["document"](engine, HEAD, asked["questions"], asked["count"])
-    passes = PASSES["document"](asked)
-    rows = {key: count * one.rows for key, [(count, one)] in passes.items()}
-    later = (asked["count"] - 1) * rows["per token"]
+    DRIVERS["document"](engine, HEAD, load["questions"], load["count"])
+    passes = PASSES["document"](load)
+    rows = {key: count * pass_.rows for key, [(count, pass_)] in passes.items()}
+    later = (load["count"] - 1) * rows["per token"]
     assert [rows["cold"] + later, rows["warm"] + later] == engine.rows

@@ -1,4 +1,4 @@
-"""Loads that engines do side by side: what they are asked, and how their times are compared."""
+"""Loads of a comparison of engines: their prompts, and the comparison of times."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ PROMPTS = [[*HEAD, own, own + 1, own + 2] for own in (3, 50, 90)]
 
 
 class Recorder:
-    """An engine that answers with how many tokens it was asked, and keeps the prompts."""
+    """An engine that answers with the length of each prompt, and stores the prompts."""
 
     def __init__(self) -> None:
         self.prompts: list[Ids] = []
@@ -39,13 +39,13 @@ def generate(folder: Path, prompt: Ids, count: int) -> Ids:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ids = torch.tensor([prompt])
     length = {"min_new_tokens": count, "max_new_tokens": count}
-    seen = torch.ones_like(ids)
-    answer = model.generate(ids, attention_mask=seen, do_sample=False, **length)
+    mask = torch.ones_like(ids)
+    answer = model.generate(ids, attention_mask=mask, do_sample=False, **length)
     return answer[0, -count:].tolist()
 
 
 @pytest.mark.parametrize("make", [Headstart, Transformers])
-def test_an_engine_answers_as_generate_does(make: type[Engine], folder: Path) -> None:
+def test_an_engine_answers_like_generate(make: type[Engine], folder: Path) -> None:
     threads = torch.get_num_threads()
     engine = make(str(folder), threads, "auto")  # type: ignore[call-arg]
     expected = [generate(folder, prompt, 5) for prompt in PROMPTS]
@@ -58,31 +58,31 @@ def test_an_engine_answers_as_generate_does(make: type[Engine], folder: Path) ->
 
 def test_questions_follow_the_document() -> None:
     engine = Recorder()
-    told = document(engine, [1, 2], [[3], [4], [5]], 2)
+    result = document(engine, [1, 2], [[3], [4], [5]], 2)
     assert engine.prompts == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
-    assert set(told["seconds"]) == {"cold", "warm", "per token"}
+    assert set(result["seconds"]) == {"cold", "warm", "per token"}
 
 
-def test_a_turn_begins_with_all_that_was_said() -> None:
+def test_a_turn_begins_with_all_earlier_turns() -> None:
     engine = Recorder()
-    told = chat(engine, [[[1], [2]], [[3], [4]]], 2)
+    result = chat(engine, [[[1], [2]], [[3], [4]]], 2)
     assert engine.prompts == [[1], [2], [1, 1, 1, 3], [2, 1, 1, 4]]
-    assert told["tokens"] == [[4, 4], [4, 4]]
+    assert result["tokens"] == [[4, 4], [4, 4]]
 
 
-def test_what_is_shared_is_asked_first() -> None:
+def test_the_shared_prefix_is_sent_first() -> None:
     engine = Recorder()
     together(engine, [1, 2], [[1, 2, 3], [1, 2, 4]], 2)
     assert engine.prompts == [[1, 2], [1, 2, 3], [1, 2, 4]]
 
 
-def test_the_ratio_is_of_the_same_rounds_and_to_the_best_other() -> None:
+def test_the_ratio_compares_rounds_with_the_best_peer() -> None:
     peers = [Peer(name, "python", "auto") for name in ("headstart", "slow", "fast")]
     bench = Bench(1, peers, "wall")
-    for at, seconds in enumerate([(1, 9, 2), (2, 9, 4), (30, 9, 6)]):
+    for i, seconds in enumerate([(1, 9, 2), (2, 9, 4), (30, 9, 6)]):
         for peer, value in zip(peers, seconds, strict=True):
             bench.add("cold", peer, value)
-        assert bench.turns(at)[0] == peers[at]
+        assert bench.turns(i)[0] == peers[i]
     assert bench.ratio("cold") == 0.5  # of the medians, 2 and 4, too; of the means 2.75
     bench.add("warm", peers[0], 1)
     assert bench.ratio("warm") is None

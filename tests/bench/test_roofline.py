@@ -1,4 +1,4 @@
-"""The least time a load can take, against figures worked out by hand."""
+"""The minimal time of a load matches figures calculated by hand."""
 
 import pytest
 from roofline import Limits, Pass, floor, prefill
@@ -21,9 +21,9 @@ def test_one_token_is_limited_by_reading_the_weights() -> None:
 
 
 def test_passes_add_up() -> None:
-    one, other = prefill(0, 16), Pass(4, 4, 400, 400)
-    both = floor([(2, one), (3, other)], QWEN, ONE_CORE).seconds
-    alone = [floor([(1, part)], QWEN, ONE_CORE).seconds for part in (one, other)]
+    first, second = prefill(0, 16), Pass(4, 4, 400, 400)
+    both = floor([(2, first), (3, second)], QWEN, ONE_CORE).seconds
+    alone = [floor([(1, part)], QWEN, ONE_CORE).seconds for part in (first, second)]
     assert both == pytest.approx(2 * alone[0] + 3 * alone[1])
 
 

@@ -1,4 +1,4 @@
-"""The figures in the docs are what the pool looks like today."""
+"""The figures in the docs are up to date."""
 
 import re
 import subprocess
@@ -12,15 +12,15 @@ FIGURES = ROOT / "docs" / "figures"
 DARK_STYLE = re.compile(r"@media \(prefers-color-scheme: dark\) \{.*\}\s*</style>", re.DOTALL)
 
 
-def test_the_figures_are_what_the_command_draws(tmp_path: Path) -> None:
+def test_the_figures_match_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "docs/figures_src/figures.py", "--out", str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
-    kept = {path.name: path.read_text(encoding="utf-8") for path in FIGURES.iterdir()}
+    stored = {path.name: path.read_text(encoding="utf-8") for path in FIGURES.iterdir()}
     assert len(drawn) == 13
-    assert drawn.keys() == kept.keys()
+    assert drawn.keys() == stored.keys()
     for name, text in drawn.items():
-        assert kept[name] == text, f"{name} is out of date: run make figures"
+        assert stored[name] == text, f"{name} is out of date: run make figures"
         assert xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
 
 
@@ -30,7 +30,7 @@ def test_every_figure_is_shown_in_the_docs() -> None:
         assert any(f"(figures/{path.name})" in page for page in pages)
 
 
-def test_every_color_of_a_figure_has_another_on_a_dark_page() -> None:
+def test_every_color_of_a_figure_has_a_dark_variant() -> None:
     for path in FIGURES.iterdir():
         text = path.read_text(encoding="utf-8")
         [style] = DARK_STYLE.findall(text)
@@ -38,8 +38,8 @@ def test_every_color_of_a_figure_has_another_on_a_dark_page() -> None:
         assert used and {rule for rule in used if f"[{rule}]{{" not in style} == set(), path.name
 
 
-def test_every_color_of_a_drawing_has_another_on_a_dark_page() -> None:
-    """Colors stand in the style sheet alone; each class that has one has one for dark pages."""
+def test_every_color_of_a_drawing_has_a_dark_variant() -> None:
+    """Colors are only in the style sheet, and each class with a color has one for dark pages."""
     text = (ROOT / "docs" / "omni.svg").read_text(encoding="utf-8")
     [dark] = DARK_STYLE.findall(text)
     light = DARK_STYLE.sub("", text)

@@ -1,15 +1,15 @@
-"""Docs are tests: what README, docs and docstrings show, runs.
+"""Docs are tests: the examples in README, docs and docstrings run.
 
 Python blocks of a page run from top to bottom in one namespace, as a reader would type them.
-An HTML comment on the line above a block says what it needs:
+An HTML comment on the line above a block names its requirements:
 
-    <!-- demo model: Qwen/Qwen2.5-0.5B-Instruct -->    the demo model stands in for this name
-    <!-- server: http://127.0.0.1:8000 -->             a server of headstart-tiny stands in for this
-    <!-- output -->                                    (above a text block) what the Python block
-                                                       before it prints; `...` matches anything
+    <!-- demo model: Qwen/Qwen2.5-0.5B-Instruct -->    the demo model replaces this name
+    <!-- server: http://127.0.0.1:8000 -->             a server of headstart-tiny replaces this URL
+    <!-- output -->                                    (above a text block) the output of the Python
+                                                       block before it; `...` matches anything
 
-Shell blocks are read, not run: `headstart` commands by the real parser, `make` targets in the
-Makefile, scripts by whether they are there.
+Shell blocks are parsed, not run: `headstart` commands by the real parser, `make` targets must be in
+the Makefile, and scripts must exist.
 """
 
 import doctest
@@ -37,7 +37,7 @@ STAND_IN, SERVER = "demo model: ", "server: "
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block of a page; `line` is where its first line stands."""
+    """One fenced block of a page; `line` is the number of its first line."""
 
     language: str
     note: str
@@ -48,12 +48,12 @@ class Block:
 def read_blocks(text: str) -> list[Block]:
     return [
         Block(
-            found["language"],
-            found["note"] or "",
-            found["body"],
-            text.count("\n", 0, found.start("body")) + 1,
+            match["language"],
+            match["note"] or "",
+            match["body"],
+            text.count("\n", 0, match.start("body")) + 1,
         )
-        for found in BLOCK.finditer(text)
+        for match in BLOCK.finditer(text)
     ]
 
 
@@ -70,9 +70,9 @@ def pages_with(language: str) -> list[str]:
 def run_python(
     blocks: list[Block], page: str, stand_in: Callable[[str], str], read: Callable[[], str]
 ) -> list[str]:
-    """Run a page's blocks; returns where what was printed is not what the page says.
+    """Run a page's blocks, and return the differences between printed and documented output.
 
-    stand_in: what stands in for the name in a note.
+    stand_in: returns the replacement for the name in a note.
     """
     namespace: dict[str, object] = {"__name__": "__page__"}
     wrong, printed = [], ""
@@ -84,7 +84,7 @@ def run_python(
                 name = block.note.partition(": ")[2]
                 assert name in code, f"{page}:{block.line}: {name} is not in the block"
                 code = code.replace(name, stand_in(block.note))
-            lines = "\n" * (block.line - 1)  # so that a traceback names the page's own line
+            lines = "\n" * (block.line - 1)  # so that a traceback names the page's line
             exec(compile(lines + code, page, "exec"), namespace)
             printed = read()
         elif block.note == "output" and not checker.check_output(block.body, printed, options):
@@ -93,7 +93,7 @@ def run_python(
 
 
 def parse_command(line: str) -> None:
-    """Raises click.UsageError or AssertionError where a command of ours cannot be right."""
+    """Check a command. Raises click.UsageError or AssertionError if it is wrong."""
     words = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z_]+=", word)]
     program, arguments = words[0], words[1:]
     if program == "headstart":
@@ -128,7 +128,7 @@ def shell_lines(block: Block) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_has_a_language_we_check(page: str) -> None:
+def test_every_block_has_a_checked_language(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert text.count("```") == 2 * len(PAGES[page]), "a fence was not understood"
     assert {block.language for block in PAGES[page]} <= LANGUAGES
@@ -156,15 +156,13 @@ def test_python_blocks_run(page: str, demo_model: Path, capsys: pytest.CaptureFi
         for line in shell_lines(block)
     ],
 )
-def test_shell_commands_are_understood(
-    page: str, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shell_commands_are_valid(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     parse_command(line)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_between_pages_lead_somewhere(page: str) -> None:
+def test_links_between_pages_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text) + re.findall(
         r'src="([^":]+)"', text
@@ -189,7 +187,7 @@ def test_examples_in_docstrings_run(name: str, demo_model: Path) -> None:
         "rm -r",
     ],
 )
-def test_a_command_that_is_not_ours_is_found(line: str) -> None:
+def test_an_unknown_command_is_found(line: str) -> None:
     with pytest.raises((click.UsageError, AssertionError)):
         parse_command(line)
 
@@ -200,8 +198,8 @@ def test_output_that_differs_from_the_page_is_found(capsys: pytest.CaptureFixtur
     assert wrong == ["p:7 says\n42\nbut it printed\n41\n"]
 
 
-def test_make_says_what_it_installs() -> None:
-    """The first `make demo` was silent for minutes."""
+def test_make_reports_what_it_installs() -> None:
+    """Regression: the first `make demo` was silent for minutes."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.split(r"\n(?=[^\s#]+:(?!=))", makefile)
     recipes = [target for target in targets if "\n\t$(PIP)" in target]

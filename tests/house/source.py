@@ -1,4 +1,4 @@
-"""The source tree as the house rules see it: modules, their functions and what they import."""
+"""The source tree for the house rules: modules, their functions and imports."""
 
 import ast
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class Import:
 
 
 class Module:
-    """One Python file, parsed once, when a rule first looks at its tree."""
+    """One Python file, parsed when a rule first reads its tree."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
@@ -45,14 +45,14 @@ class Module:
 
     @property
     def package(self) -> str:
-        """`cache` for headstart.cache.pool, the module's name for a file next to the packages."""
+        """Package name: `cache` for headstart.cache.pool, or the module's name outside packages."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else ""
 
 
 @cache
 def read_modules(folder: str) -> dict[str, Module]:
-    """Every module under `folder` by its dotted name; a package goes by the folder's name."""
+    """Return all modules under `folder` by dotted name; a package has its folder's name."""
     modules = {}
     for path in sorted((ROOT / folder).rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)

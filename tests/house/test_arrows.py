@@ -7,10 +7,10 @@
     frontend   engine                      omni       frontend, engine, models, cache
     server     frontend, engine, omni      cluster  anything; its core only cache
 
-The core of cluster is the prefix index and the router, with all that these need.
+The core of cluster is the prefix index and the router, with their dependencies.
 
-Everyone may import `headstart.errors`, `.validation`, `.version`, `.imports`, `.machine`
-and `.mypyc_hints`; the command line may import all.
+Every package may import `headstart.errors`, `.validation`, `.version`, `.imports`, `.machine`
+and `.mypyc_hints`; the command line may import all packages.
 """
 
 import subprocess
@@ -65,10 +65,10 @@ EVERYONE_MAY_IMPORT = {
 }
 WITHOUT_TORCH = ("cache", "tiers", "replay", *(f"cluster.{name}" for name in CLUSTER_CORE))
 
-# Imported inside functions, because a user may do without them.
+# Imported inside functions, because they are optional.
 OPTIONAL_DEPENDENCIES = {"PIL", "gguf", "llguidance", "opentelemetry", "redis"}
 
-# vLLM's module paths that lie in the engine's package.
+# vLLM's module paths in the engine's package.
 VLLM_PATHS = {
     f"headstart.engine.{name}" for name in ("arg_utils", "async_llm_engine", "llm_engine")
 }
@@ -78,14 +78,14 @@ PACKAGES = [package for package in WITHOUT_TORCH if f"{PACKAGE}.{package}" in MO
 
 
 def resolve(imported: str, modules: dict[str, Module]) -> str | None:
-    """The module of ours that `import a.b.c` or `from a.b import c` loads, None for another's."""
+    """Return our module that `import a.b.c` or `from a.b import c` loads, or None."""
     while imported and imported not in modules:
         imported = imported.rpartition(".")[0]
     return imported or None
 
 
 def is_core(name: str) -> bool:
-    """True for a module of cluster that the replay imports: none of them may need torch."""
+    """Return True for a module of cluster that the replay imports, which must not need torch."""
     return name in CORE_MODULES
 
 
@@ -98,7 +98,7 @@ def wrong_arrows(module: Module, modules: dict[str, Module]) -> list[str]:
     if module.name in VLLM_PATHS:
         allowed = {*MAY_IMPORT[module.package], "frontend"}
     assert allowed is not None, f"{module.name}: give the package its arrows in MAY_IMPORT"
-    found = []
+    complaints = []
     for imported in module.imports:
         target = resolve(imported.module, modules)
         if target is None:
@@ -107,12 +107,12 @@ def wrong_arrows(module: Module, modules: dict[str, Module]) -> list[str]:
         wants_core = module.package == "replay" or is_core(module.name)
         beyond_core = package == "cluster" and wants_core and not is_core(target)
         if beyond_core or package not in {*allowed, module.package, *EVERYONE_MAY_IMPORT}:
-            found.append(f"{module.name}:{imported.line} imports {imported.module}")
-    return found
+            complaints.append(f"{module.name}:{imported.line} imports {imported.module}")
+    return complaints
 
 
 def find_cycle(modules: dict[str, Module]) -> list[str]:
-    """Names of modules that import one another in a ring, for types included; empty if none do."""
+    """Return the modules of an import cycle, including imports for types, or an empty list."""
     graph = {
         name: {resolve(i.module, modules) for i in module.imports} - {None}
         for name, module in modules.items()
@@ -134,12 +134,12 @@ def local_imports(module: Module) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_arrows_point_down_only(name: str) -> None:
+def test_imports_follow_the_allowed_directions(name: str) -> None:
     assert wrong_arrows(MODULES[name], MODULES) == []
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_imports_stand_at_the_top(name: str) -> None:
+def test_imports_are_at_the_top(name: str) -> None:
     assert local_imports(MODULES[name]) == []
 
 
@@ -183,14 +183,14 @@ def pretend(**texts: str) -> dict[str, Module]:
     return {name: Module(name, text) for name, text in modules.items()}
 
 
-def test_an_arrow_that_points_up_is_found() -> None:
+def test_an_upward_import_is_found() -> None:
     modules = pretend(headstart_cache_pool="from headstart.engine import llm", headstart_engine="")
     assert wrong_arrows(modules["headstart.cache.pool"], modules) == [
         "headstart.cache.pool:1 imports headstart.engine.llm"
     ]
 
 
-def test_an_arrow_from_the_replay_beyond_the_router_is_found() -> None:
+def test_an_import_of_the_replay_beyond_the_router_is_found() -> None:
     modules = {
         name: Module(name, text)
         for name, text in {
@@ -199,8 +199,10 @@ def test_an_arrow_from_the_replay_beyond_the_router_is_found() -> None:
             "headstart.cluster.router": "from headstart.cluster import deployment",
         }.items()
     }
-    found = [complaint for each in modules.values() for complaint in wrong_arrows(each, modules)]
-    assert found == [
+    complaints = [
+        complaint for module in modules.values() for complaint in wrong_arrows(module, modules)
+    ]
+    assert complaints == [
         "headstart.replay.a:1 imports headstart.cluster.deployment",
         "headstart.cluster.router:1 imports headstart.cluster.deployment",
     ]

@@ -1,4 +1,4 @@
-"""Wheels with `headstart.cache` compiled are made where they are asked for, and only there."""
+"""Wheels contain a compiled `headstart.cache` only on request."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ build_meta.build_editable(".")
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """A copy of what a build reads first."""
+    """Copy the files that a build reads first."""
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     for part in ("__init__.py", "version.py", "mypyc_hints.py", "cache"):
@@ -42,41 +42,41 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(program: str, sources: Path, asked: str | None) -> subprocess.CompletedProcess[str]:
+def run(program: str, sources: Path, compiled: str | None) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment.pop("HEADSTART_COMPILED_CACHE", None)
-    if asked is not None:
-        environment["HEADSTART_COMPILED_CACHE"] = asked
+    if compiled is not None:
+        environment["HEADSTART_COMPILED_CACHE"] = compiled
     command = [sys.executable, "-W", "ignore", "-c", program]
     return subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("asked", "needs"), [(None, False), ("0", False), ("1", True)])
-def test_mypyc_is_a_build_requirement_where_it_is_used(
-    sources: Path, asked: str | None, needs: bool
+@pytest.mark.parametrize(("compiled", "needs"), [(None, False), ("0", False), ("1", True)])
+def test_mypyc_is_a_build_requirement_only_if_it_is_used(
+    sources: Path, compiled: str | None, needs: bool
 ) -> None:
-    done = run(ASK, sources, asked)
+    done = run(ASK, sources, compiled)
     assert done.returncode == 0, done.stderr
-    [told] = [line for line in done.stdout.splitlines() if line.startswith("needs ")]
-    assert ("mypyc" in told) == needs
+    [requirements] = [line for line in done.stdout.splitlines() if line.startswith("needs ")]
+    assert ("mypyc" in requirements) == needs
 
 
-def test_a_usual_build_has_the_kernels_alone_and_knows_nothing_of_mypyc(sources: Path) -> None:
+def test_a_default_build_has_only_the_kernels_and_needs_no_mypyc(sources: Path) -> None:
     done = run(NO_MYPYC + EXTENSIONS, sources, None)
     assert done.stdout.splitlines()[-1:] == ["extensions 1"], done.stderr
 
 
 @pytest.mark.parametrize(
-    ("program", "asked", "message"),
+    ("program", "compiled", "message"),
     [
         (ASK, "yes", "HEADSTART_COMPILED_CACHE is 'yes'; allowed: 1 to compile"),
         (NO_MYPYC + EXTENSIONS, "1", "HEADSTART_COMPILED_CACHE=1 needs mypyc: pip install"),
         (EDITABLE, "1", "an editable one is interpreted"),
     ],
 )
-def test_what_cannot_be_built_so_says_why(
-    sources: Path, program: str, asked: str, message: str
+def test_an_unsupported_compiled_build_is_refused(
+    sources: Path, program: str, compiled: str, message: str
 ) -> None:
-    done = run(program, sources, asked)
+    done = run(program, sources, compiled)
     assert done.returncode
     assert message in done.stderr + done.stdout

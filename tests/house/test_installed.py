@@ -1,4 +1,4 @@
-"""The package as it is installed: found from every folder."""
+"""The installed package can be imported from every folder."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from tests.house.source import ROOT
 
 
 def test_a_clone_in_the_current_folder_does_not_hide_the_package(tmp_path: Path) -> None:
-    """`from headstart import LLM`, run beside a clone: "unknown location".
+    """Regression: `from headstart import LLM` next to a clone failed with "unknown location".
 
     The clone's folder has no __init__.py, so it counts as a namespace package.
     """

@@ -46,18 +46,18 @@ PUBLIC = [
 ]
 
 
-def test_public_names_are_these() -> None:
+def test_public_names_match_the_list() -> None:
     assert headstart.__all__ == PUBLIC
     assert set(PUBLIC) <= set(dir(headstart))
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_public_name_is_there_and_documented(name: str) -> None:
+def test_public_names_exist_and_are_documented(name: str) -> None:
     value = getattr(headstart, name)
     assert isinstance(value, str | tuple) or value.__doc__
 
 
-def test_another_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'headstart' has no attribute 'LLN'"):
         getattr(headstart, "LLN")  # noqa: B009 (mypy would refuse headstart.LLN)
 

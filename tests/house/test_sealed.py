@@ -35,8 +35,8 @@ MODULES = {name: module for name, module in ALL.items() if module.package != "ca
 
 
 def reads(module: Module) -> list[str]:
-    """Where the module reads what is the cache's own."""
-    found = []
+    """List the places in which a module reads private parts of the cache."""
+    places = []
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value).rpartition(".")[2]
@@ -46,17 +46,17 @@ def reads(module: Module) -> list[str]:
             if module.package != OF_A_PACKAGE.get(node.attr, module.package):
                 private = True
             if private:
-                found.append(f"{module.name}:{node.lineno} reads {ast.unparse(node)}")
+                places.append(f"{module.name}:{node.lineno} reads {ast.unparse(node)}")
     for imported in module.imports:
         top, package, file, *_ = [*imported.module.split("."), "", ""]
         inside = file in INSIDE - MAY_IMPORT_FROM or file in MAY_NOT_IMPORT
         if (top, package) == (PACKAGE, "cache") and inside:
-            found.append(f"{module.name}:{imported.line} imports {imported.module}")
-    return found
+            places.append(f"{module.name}:{imported.line} imports {imported.module}")
+    return places
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_nobody_outside_reads_the_cache_s_own_fields(name: str) -> None:
+def test_other_packages_do_not_read_the_caches_private_fields(name: str) -> None:
     assert reads(MODULES[name]) == []
 
 
@@ -75,20 +75,20 @@ def test_nobody_outside_reads_the_cache_s_own_fields(name: str) -> None:
         "from headstart.cache.manager import KVCacheManager",
     ],
 )
-def test_a_reader_is_seen(text: str) -> None:
+def test_a_read_of_a_private_field_is_found(text: str) -> None:
     assert reads(Module("headstart.engine.x", text)) != []
 
 
-def test_a_lookup_s_result_may_be_read() -> None:
+def test_the_result_of_a_lookup_may_be_read() -> None:
     assert reads(Module("headstart.engine.x", "computed.writer, len(found.blocks)")) == []
 
 
-def test_a_span_of_attention_has_block_ids_of_its_own() -> None:
+def test_a_span_of_attention_has_separate_block_ids() -> None:
     assert reads(Module("headstart.attention.x", "span.block_ids")) == []
 
 
 @pytest.mark.parametrize(
     "names", ["cache import KVCacheManager", "cache.identity import Namespace"]
 )
-def test_what_the_package_offers_may_be_imported(names: str) -> None:
+def test_public_names_of_the_cache_may_be_imported(names: str) -> None:
     assert reads(Module("headstart.engine.x", f"from headstart.{names}")) == []

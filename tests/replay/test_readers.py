@@ -1,4 +1,4 @@
-"""Trace files: the three formats, and one sentence for what is none of them."""
+"""Trace files in three formats, and errors of other files."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def write(folder: Path, lines: list[dict[str, Any]], name: str = "trace.jsonl") 
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
-def test_mooncake_s_lines(tmp_path: Path, name: str) -> None:
+def test_mooncakes_lines(tmp_path: Path, name: str) -> None:
     trace = read_trace(write(tmp_path, MOONCAKE, name))
     assert (trace.grain, trace.num_units, trace.num_tokens) == (512, 7, 1542)
     first, second = trace.requests  # by time
@@ -42,7 +42,7 @@ def test_mooncake_s_lines(tmp_path: Path, name: str) -> None:
     assert first.session != second.session
 
 
-def test_own_lines(tmp_path: Path) -> None:
+def test_our_lines(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, OWN))
     assert (trace.grain, trace.num_units) == (1, 8)
     first, second = trace.requests
@@ -51,7 +51,7 @@ def test_own_lines(tmp_path: Path) -> None:
 
 
 def save_sessions(path: Path) -> None:
-    """Nodes 0-1-2, 3 below 0, 4 below 3, and 5 as a separate root."""
+    """Write a tree: nodes 0-1-2, 3 below 0, 4 below 3, and 5 as a separate root."""
     numpy.savez(
         path,
         B=numpy.int32(64),
@@ -90,12 +90,12 @@ def test_sessions(tmp_path: Path) -> None:
         ({"tokens": [1], "time": math.nan}, "time is nan; allowed: at least 0"),
     ],
 )
-def test_a_wrong_line_is_said(tmp_path: Path, line: dict[str, Any], says: str) -> None:
+def test_an_invalid_line_is_reported(tmp_path: Path, line: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read_trace(write(tmp_path, [line]))
 
 
-def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path) -> None:
     for name, content in (
         ("a.jsonl", b"{"),
         ("b.jsonl.gz", b"no gzip"),
@@ -115,7 +115,7 @@ def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
         read_trace(tmp_path / "e.npz")
 
 
-def test_a_line_that_is_no_json_is_said_by_its_number(tmp_path: Path) -> None:
+def test_an_invalid_json_line_is_reported_with_its_number(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl").write_text('{"tokens": [1]}\n\n{"tokens": [1')
     with pytest.raises(
         ConfigError, match=r"cut.jsonl cannot be read as a trace: .*: line 3 column 14"
@@ -123,7 +123,7 @@ def test_a_line_that_is_no_json_is_said_by_its_number(tmp_path: Path) -> None:
         read_trace(tmp_path / "cut.jsonl")
 
 
-def test_copies_share_nothing_and_keep_their_sessions_apart(tmp_path: Path) -> None:
+def test_copies_share_neither_prefixes_nor_sessions(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, MOONCAKE)).copied(3)
     assert len(trace.requests) == 6
     assert {unit for r in trace.requests for unit in r.units()} == {0, 5, 7, 12, 14, 19}
@@ -132,7 +132,7 @@ def test_copies_share_nothing_and_keep_their_sessions_apart(tmp_path: Path) -> N
     assert times == sorted(times) == [0.5, 1.5, 2.0, 2.5, 3.0, 4.0]
 
 
-def test_faster_begins_sessions_sooner_and_keeps_their_pace(tmp_path: Path) -> None:
+def test_speed_starts_sessions_sooner_and_keeps_their_pauses(tmp_path: Path) -> None:
     lines = [
         {"time": time, "tokens": [1], "session": session}
         for time, session in ((0, "a"), (10, "b"), (12, "a"), (14, "b"))
@@ -146,7 +146,7 @@ def test_faster_begins_sessions_sooner_and_keeps_their_pace(tmp_path: Path) -> N
     ]
 
 
-def test_ranges_of_copies_and_speed_are_said() -> None:
+def test_invalid_copies_and_speeds_are_refused() -> None:
     trace = Trace("t", 1, 2**20, [])
     with pytest.raises(ConfigError, match="copies is 0; allowed: at least 1"):
         trace.copied(0)

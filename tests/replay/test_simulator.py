@@ -1,4 +1,4 @@
-"""The simulator: times by hand, real managers kept whole, and every router on every workload."""
+"""The simulator: times by hand, consistent managers, and every router on every workload."""
 
 import math
 import random
@@ -29,7 +29,7 @@ SPEED = SpeedModel(prefill_rate=1000, step_time=0.1, decode_time=0.01, chunk=100
 
 
 def trace_of(*requests: tuple[float, list[int], int], grain: int = 16) -> Trace:
-    """(time, units, reply's tokens) each; prompts end with a full unit."""
+    """Return a trace of (time, units, reply's tokens); prompts end with a full unit."""
     return Trace(
         "hand",
         grain,
@@ -45,18 +45,18 @@ def run(trace: Trace, *, replicas: int = 1, kv_tokens: int = 16_000) -> ReplayRe
     return replay(trace, Fleet(replicas, kv_tokens, 16), "expected", SPEED)
 
 
-def test_a_prompt_takes_its_steps() -> None:
-    """2,000 tokens in chunks of 992 (62 units), 992 and 16: three steps."""
+def test_the_time_of_a_prompt_is_that_of_its_steps() -> None:
+    """2,000 tokens need three steps, with chunks of 992 (62 units), 992 and 16."""
     result = run(trace_of((5.0, list(range(125)), 1)))
     assert result.ttft_mean == pytest.approx(3 * 0.1 + 2000 / 1000)
     assert (result.hit_rate, result.requests, result.imbalance) == (0, 1, 1)
 
 
-def test_decoding_takes_a_step_a_token_and_slows_others() -> None:
-    """The second prompt comes while the first decodes: its step begins when one of these ends."""
+def test_decoding_takes_one_step_per_token_and_slows_others() -> None:
+    """The second prompt arrives while the first decodes, and starts after the current step."""
     result = run(trace_of((0.0, [1], 11), (0.2, [2], 1)))
     first = 0.1 + 0.016
-    # Steps of 0.11 s since then; one is under way at 0.2 and ends at 0.226.
+    # Steps of 0.11 s since then; one is running at 0.2 and ends at 0.226.
     second = first + 0.11 + (0.1 + 0.016 + 0.01) - 0.2
     assert result.ttft_mean == pytest.approx((first + second) / 2)
     # Ten more tokens: one in the step of the second prompt, the others at 0.11 s.
@@ -68,8 +68,8 @@ def test_a_prompt_hits_what_another_computed_and_recomputes_its_last_token() -> 
     assert result.hit_rate == pytest.approx((3 * 16 + 3 * 16) / (11 * 16))
 
 
-def test_a_trace_may_count_from_long_before_it_begins() -> None:
-    """A trace with times of day had no load: all the time before it counted as idle."""
+def test_a_trace_may_start_at_any_time() -> None:
+    """Regression: a trace with times of day had no load, as the time before it counted as idle."""
     early, late = (
         run(trace_of((start, list(range(125)), 9), (start + 1, [1, 2], 9)))
         for start in (0.0, 86_400.0)
@@ -78,15 +78,15 @@ def test_a_trace_may_count_from_long_before_it_begins() -> None:
     assert late.seconds == pytest.approx(early.seconds)
 
 
-def test_twins_wait_for_one_another() -> None:
-    """The second finds its prefix in the making, waits, and computes none of it again."""
+def test_a_request_waits_for_a_running_prefix() -> None:
+    """The second request waits for the prefix that the first computes, and then hits it."""
     shared = list(range(100))
     result = run(trace_of((0.0, [*shared, 500], 1), (0.01, [*shared, 501], 1)))
     assert result.hit_rate == pytest.approx(1600 / 3232)
 
 
 def test_a_request_waits_for_memory_and_nothing_is_preempted() -> None:
-    """Two prompts of 50 blocks and replies of 20 in a pool of 100 blocks: one after the other."""
+    """Two prompts of 50 blocks with replies of 20 run one after the other in 100 blocks."""
     long = trace_of((0.0, list(range(50)), 320), (0.0, list(range(100, 150)), 320))
     result = run(long, kv_tokens=1600)
     first = 0.1 + 0.8
@@ -99,7 +99,7 @@ def test_a_request_that_no_replica_can_hold_is_an_error() -> None:
         run(trace_of((0.0, list(range(100)), 90)), kv_tokens=1600)
 
 
-def test_blocks_are_multiples_of_what_the_trace_tells_apart() -> None:
+def test_invalid_fleets_traces_and_speeds_are_refused() -> None:
     with pytest.raises(ConfigError, match="block_size is 24; allowed: a multiple of 16"):
         replay(trace_of((0, [1], 1)), Fleet(1, 1600, 24), "expected")
     with pytest.raises(ConfigError, match="no requests"):
@@ -125,18 +125,18 @@ def test_every_router_finishes_every_workload(policy: str, workload: str) -> Non
     assert replace(again, events_per_second=0) == replace(result, events_per_second=0)
 
 
-def test_prefixes_known_by_events_beat_chance() -> None:
+def test_prefix_routing_beats_round_robin() -> None:
     trace = make_workload("documents", 150)
     fleet = Fleet(8, 200_000, 16)
-    known, turns = (replay(trace, fleet, policy) for policy in ("expected", "round-robin"))
-    assert known.hit_rate > turns.hit_rate + 0.2
-    assert known.ttft_mean < turns.ttft_mean
+    expected, round_robin = (replay(trace, fleet, policy) for policy in ("expected", "round-robin"))
+    assert expected.hit_rate > round_robin.hit_rate + 0.2
+    assert expected.ttft_mean < round_robin.ttft_mean
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), policy=st.sampled_from(list(POLICIES)))
-def test_managers_stay_whole(seed: int, policy: str) -> None:
-    """Any trace, in pools so small that requests wait and blocks are evicted all the time."""
+def test_managers_stay_consistent(seed: int, policy: str) -> None:
+    """Any trace keeps them consistent, even if small pools evict blocks all the time."""
     rng = random.Random(seed)
     requests = sorted(
         (
@@ -160,8 +160,8 @@ def test_managers_stay_whole(seed: int, policy: str) -> None:
     assert result.requests == 20 and checked
 
 
-def test_far_apart_requests_hit_what_one_engine_would() -> None:
-    """With one replica and no concurrency the simulation adds no cost."""
+def test_sparse_requests_hit_as_much_as_in_one_engine() -> None:
+    """With one replica and no concurrency, the simulation adds no cost."""
     requests = make_workload("chats", 80, seed=3).requests
     trace = Trace(
         "slow",
@@ -175,7 +175,7 @@ def test_far_apart_requests_hit_what_one_engine_would() -> None:
     assert best.same_memory < best.unlimited
 
 
-def test_the_same_seed_makes_the_same_workload() -> None:
+def test_the_same_seed_gives_the_same_workload() -> None:
     first, again, other = (make_workload("chats", 50, seed) for seed in (0, 0, 1))
     assert first == again != other
     with pytest.raises(ConfigError, match="workload is 'x'; allowed: shared-prompt"):
@@ -194,10 +194,10 @@ APART = SpeedModel(
 )
 
 
-def test_a_prompt_moves_to_who_decodes_it() -> None:
-    """The first token comes where the prompt is computed; ten more follow when its K/V are there.
+def test_a_prompt_is_moved_to_a_decoding_replica() -> None:
+    """The prefill replica sends the first token; ten more follow after the K/V are moved.
 
-    The second prompt is computed meanwhile, waits for the link, and slows no decoding.
+    The second prompt is computed meanwhile, waits for the link, and does not slow decoding.
     """
     trace = trace_of((0.0, [1], 11), (0.1, [2], 11))
     result = replay(trace, Fleet(2, 16_000, 16, prefill_replicas=1), "expected", APART)
@@ -231,15 +231,15 @@ def test_some_replicas_must_decode(prefill: int) -> None:
     st.integers(1, 3),
 )
 def test_every_request_is_computed_once_and_decoded_once(
-    asked: list[tuple[float, list[int], int]], prefill: int
+    requests: list[tuple[float, list[int], int]], prefill: int
 ) -> None:
-    trace = trace_of(*sorted(asked, key=lambda request: request[0]))
+    trace = trace_of(*sorted(requests, key=lambda request: request[0]))
     simulation = _Simulation(trace, Fleet(4, 1600, 16, prefill_replicas=prefill), "expected", APART)
     simulation.run(None)
     jobs = {job.name: job for job in simulation.jobs}
-    assert len(jobs) == len(simulation.jobs) == len(asked)
+    assert len(jobs) == len(simulation.jobs) == len(requests)
     computing, decoding = simulation.replicas[:prefill], simulation.replicas[prefill:]
-    assert sum(replica.num_requests for replica in computing) == len(asked)
+    assert sum(replica.num_requests for replica in computing) == len(requests)
     moved = [job for job in jobs.values() if job.num_output > 1]
     assert sum(replica.num_requests for replica in decoding) == len(moved)
     assert all(job.is_moved == (job.num_output > 1) for job in jobs.values())
@@ -257,8 +257,8 @@ def test_every_request_is_computed_once_and_decoded_once(
         replica.manager.check()
 
 
-def test_the_table_of_a_fleet_apart_is_not_that_of_one_together() -> None:
-    """Prompts of others do not hold up who decodes: tokens come at an even pace."""
+def test_separate_prefill_lowers_the_time_between_tokens() -> None:
+    """Prompts do not delay decoding on separate replicas."""
     trace = make_workload("documents", 100)
     together, apart = (
         replay(trace, Fleet(4, 200_000, 16, prefill_replicas=count), "expected") for count in (0, 2)

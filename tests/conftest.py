@@ -72,7 +72,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 def logged() -> Iterator[list[logging.LogRecord]]:
     """Collect log records of a test, from warnings up, even from loggers that do not propagate."""
     named = logging.root.manager.loggerDict.values()
-    alone = [one for one in named if isinstance(one, logging.Logger) and not one.propagate]
+    alone = [entry for entry in named if isinstance(entry, logging.Logger) and not entry.propagate]
     for logger in alone:
         logger.addHandler(KEPT)
     yield KEPT.records

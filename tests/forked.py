@@ -77,10 +77,10 @@ def _until_it_ends(
         return subprocess.CompletedProcess(arguments, process.exitcode or 0, *outputs)
 
 
-def _run_program(given: list[str], streams: tuple[Path, Path, Path]) -> None:
+def _run_program(words: list[str], streams: tuple[Path, Path, Path]) -> None:
     _take(streams)
     warnings.simplefilter("ignore")
-    program, *arguments = given
+    program, *arguments = words
     sys.argv = ["-c", *arguments]
     exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
 

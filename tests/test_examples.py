@@ -19,7 +19,7 @@ from tests.house.source import ROOT
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding="utf-8"))
 
-# Where vLLM has what `from headstart import ...` gives, beside what its package exports.
+# vLLM's modules of the names of `from headstart import ...` that its package does not export.
 ELSEWHERE = {
     "AsyncLLM",
     "StructuredOutputsParams",

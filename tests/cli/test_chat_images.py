@@ -41,17 +41,17 @@ def test_images_are_sent_with_the_next_message_and_are_hit(
     terminal.wait(READY)
     first, cached = terminal.ask("What is it?")
     assert cached == 0 and TOKENS < first < TOKENS + 60
-    # The next turn hits the image and all that was said; a second image is read.
+    # The next turn hits the image and all earlier turns; a second image is read.
     terminal.send(f"/image {more}\r")
     terminal.wait("more hills.jpg: about ")
     terminal.wait(READY)
     second, cached = terminal.ask("And this one?")
     assert first <= cached < second and second - cached > TOKENS
-    # Neither a text file nor a missing file is an image; the chat goes on without it.
+    # Neither a text file nor a missing file is an image; the chat continues without it.
     (tmp_path / "text.png").write_text("no image")
-    for wrong, said in (("text.png", "text.png: .*unknown format"), ("none.png", "cannot read")):
+    for wrong, error in (("text.png", "text.png: .*unknown format"), ("none.png", "cannot read")):
         terminal.send(f"/image {tmp_path / wrong}\r")
-        terminal.wait(said)
+        terminal.wait(error)
         terminal.wait(READY)
     third, cached = terminal.ask("Thanks.")
     assert cached >= second and third - cached < 60

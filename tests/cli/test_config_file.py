@@ -19,7 +19,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
 
 
 def test_a_file_of_flags(served: Served, tmp_path: Path) -> None:
-    """As with `vllm serve --config`, typed flags override the file."""
+    """Typed flags override the file, as in `vllm serve --config`."""
     file = tmp_path / "config.yaml"
     file.write_text(
         "model: of/file\nport: 9000\nmax-model-len: 2k\nenable-prefix-caching: false\n"

@@ -20,7 +20,7 @@ def call(*arguments: str) -> Result:
     return result
 
 
-def test_routers_stand_side_by_side_and_in_a_picture(tmp_path: Path) -> None:
+def test_routers_are_compared_in_a_table_and_a_picture(tmp_path: Path) -> None:
     svg = tmp_path / "replay.svg"
     result = call(*SMALL, "--router", "all", "--plot", str(svg))
     assert result.exit_code == 0, result.output

@@ -30,7 +30,7 @@ def luminance(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", COLORS)
-def test_colors_stand_out_on_black_and_on_white(name: str) -> None:
+def test_colors_are_readable_on_black_and_on_white(name: str) -> None:
     assert (luminance(name) + 0.05) / 0.05 >= 3
     assert 1.05 / (luminance(name) + 0.05) >= 3
 

@@ -57,11 +57,11 @@ class Engine:
 
     def keys(self, tokens: list[int]) -> list[PrefixKey]:
         """Return the keys of a prompt's full blocks."""
-        return prefix_keys(self.manager.block_hashes(TokenSequence("asked", tokens)))
+        return prefix_keys(self.manager.block_hashes(TokenSequence("lookup", tokens)))
 
     def depth(self, tokens: list[int]) -> int:
         """Count the blocks that the manager itself finds."""
-        return len(self.manager.get_computed_blocks(TokenSequence("asked", tokens)).blocks)
+        return len(self.manager.get_computed_blocks(TokenSequence("lookup", tokens)).blocks)
 
 
 def cut(packed: bytes) -> list[bytes]:

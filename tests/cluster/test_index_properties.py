@@ -79,7 +79,7 @@ class LossyFeeds(RuleBasedStateMachine):
     def current_replicas_match_their_latest_batch(self) -> None:
         names = BlockHasher(BLOCK, "model")
         for tokens in ([0] * 10, [1] * 10, [0, 1] * 5, [0, 0, 1, 1, 0, 0]):
-            sequence = TokenSequence("asked", tokens)
+            sequence = TokenSequence("lookup", tokens)
             prompt = names.of_keys(sequence.namespace, sequence.cut(BLOCK))
             match = self.index.match(self.engines[0].keys(tokens))
             assert match.cached == match.expected == match.stored

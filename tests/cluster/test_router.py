@@ -40,7 +40,7 @@ def router(policy: str = "expected", replicas: int = 4) -> Router:
     return Router(replicas, chosen, first_rate=1000.0)
 
 
-def test_a_prompt_goes_to_where_it_is_cached() -> None:
+def test_a_prompt_is_routed_to_the_replica_that_cached_it() -> None:
     many = router()
     prompt = [bytes([number]) * 32 for number in range(1, 65)]
     store(many, 2, prompt)
@@ -118,7 +118,7 @@ def test_the_measured_rate_is_based_on_the_time_of_prompts() -> None:
     assert many.loads[0].rate == pytest.approx((64 * BLOCK + 1) / 0.5, rel=0.05)
 
 
-def test_round_robin_takes_turns_and_least_loaded_the_emptiest() -> None:
+def test_round_robin_alternates_and_least_loaded_selects_the_emptiest() -> None:
     turns, least = router("round-robin", 3), router("least-loaded", 3)
     assert [turns.route(request(str(n), n), 0.0) for n in range(6)] == [0, 1, 2, 0, 1, 2]
     for number in range(6):

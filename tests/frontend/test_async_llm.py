@@ -138,7 +138,7 @@ def test_an_id_in_use_is_refused_and_the_first_request_continues(llm: AsyncLLM) 
     assert isinstance(second, RequestError) and "mine" in str(second)
 
 
-def test_a_loop_that_is_closed_leaves_nothing_behind(llm: AsyncLLM) -> None:
+def test_a_closed_loop_leaves_no_requests(llm: AsyncLLM) -> None:
     """The event loop ends while a stream is open; the engine then serves the next loop."""
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     loop = asyncio.new_event_loop()

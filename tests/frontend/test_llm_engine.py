@@ -32,11 +32,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(folder: Path) -> Iterator[LLMEngine]:
     arguments = EngineArgs(model=str(folder), dtype="float32", num_blocks=24, num_threads=1)
-    made = LLMEngine.from_engine_args(arguments)
-    yield made
-    made.engine.manager.check()
-    assert list(map(len, made.engine.requests)) == [0, 0]
-    made.close()
+    engine = LLMEngine.from_engine_args(arguments)
+    yield engine
+    engine.engine.manager.check()
+    assert list(map(len, engine.engine.requests)) == [0, 0]
+    engine.close()
 
 
 def few(count: int, **more: object) -> SamplingParams:

@@ -95,7 +95,7 @@ def test_an_absent_parameter_accepts_no_value(
         ({"priority": "high"}, "priority is 'high'"),
         ({"priority": [1, 2]}, "2 priorities for 1 prompts"),
         ({"lora_request": 3}, "adapter is 3; allowed: a name, a LoRARequest"),
-        ({"adapter": "nobody"}, "nobody"),
+        ({"adapter": "missing"}, "missing"),
         ({"cache_salt": 3}, "cache_salt is 3"),
     ],
 )

@@ -9,9 +9,9 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTo
 
 @pytest.fixture(autouse=True, scope="session")
 def _few_solver_steps() -> Iterator[None]:
-    """Every wave of Qwen2.5-Omni, transformers' own too, comes of 3 points in time and not of 10.
+    """Use 3 solver steps instead of 10 for waveforms of Qwen2.5-Omni, here and in transformers.
 
-    The others are the same computation again, and were half of the time of these tests.
+    The other steps repeat the same computation, and took half of the time of these tests.
     """
     forward = Qwen2_5OmniToken2WavModel.forward
 

@@ -21,7 +21,7 @@ class LateStream:
         self.done = 0
 
     def run(self, until: int | None = None) -> None:
-        """Do what is queued up to there."""
+        """Run the queued work up to `until`."""
         with torch.inference_mode():
             while self.done < (len(self.work) if until is None else until):
                 self.done += 1
@@ -36,7 +36,7 @@ class LateStream:
 
 
 class LateDevice:
-    """The calls of `torch.cuda` that copies are made with."""
+    """The functions of `torch.cuda` that copies use."""
 
     def __init__(self) -> None:
         self.compute = LateStream()
@@ -57,18 +57,18 @@ class LateDevice:
         self._current = before
 
     def empty(self, like: Tensor) -> Tensor:
-        """Host memory with rubbish in it."""
+        """Return uninitialized host memory."""
         host = torch.full(like.shape, -77, dtype=like.dtype).as_subclass(_LateTensor)
         host.device_of_copies = self
         return host
 
     def queue(self, work: Callable[[], object]) -> None:
-        """For the stream that is current."""
+        """Queue work in the current stream."""
         self._current.work.append(work)
 
 
 class _LateTensor(Tensor):
-    """Is written when its stream comes to it."""
+    """A tensor that is written when its stream runs the copy."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device_of_copies: LateDevice

@@ -1,7 +1,7 @@
-"""A tiny speech pipeline that is none of the known models: two small Llamas and a causal filter.
+"""A tiny speech pipeline of no known model: two small Llamas and a causal filter.
 
-The thinker is a language model. The talker is another, over conditions: the thinker's hidden rows
-and a second feature that it gives. The vocoder makes four samples of each code.
+The thinker is a language model. The talker is another one, conditioned on the thinker's hidden
+rows and a second feature. The vocoder returns four samples per code.
 """
 
 from typing import Any
@@ -50,10 +50,10 @@ BOS_ROW, EOS_ROW, PAD_ROW = stage_rows(7, 3)
 
 
 def vocode(request: OmniRequest, codes: Tensor, context: int) -> Tensor:
-    """A sample depends on its code and the three before.
+    """Return samples that depend on their code and the three before.
 
-    Weights and codes are small integers, so every sum is exact: the wave has the same bits in
-    whatever order a library adds, and however many rows a call has.
+    Weights and codes are small integers, so every sum is exact. The waveform has the same bits for
+    any order of additions and any number of rows per call.
     """
     weights = torch.tensor([1.0, 2.0, 3.0, 10.0])
     padded = torch.cat([torch.zeros(3), codes.float()])
@@ -62,7 +62,7 @@ def vocode(request: OmniRequest, codes: Tensor, context: int) -> Tensor:
 
 
 class Speech:
-    """The pipeline, and short ways to use it. `options` go to both engines."""
+    """The pipeline with helpers. `options` are passed to both engines."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Speech:
     ) -> None:
         self.cache = OutputCache(max_bytes) if store is None else store
         self.break_pass = 0  # the thinker's pass of this number, counted from 1, fails
-        self.more: dict[str, Tensor] = {}  # what the thinker gives beside its rows
+        self.more: dict[str, Tensor] = {}  # further outputs of the thinker
         config: dict[str, Any] = {
             "num_blocks": 64,
             "block_size": 4,
@@ -168,7 +168,7 @@ class Speech:
         )
 
     def run(self, *requests: OmniRequest) -> list[Progress]:
-        """All of them at once, to their end; every invariant is checked at each step."""
+        """Run requests together to their end, and check every invariant at each step."""
         progress = [start(self.pipeline, request) for request in requests]
         while self.pipeline.has_unfinished:
             self.pipeline.step()
@@ -176,7 +176,7 @@ class Speech:
         return progress
 
     def check_idle(self) -> None:
-        """Nothing is held by anybody."""
+        """Check that no request holds anything."""
         for stage in (self.thinker, self.talker):
             assert not stage.engine.has_unfinished and not stage._states
             manager = stage.engine.manager
@@ -195,7 +195,7 @@ class Speech:
 
 
 def start(pipeline: Pipeline, request: OmniRequest) -> Progress:
-    """Begin a request, as a driver does."""
+    """Submit a request, as a driver does."""
     progress = pipeline.prepare(request)
     pipeline.submit(progress)
     return progress
@@ -206,17 +206,17 @@ def request(name: str, prompt: list[int], **more: Any) -> OmniRequest:
 
 
 def collected(progress: Progress, stage: str, output: str) -> Tensor:
-    """All that a request was given of an output, which must be whole and in order."""
+    """Return all rows of an output that a request received, checked to be complete and in order."""
     chunks = progress.chunks[Input(stage, output)]
-    at = 0
+    position = 0
     for chunk in chunks:
-        assert chunk.start == at, f"{stage}.{output}: {at} to {chunk.start} missing"
-        at = chunk.stop
+        assert chunk.start == position, f"{stage}.{output}: {position} to {chunk.start} missing"
+        position = chunk.stop
     return torch.cat([chunk.rows for chunk in chunks])
 
 
-def said(progress: Progress) -> tuple[list[int], list[int], list[float]]:
-    """A request's text, codes and waveform."""
+def result_of(progress: Progress) -> tuple[list[int], list[int], list[float]]:
+    """Return a request's text, codes and waveform."""
     assert progress.finish_reason == "done", progress.error
     return (
         collected(progress, "thinker", TOKENS).tolist(),
@@ -229,21 +229,23 @@ def said(progress: Progress) -> tuple[list[int], list[int], list[float]]:
 def oracle(
     prompt: list[int], *, think: int = 6, talk: int = 11, text_seed: int = 1
 ) -> tuple[list[int], list[int]]:
-    """Text and codes by whole forward passes of transformers' own models."""
+    """Return text and codes by full forward passes of transformers' models."""
     thinker, talker = model(text_seed, TEXT_VOCABULARY), model(2, CODES + 4)
     ids = list(prompt)
     for _ in range(think):
         ids.append(int(thinker(torch.tensor([ids])).logits[0, -1].argmax()))
     reply = ids[len(prompt) :]
-    known = torch.tensor([ids[:-1]])
-    hidden = thinker.model(known).last_hidden_state[0] + thinker.get_input_embeddings()(known)[0]
+    computed = torch.tensor([ids[:-1]])
+    hidden = (
+        thinker.model(computed).last_hidden_state[0] + thinker.get_input_embeddings()(computed)[0]
+    )
     rows = [*hidden[: len(prompt)], BOS_ROW, *hidden[len(prompt) :], EOS_ROW]
     codes = [MASK] * len(prompt) + [PAD, BOS]
     for _ in range(talk):
         own = talker.get_input_embeddings()(torch.tensor(codes))
         own[: len(prompt)] = 0
-        given = torch.stack([*rows, *[PAD_ROW] * len(codes)][: len(codes)])
-        logits = talker(inputs_embeds=(own + given)[None]).logits[0, -1]
+        conditions = torch.stack([*rows, *[PAD_ROW] * len(codes)][: len(codes)])
+        logits = talker(inputs_embeds=(own + conditions)[None]).logits[0, -1]
         logits[[MASK, PAD, BOS]] = -torch.inf
         codes.append(int(logits.argmax()))
         if codes[-1] == 3:

@@ -13,13 +13,13 @@ from headstart.omni.stage import Chunk, Output
 
 
 def row(token_ids: list[int], width: int) -> Tensor:
-    """The row of the last of these tokens: any two prefixes give different ones."""
+    """Return the row of the last token, which differs for any two prefixes."""
     generator = torch.Generator().manual_seed(hash(tuple(token_ids)) % 2**62)
     return torch.randn(width, generator=generator)
 
 
 class FakeStage:
-    """Requests one step at a time, as the engine would drive them; everything given is noted."""
+    """A stage that runs one step at a time, as in the engine, and records all chunks."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class FakeStage:
         self.rows = StageRows("thinker", block_size, outputs, cache, find_outputs=not outputs)
         self.cache = cache
         self.widths = dict(widths)
-        self.given: dict[TokenSequence, list[Chunk]] = defaultdict(list)
+        self.chunks: dict[TokenSequence, list[Chunk]] = defaultdict(list)
         self.admitted: list[ScheduledRows] = []
         self.computed_tokens = 0
         self.spoiled: tuple[str, int] | None = None  # an output, and a position where it is NaN
@@ -49,23 +49,23 @@ class FakeStage:
         self.rows.open(sequence)
 
     def admit(self, sequence: TokenSequence, count: int | None = None) -> int | None:
-        """Into this step, with `count` tokens after its hit; the hit, or None if blocks lack."""
-        found = self.manager.get_computed_blocks(sequence)
-        if found.writer is not None:
+        """Admit a sequence with `count` tokens after its hit; return the hit or None."""
+        match = self.manager.get_computed_blocks(sequence)
+        if match.writer is not None:
             return None
-        found = found.cut(self.rows.usable(sequence, found), self.manager.block_size)
-        left = len(sequence.token_ids) - found.num_tokens
+        match = match.cut(self.rows.usable(sequence, match), self.manager.block_size)
+        left = len(sequence.token_ids) - match.num_tokens
         count = left if count is None else min(count, left)
-        allocation = self.manager.allocate_slots(sequence, count, found)
+        allocation = self.manager.allocate_slots(sequence, count, match)
         if allocation is None:
             return None
         self.missed = allocation.missed
-        self.rows.admitted(sequence, found.num_tokens)
-        self.admitted.append(ScheduledRows(sequence, found.num_tokens, found.num_tokens + count))
-        return found.num_tokens
+        self.rows.admitted(sequence, match.num_tokens)
+        self.admitted.append(ScheduledRows(sequence, match.num_tokens, match.num_tokens + count))
+        return match.num_tokens
 
     def advance(self, sequence: TokenSequence, count: int) -> bool:
-        """The next tokens of a running sequence into this step; False if blocks lack."""
+        """Schedule the next tokens of a running sequence; return False without blocks."""
         start = sequence.num_computed_tokens
         if not self.manager.append_slots(sequence, count):
             return False
@@ -73,38 +73,38 @@ class FakeStage:
         return True
 
     def step(self) -> None:
-        """Compute what was admitted, and check all that was given so far."""
+        """Compute the admitted tokens, and check all chunks so far."""
         if self.admitted:
             self.compute()
             self.check()
 
     def compute(self) -> dict[TokenSequence, list[Chunk]]:
-        """Compute what was admitted, and say what the step gave."""
+        """Compute the admitted tokens, and return the chunks of the step."""
         parts, self.admitted = self.admitted, []
         outputs = {
             name: torch.stack(
                 [
-                    row(part.sequence.token_ids[: at + 1], width)
+                    row(part.sequence.token_ids[: position + 1], width)
                     for part in parts
-                    for at in range(part.start, part.stop)
+                    for position in range(part.start, part.stop)
                 ]
             )
             for name, width in self.widths.items()
         }
-        positions = [at for part in parts for at in range(part.start, part.stop)]
+        positions = [position for part in parts for position in range(part.start, part.stop)]
         if self.spoiled is not None:
             name, spoiled = self.spoiled
-            outputs[name][[at == spoiled for at in positions], -1] = torch.nan
+            outputs[name][[position == spoiled for position in positions], -1] = torch.nan
         self.computed_tokens += sum(part.stop - part.start for part in parts)
-        given: dict[TokenSequence, list[Chunk]] = defaultdict(list)
+        chunks: dict[TokenSequence, list[Chunk]] = defaultdict(list)
         for sequence, chunk in self.rows.computed(parts, outputs):
-            given[sequence].append(chunk)
-            self.given[sequence].append(chunk)
+            chunks[sequence].append(chunk)
+            self.chunks[sequence].append(chunk)
         self.manager.commit_step()
-        return given
+        return chunks
 
     def run(self, sequence: TokenSequence) -> int:
-        """One request whose prompt is one step; its hit."""
+        """Run a request whose prompt is one step, and return its hit."""
         self.open(sequence)
         hit = self.admit(sequence)
         assert hit is not None
@@ -117,24 +117,26 @@ class FakeStage:
         self.manager.free(sequence)
 
     def check(self) -> None:
-        """Everything handed on so far is right, in order, once each."""
+        """Check that all rows passed on are correct, in order and not repeated."""
         self.manager.check()
         if self.cache is not None:
             self.cache.check()
-        for sequence, chunks in self.given.items():
+        for sequence, chunks in self.chunks.items():
             for name, width in self.widths.items():
                 mine = [chunk for chunk in chunks if chunk.output == name]
-                at = 0
+                position = 0
                 for chunk in mine:
-                    assert chunk.start == at, f"{name}: tokens {at} to {chunk.start} are missing"
-                    at = chunk.stop
-                    for offset, given in enumerate(chunk.rows):
-                        known = sequence.token_ids[: chunk.start + offset + 1]
-                        assert torch.equal(given, row(known, width))
+                    assert chunk.start == position, (
+                        f"{name}: tokens {position} to {chunk.start} are missing"
+                    )
+                    position = chunk.stop
+                    for offset, actual in enumerate(chunk.rows):
+                        prefix = sequence.token_ids[: chunk.start + offset + 1]
+                        assert torch.equal(actual, row(prefix, width))
 
 
 def random_run(stage: FakeStage, seed: int, steps: int) -> dict[str, int]:
-    """Requests that share prefixes: admitted in chunks, decoding, preempted, aborted, at random."""
+    """Run requests with shared prefixes that are chunked, preempted and aborted at random."""
     chance = random.Random(seed)
     running: list[TokenSequence] = []
     waiting: list[TokenSequence] = []

@@ -42,9 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def omni(folder: Path) -> Iterator[Omni]:
-    made = Omni(folder)
-    yield made
-    made.close()
+    omni = Omni(folder)
+    yield omni
+    omni.close()
 
 
 def answer(omni: Omni, prompt: Any) -> OmniOutput:
@@ -54,7 +54,7 @@ def answer(omni: Omni, prompt: Any) -> OmniOutput:
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), "x", {"seed": 3}])
-def test_parameters_of_another_kind(omni: Omni, params: Any) -> None:
+def test_parameters_of_a_wrong_type_are_refused(omni: Omni, params: Any) -> None:
     for call in (omni.generate, omni.stream):
         with pytest.raises(RequestError, match=r"the parameters are .*; allowed: an OmniParams"):
             call([5], params)
@@ -71,8 +71,8 @@ def test_parameters_of_another_kind(omni: Omni, params: Any) -> None:
         ({"seed": 2**70}, "seed is 1180591620717411303424; allowed: a whole number from"),
     ],
 )
-def test_a_parameter_outside_its_range(options: dict[str, Any], complaint: str) -> None:
-    """A seed that is a string was an error of the vocoder, after all else was done."""
+def test_a_parameter_outside_its_range_is_refused(options: dict[str, Any], complaint: str) -> None:
+    """Regression: a seed of type str failed only in the vocoder, at the end."""
     with pytest.raises(RequestError, match=re.escape(complaint)):
         OmniParams(**options)
 
@@ -132,7 +132,7 @@ def test_a_parameter_outside_its_range(options: dict[str, Any], complaint: str) 
         (SEEN | {"images": "x.png"}, "an image is a str; allowed: a Pillow image or an array"),
     ],
 )
-def test_a_prompt_that_is_none(omni: Omni, prompt: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_prompt_is_refused(omni: Omni, prompt: dict[str, Any], complaint: str) -> None:
     with pytest.raises(RequestError, match=re.escape(complaint)):
         omni.generate([[5, 6], prompt], JUST_TEXT)
     assert not omni.pipeline.has_unfinished
@@ -149,7 +149,7 @@ def test_a_prompt_that_is_none(omni: Omni, prompt: dict[str, Any], complaint: st
     ],
     ids=["array", "list", "numbers", "tensor", "big endian"],
 )
-def test_a_sound_in_any_form_is_the_same_sound(omni: Omni, sound: Any) -> None:
+def test_every_type_of_array_gives_the_same_sound(omni: Omni, sound: Any) -> None:
     wanted = answer(omni, HEARD | {"audio": [WAVE]})
     written = omni.cache.stats.written
     [output] = omni.generate(HEARD | {"audio": sound}, JUST_TEXT)
@@ -159,7 +159,7 @@ def test_a_sound_in_any_form_is_the_same_sound(omni: Omni, sound: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "largest"), [("int16", 2**15), (">i2", 2**15), ("int32", 2**31)])
 def test_integer_samples_are_scaled(omni: Omni, kind: str, largest: int) -> None:
-    """They were taken as they were: 32,768 times as loud."""
+    """Regression: they were used unscaled, 32,768 times as loud."""
     whole = np.round(WAVE[:4000] * (largest - 1)).astype(kind)
     answer(omni, HEARD | {"audio": whole.astype(np.float32) / largest})
     written = omni.cache.stats.written
@@ -168,8 +168,8 @@ def test_integer_samples_are_scaled(omni: Omni, kind: str, largest: int) -> None
         assert omni.cache.stats.written == written
 
 
-def test_an_image_is_upright_and_on_white(omni: Omni) -> None:
-    """The model saw the colors of transparent pixels."""
+def test_an_image_is_rotated_upright_and_put_on_white(omni: Omni) -> None:
+    """Regression: the model saw the colors of transparent pixels."""
     clear, white = Image.new("RGBA", (64, 32), (0, 0, 0, 0)), Image.new("RGB", (32, 64), "white")
     clear.getexif()[0x0112] = 6  # to be turned by 90 degrees
     answer(omni, SEEN | {"images": white})
@@ -187,7 +187,7 @@ def test_one_image_needs_no_list(omni: Omni) -> None:
     assert answer(omni, {"prompt_token_ids": [5, 6]} | none).token_ids
 
 
-def test_a_call_that_cannot_be_is_refused(omni: Omni) -> None:
+def test_an_invalid_call_is_refused(omni: Omni) -> None:
     before = answer(omni, [5, 6]).token_ids
     with pytest.raises(RequestError, match="audio is 'n'; allowed: True or False"):
         omni.generate([5], changed("n"))
@@ -211,7 +211,9 @@ def changed(audio: Any) -> OmniParams:
         ({"device": "gpu"}, "device is 'gpu', which torch cannot use here"),
     ],
 )
-def test_options_of_another_kind(folder: Path, options: dict[str, Any], complaint: str) -> None:
+def test_options_of_a_wrong_type_are_refused(
+    folder: Path, options: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)) as caught:
         Omni(folder, **options)
     assert "\n" not in str(caught.value)

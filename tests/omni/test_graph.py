@@ -1,4 +1,4 @@
-"""Pipelines written down in TOML."""
+"""Pipelines that are described in TOML."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +32,7 @@ enable_prefix_caching = false
 
 
 class Calls:
-    """Two factories that count what their stages compute."""
+    """Two stage factories with a count of computed results."""
 
     def __init__(self) -> None:
         self.cache = OutputCache(1 << 16)
@@ -61,7 +61,7 @@ class Calls:
         return values
 
 
-def test_a_graph_is_read_as_it_was_written() -> None:
+def test_a_graph_is_written_and_read() -> None:
     second, first = read_graph(TEXT).nodes
     assert second.spec == StageSpec(
         name="second",
@@ -73,8 +73,8 @@ def test_a_graph_is_read_as_it_was_written() -> None:
     assert first.kind == "first" and not first.spec.enable_prefix_caching
 
 
-def test_an_engine_s_stage_is_made_without_rows_that_nobody_takes() -> None:
-    """Its blocks would be kept on disk with them only, and they are never there."""
+def test_an_engine_stage_is_built_without_unused_rows() -> None:
+    """Its blocks are stored on disk only with their rows, which would never be computed."""
     text = """
     collects = ["user.out"]
     [stages.model]
@@ -84,17 +84,17 @@ def test_an_engine_s_stage_is_made_without_rows_that_nobody_takes() -> None:
     takes = ["model.taken"]
     gives = { out = "token" }
     """
-    made: dict[str, list[str]] = {}
+    outputs: dict[str, list[str]] = {}
 
     def make(node: StageNode) -> Stage:
-        made[node.spec.name] = [output.name for output in node.spec.gives]
+        outputs[node.spec.name] = [output.name for output in node.spec.gives]
         return WholeStage(replace(node.spec, autoregressive=False), lambda job: {})
 
     read_graph(text).build({"model": make, "user": make})
-    assert made == {"model": ["taken", "once"], "user": ["out"]}
+    assert outputs == {"model": ["taken", "once"], "user": ["out"]}
 
 
-def test_a_whole_result_is_known_again_by_content_and_by_nobody_else() -> None:
+def test_a_result_is_cached_by_content_and_tenant() -> None:
     calls = Calls()
     assert calls.run([1.0, 2.0]) == [3.0, 6.0]
     assert calls.run([1.0, 2.0]) == [3.0, 6.0]
@@ -104,7 +104,7 @@ def test_a_whole_result_is_known_again_by_content_and_by_nobody_else() -> None:
     assert calls.made == 3
 
 
-def test_a_digest_tells_dtype_shape_and_where_a_part_ends() -> None:
+def test_a_digest_depends_on_dtype_shape_and_boundaries() -> None:
     tensors = [
         torch.zeros(4),
         torch.zeros(2, 2),
@@ -132,12 +132,12 @@ def test_a_digest_tells_dtype_shape_and_where_a_part_ends() -> None:
         ("[stages.a]\ngives = { '' = 'token' }", "an output's name is '', a str; allowed:"),
     ],
 )
-def test_what_cannot_be_read_is_said(text: str, complaint: str) -> None:
+def test_an_invalid_graph_is_reported(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         read_graph(text)
 
 
-def test_what_cannot_be_built_is_said_and_nothing_stays_open() -> None:
+def test_a_failed_build_is_reported_and_closes_its_stages() -> None:
     calls = Calls()
     with pytest.raises(ConfigError, match=r"the stage kind is 'double'; allowed: \['first'\]"):
         read_graph(TEXT).build({"first": calls.first})
@@ -157,9 +157,9 @@ def test_a_function_cannot_be_declared_autoregressive() -> None:
 
 @pytest.mark.parametrize("name", ["", None, 3, "\ud800"])
 @pytest.mark.parametrize("make", [lambda name: StageSpec(name=name), Output])
-def test_a_name_that_could_not_key_the_store_is_refused(
+def test_a_name_that_cannot_be_a_key_of_the_store_is_refused(
     make: Callable[[Any], object], name: Any
 ) -> None:
-    """A stage named "" would have its rows where the tree of prefixes keeps its branches."""
+    """The rows of a stage named "" would collide with the branches of the prefix tree."""
     with pytest.raises(ConfigError, match=r"^an? \w+'s name .*; allowed: "):
         make(name)

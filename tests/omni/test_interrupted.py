@@ -1,4 +1,4 @@
-"""Real stages whose requests are interrupted, and outputs that are not what they seem."""
+"""Real stages with preempted requests, and outputs that only look like rows per token."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -16,20 +16,20 @@ from headstart.errors import EngineError
 from headstart.omni.pipeline import Pipeline, Progress
 from headstart.omni.stage import TOKENS, Event, Input, OutputEvent, StageFinished
 from tests.engine.internals import preempt_last
-from tests.omni.pipelines import Speech, collected, oracle, request, said, start
+from tests.omni.pipelines import Speech, collected, oracle, request, result_of, start
 from tests.omni.test_pipeline import PROMPTS, wanted
 
 COLLECTS = (Input("thinker", TOKENS), Input("talker", TOKENS), Input("vocoder", "audio"))
 
 
 def preempt(speech: Speech, stage: str) -> None:
-    """Take the blocks of the request that runs last, as if another needed them."""
+    """Preempt the last running request, as if another one needed its blocks."""
     preempt_last(getattr(speech, stage).engine)
 
 
 @contextmanager
 def held_back(speech: Speech, name: str) -> Iterator[None]:
-    """The thinker leaves one request waiting."""
+    """Make the thinker leave one request waiting."""
     inner = speech.thinker.reach
 
     def reach(waiting: Request, start: int, stop: int) -> int | None:
@@ -42,17 +42,17 @@ def held_back(speech: Speech, name: str) -> Iterator[None]:
 
 @contextmanager
 def resumptions(speech: Speech) -> Iterator[list[tuple[int, int]]]:
-    """(rows handed on, tokens skipped) of each admission to the thinker."""
+    """Collect (rows passed on, tokens skipped) of each admission to the thinker."""
     rows = speech.thinker.rows
-    inner, seen = rows.admitted, []
+    inner, admissions = rows.admitted, []
 
     def admitted(sequence: TokenSequence, start: int) -> None:
-        seen.append((rows.watermark(sequence), start))
+        admissions.append((rows.watermark(sequence), start))
         inner(sequence, start)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "admitted", admitted)
-        yield seen
+        yield admissions
 
 
 def finish(speech: Speech, progress: Progress) -> None:
@@ -61,7 +61,7 @@ def finish(speech: Speech, progress: Progress) -> None:
 
 
 def test_a_thinker_that_resumes_with_a_longer_hit() -> None:
-    with Speech(max_num_batched_tokens=5) as speech, resumptions(speech) as seen:
+    with Speech(max_num_batched_tokens=5) as speech, resumptions(speech) as admissions:
         slow = start(speech.pipeline, request("slow", PROMPTS["first"]))
         speech.pipeline.step()
         preempt(speech, "thinker")
@@ -69,17 +69,17 @@ def test_a_thinker_that_resumes_with_a_longer_hit() -> None:
             quick = start(speech.pipeline, request("quick", PROMPTS["first"]))
             finish(speech, quick)
         finish(speech, slow)
-        assert seen == [(0, 0), (0, 4), (5, 12)]
-        assert said(slow) == said(quick) == wanted("first")
+        assert admissions == [(0, 0), (0, 4), (5, 12)]
+        assert result_of(slow) == result_of(quick) == wanted("first")
 
 
-@pytest.mark.parametrize(("steps", "given"), [(1, 10), (4, 16)])
-def test_a_thinker_that_resumes_with_a_shorter_hit(steps: int, given: int) -> None:
-    """Computed again in tens, the rows that were given end between two chunks, or within one."""
+@pytest.mark.parametrize(("steps", "num_passed"), [(1, 10), (4, 16)])
+def test_a_thinker_that_resumes_with_a_shorter_hit(steps: int, num_passed: int) -> None:
+    """The rows passed on before end between two chunks of 10 tokens, or within one."""
     options = {"max_num_batched_tokens": 10, "num_blocks": 9}
     with (
         Speech(**options, talker_options={"num_blocks": 64}) as speech,
-        resumptions(speech) as seen,
+        resumptions(speech) as admissions,
     ):
         slow = start(speech.pipeline, request("slow", PROMPTS["first"]))
         for _ in range(steps):
@@ -88,27 +88,27 @@ def test_a_thinker_that_resumes_with_a_shorter_hit(steps: int, given: int) -> No
         with held_back(speech, "slow"):
             finish(speech, start(speech.pipeline, request("greedy", [60] * 29)))
         finish(speech, slow)
-        assert seen == [(0, 0), (0, 0), (given, 0)]
-        assert said(slow) == wanted("first")
+        assert admissions == [(0, 0), (0, 0), (num_passed, 0)]
+        assert result_of(slow) == wanted("first")
 
 
 @pytest.mark.parametrize("steps", [3, 5, 8])
-def test_a_talker_that_is_preempted_says_the_same(steps: int) -> None:
+def test_a_preempted_talker_gives_the_same_result(steps: int) -> None:
     with Speech() as speech:
         progress = start(speech.pipeline, request("r", PROMPTS["first"]))
         for _ in range(steps):
             speech.pipeline.step()
         preempt(speech, "talker")
         finish(speech, progress)
-        assert said(progress) == wanted("first")
+        assert result_of(progress) == wanted("first")
         assert speech.talker.engine.num_preemptions == 1
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"max_num_batched_tokens": 5}, {"deterministic": True}], ids=str
 )
-def test_rows_that_are_not_finite_are_gone_with_their_request(options: dict[str, Any]) -> None:
-    """They stayed in the store, and the talker was given them with the next hit."""
+def test_rows_that_are_not_finite_are_dropped_with_their_request(options: dict[str, Any]) -> None:
+    """Regression: they stayed in the store, and the next hit passed them to the talker."""
     with Speech(**options) as speech:
         token = PROMPTS["first"][6]
         clean = speech.embeddings[token].clone()
@@ -116,10 +116,10 @@ def test_rows_that_are_not_finite_are_gone_with_their_request(options: dict[str,
         [failed] = speech.run(request("failed", PROMPTS["first"]))
         assert isinstance(failed.error, EngineError) and "not finite" in str(failed.error)
         speech.embeddings[token] = clean
-        for voice in ("cold", "warm"):  # a talker that has spoken with a voice needs no rows again
+        for voice in ("cold", "warm"):  # with a cached voice, the talker needs no rows
             options = {"talker": {"voice": voice}}
             [progress] = speech.run(request(voice, PROMPTS["first"], options=options))
-            assert said(progress) == wanted("first")
+            assert result_of(progress) == wanted("first")
         assert progress.metrics["thinker"].hit_rows == {"hidden": 12, "feature": 12}
 
 
@@ -130,8 +130,8 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return raises
 
 
-def test_a_request_that_fails_as_it_begins_ends_alone() -> None:
-    """Its rows were closed, which were not open yet: a KeyError ended all requests."""
+def test_a_request_that_fails_at_its_start_ends_alone() -> None:
+    """Regression: closing its unopened rows raised KeyError, which ended all requests."""
     with Speech() as speech:
         other = start(speech.pipeline, request("other", PROMPTS["first"]))
         with pytest.MonkeyPatch.context() as patch:
@@ -140,11 +140,11 @@ def test_a_request_that_fails_as_it_begins_ends_alone() -> None:
         finish(speech, progress)
         assert "none left" in str(progress.error)
         finish(speech, other)
-        assert said(other) == wanted("first")
+        assert result_of(other) == wanted("first")
 
 
-def test_a_step_without_work_is_no_interruption() -> None:
-    """The call after it ended every request."""
+def test_a_step_without_work_does_not_end_requests() -> None:
+    """Regression: the next call ended every request."""
     with Speech() as speech:
         progress = start(speech.pipeline, request("r", PROMPTS["first"]))
         with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +152,7 @@ def test_a_step_without_work_is_no_interruption() -> None:
             with pytest.raises(EngineError, match="1 requests wait, and no stage has work"):
                 finish(speech, progress)
         finish(speech, progress)
-        assert said(progress) == wanted("first")
+        assert result_of(progress) == wanted("first")
 
 
 def test_an_output_as_long_as_a_prompt_by_chance_is_never_reused() -> None:
@@ -161,13 +161,13 @@ def test_an_output_as_long_as_a_prompt_by_chance_is_never_reused() -> None:
         speech.more = {"table": torch.zeros(14, 3)}
         stages = list(speech.pipeline.stages.values())
         speech.pipeline = Pipeline(stages, [*COLLECTS, Input("thinker", "table")])
-        for at, name in enumerate(["first", "other question", "first", "first"]):
-            [progress] = speech.run(request(f"{at}", PROMPTS[name]))
-            assert said(progress) == wanted(name)
+        for i, name in enumerate(["first", "other question", "first", "first"]):
+            [progress] = speech.run(request(f"{i}", PROMPTS[name]))
+            assert result_of(progress) == wanted(name)
         assert progress.metrics["thinker"].hit_rows == {"hidden": 12, "feature": 12}
 
 
-def test_rows_that_were_handed_on_stay_right_when_everything_behind_them_is_reused() -> None:
+def test_rows_passed_on_stay_valid_when_their_memory_is_reused() -> None:
     with Speech(num_blocks=11, max_bytes=40_000) as speech:
         stages = list(speech.pipeline.stages.values())
         speech.pipeline = Pipeline(stages, [Input("thinker", "hidden")])
@@ -185,21 +185,21 @@ def test_rows_that_were_handed_on_stay_right_when_everything_behind_them_is_reus
         assert torch.allclose(late[1], collected(again, "thinker", "hidden"), atol=1e-5)
 
 
-def test_what_nobody_takes_is_neither_kept_nor_missed() -> None:
+def test_unused_outputs_are_neither_stored_nor_required() -> None:
     with Speech() as speech:
         talker = speech.talker.spec
-        taken = tuple(taken for taken in talker.takes if taken.output == "hidden")
-        speech.talker.spec = dataclasses.replace(talker, takes=taken)
+        takes = tuple(source for source in talker.takes if source.output == "hidden")
+        speech.talker.spec = dataclasses.replace(talker, takes=takes)
         speech.pipeline = Pipeline(list(speech.pipeline.stages.values()), COLLECTS)
         speech.run(request("cold", PROMPTS["first"]))
         assert {name for _, name in speech.cache._order} == {"hidden", "audio"}
         [warm] = speech.run(request("warm", PROMPTS["first"]))
-        assert said(warm) == wanted("first")
+        assert result_of(warm) == wanted("first")
         assert warm.metrics["thinker"].hit_rows == {"hidden": 12}
 
 
-def test_requests_of_several_users_are_in_several_stages_in_one_step() -> None:
-    """The first is being voiced and spoken while the second is still being read."""
+def test_one_step_runs_several_requests_in_different_stages() -> None:
+    """The first is in the talker and vocoder while the second is in the thinker."""
     with Speech(max_num_batched_tokens=3) as speech:
         busy: dict[str, set[str]] = {}
         for name, stage in speech.pipeline.stages.items():
@@ -210,22 +210,22 @@ def test_requests_of_several_users_are_in_several_stages_in_one_step() -> None:
         while not first.chunks[Input("vocoder", "audio")]:
             speech.pipeline.step()
         second = start(speech.pipeline, request("second", [*range(50, 74)]))
-        seen = set()
+        combinations = set()
         while speech.pipeline.has_unfinished:
             for names in busy.values():
                 names.clear()
             speech.pipeline.step()
-            seen.add(tuple("".join(sorted(name[0] for name in busy[s])) for s in STAGES))
-        assert ("s", "f", "f") in seen  # thinker, talker, vocoder: second, first, first
-        assert said(first) == wanted("first")
-        assert said(second)[:2] == oracle([*range(50, 74)])
+            combinations.add(tuple("".join(sorted(name[0] for name in busy[s])) for s in STAGES))
+        assert ("s", "f", "f") in combinations  # thinker, talker, vocoder: second, first, first
+        assert result_of(first) == wanted("first")
+        assert result_of(second)[:2] == oracle([*range(50, 74)])
 
 
 STAGES = ("thinker", "talker", "vocoder")
 
 
 def noted(step: Callable[[], list[Event]], names: set[str]) -> Callable[[], list[Event]]:
-    """Notes whose rows, tokens or end a step brings."""
+    """Record the requests whose rows, tokens or end a step returns."""
 
     def wrapper() -> list[Event]:
         events = step()

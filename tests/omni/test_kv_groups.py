@@ -1,6 +1,6 @@
-"""Stages whose layers differ: some see a window of the context, some all of it.
+"""Stages with sliding-window layers and full-attention layers.
 
-Each kind is a KV group of its own in the reference, whose store serves stages of one group alone.
+Each kind is a separate KV group in the reference, whose store supports only one group.
 """
 
 from functools import cache
@@ -58,7 +58,7 @@ def model(kind: str) -> PreTrainedModel:
 
 @cache
 def wanted(kind: str, prompt: tuple[int, ...]) -> tuple[list[int], Tensor]:
-    """Greedy tokens and the last hidden rows, by whole passes of transformers' model."""
+    """Return greedy tokens and the last hidden rows by full passes of transformers' model."""
     whole: Any = model(kind)
     ids = list(prompt)
     with torch.inference_mode():
@@ -69,7 +69,7 @@ def wanted(kind: str, prompt: tuple[int, ...]) -> tuple[list[int], Tensor]:
 
 
 class Writer:
-    """One stage that gives its hidden rows; it checks every answer against transformers."""
+    """One stage that outputs its hidden rows, and checks every answer against transformers."""
 
     def __init__(self, kind: str, *, enable_prefix_caching: bool = True, **options: Any) -> None:
         self.kind = kind
@@ -94,7 +94,7 @@ class Writer:
             self.cache,
         )
         self.pipeline = Pipeline([self.stage], [Input("writer", "hidden"), Input("writer", TOKENS)])
-        self.asked = 0
+        self.num_requests = 0
 
     @staticmethod
     def _feed(request: OmniRequest) -> Feed:
@@ -102,11 +102,11 @@ class Writer:
         return PromptFeed(StagePrompt(request.prompt, params, None))
 
     def run(self, *prompts: list[int]) -> list[int]:
-        """All prompts together; how many rows of each came out of the store."""
+        """Run all prompts together, and return the number of stored rows that each used."""
         running: list[tuple[list[int], Progress]] = []
         for prompt in prompts:
-            self.asked += 1
-            request = OmniRequest(request_id=f"{self.asked}", prompt=prompt)
+            self.num_requests += 1
+            request = OmniRequest(request_id=f"{self.num_requests}", prompt=prompt)
             running.append((prompt, start(self.pipeline, request)))
         while self.pipeline.has_unfinished:
             self.pipeline.step()
@@ -136,7 +136,7 @@ def test_rows_of_layers_with_and_without_a_window(kind: str) -> None:
 
 
 @KINDS
-def test_without_caching_they_are_the_same(kind: str) -> None:
+def test_results_without_caching_are_the_same(kind: str) -> None:
     writer = Writer(kind, enable_prefix_caching=False)
     assert [writer.run(prompt) for prompt in PROMPTS] == [[0]] * 4
     assert writer.cache.stats.entries == 0
@@ -144,7 +144,7 @@ def test_without_caching_they_are_the_same(kind: str) -> None:
 
 
 @KINDS
-def test_in_chunks_shorter_than_a_window_together_and_preempted(kind: str) -> None:
+def test_concurrent_preempted_prompts_in_chunks_shorter_than_a_window(kind: str) -> None:
     writer = Writer(kind, max_num_batched_tokens=6, num_blocks=10)
     for _ in range(2):
         writer.run(*PROMPTS)
@@ -152,8 +152,8 @@ def test_in_chunks_shorter_than_a_window_together_and_preempted(kind: str) -> No
     writer.pipeline.close()
 
 
-def test_rows_evicted_while_both_groups_stay_and_both_evicted_while_rows_stay() -> None:
-    """Here all layers of a block come and go together, so their hits are of one length."""
+def test_eviction_of_only_rows_or_only_both_kv_groups() -> None:
+    """Here all layers of a block are evicted together, so their hits have the same length."""
     writer = Writer("gemma3", num_blocks=9)
     writer.run(PROMPTS[0])
     writer.cache.clear()

@@ -1,4 +1,4 @@
-"""`Omni` and `AsyncOmni` over one driver: threads, signals, faults of a stage, streams, `close`."""
+"""`Omni` and `AsyncOmni`: threads, signals, failures of a stage, streams and `close`."""
 
 import asyncio
 import gc
@@ -50,7 +50,7 @@ def async_omni(folder: Path) -> Iterator[AsyncOmni]:
 
 
 def check_idle(omni: Omni) -> None:
-    """Between two steps, after all earlier orders."""
+    """Check between two steps, after all earlier calls, that nothing is held."""
 
     def check() -> None:
         assert not omni.pipeline.has_unfinished
@@ -66,13 +66,13 @@ def check_idle(omni: Omni) -> None:
     omni._driver.call(check)
 
 
-def said(outputs: list[OmniOutput]) -> list[tuple[list[int], list[Any]]]:
+def results_of(outputs: list[OmniOutput]) -> list[tuple[list[int], list[Any]]]:
     return [(output.token_ids, output.codes.tolist()) for output in outputs]
 
 
 def check_answers(omni: Omni, wanted: list[OmniOutput]) -> None:
     outputs = omni.generate(PROMPTS, PARAMS)
-    assert said(outputs) == said(wanted)
+    assert results_of(outputs) == results_of(wanted)
     for output, expected in zip(outputs, wanted, strict=True):
         torch.testing.assert_close(output.audio, expected.audio, rtol=0, atol=1e-4)
     check_idle(omni)
@@ -80,7 +80,7 @@ def check_answers(omni: Omni, wanted: list[OmniOutput]) -> None:
 
 @pytest.mark.parametrize("name", ["thinker", "talker"])
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
-def test_a_fault_of_a_stage_ends_all_requests_and_the_next_are_answered(
+def test_a_failed_stage_ends_all_requests_and_later_ones_run(
     omni: Omni, name: str, kind: type[Exception]
 ) -> None:
     wanted = omni.generate(PROMPTS, PARAMS)
@@ -108,8 +108,8 @@ def test_calls_and_streams_of_several_threads_share_the_steps(omni: Omni) -> Non
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(omni.generate, PROMPTS[1], PARAMS)
         *_, last = stream
-        assert last.finished and said([last]) == said(wanted[:1])
-        assert said(other.result(60)) == said(wanted[1:])
+        assert last.finished and results_of([last]) == results_of(wanted[:1])
+        assert results_of(other.result(60)) == results_of(wanted[1:])
     check_idle(omni)
 
 
@@ -189,7 +189,7 @@ print("interrupted", interrupted)
 """
 
 
-def test_ctrl_c_leaves_a_call_and_the_next_is_answered(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_call_and_the_next_one_runs(tmp_path: Path) -> None:
     done = run_program(_SIGNALS, save_qwen25(tmp_path))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 5
@@ -198,7 +198,7 @@ def test_ctrl_c_leaves_a_call_and_the_next_is_answered(tmp_path: Path) -> None:
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     async_omni: AsyncOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pipeline's thread tokenizes: 12 MB of text took it 32 s, from every other request."""
+    """Regression: 12 MB of text blocked the pipeline's thread, which tokenizes, for 32 s."""
 
     def tokenize(*_: object, **__: object) -> list[int]:
         raise AssertionError("it is tokenized")
@@ -208,8 +208,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
         asyncio.run(async_omni.generate("hello " * 1_000_000, TEXT))
 
 
-def test_a_stream_that_fails_says_so_at_once_and_leaves_nothing(async_omni: AsyncOmni) -> None:
-    """Also while the pipeline's thread is busy with the step of another request."""
+def test_a_failed_stream_raises_at_once_and_holds_nothing(async_omni: AsyncOmni) -> None:
+    """This works even while the pipeline's thread runs another request's step."""
     gate = threading.Event()
 
     async def ask() -> None:

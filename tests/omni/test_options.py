@@ -1,4 +1,4 @@
-"""`Omni(..., options=...)`: each of an engine's options has its effect in stages, or is refused."""
+"""Each engine option in `Omni(..., options=...)` applies to the stages, or is refused."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -81,7 +81,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_every_option_is_either_taken_or_refused() -> None:
+def test_every_option_is_either_accepted_or_refused() -> None:
     assert TAKEN.keys() | REFUSED.keys() | OF_THE_PROCESS | OF_STORES == {
         field.name for field in fields(EngineConfig)
     }
@@ -110,7 +110,7 @@ def test_an_option_without_effect_is_refused_before_the_model_is_read(name: str)
         ({"enable_prefix_caching": 0}, "enable_prefix_caching is 0"),
     ],
 )
-def test_wrong_options_are_refused_before_the_model_is_read(
+def test_invalid_options_are_refused_before_the_model_is_read(
     options: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
@@ -136,8 +136,8 @@ def test_threads_are_set_for_the_process(folder: Path, threads: None) -> None:
 
 
 @pytest.mark.parametrize("save", [save_qwen25, save_qwen3])
-def test_without_prefix_caching_no_stage_keeps_anything(save: Any, tmp_path: Path) -> None:
-    """The option was taken, and the second prompt hit all the same."""
+def test_without_prefix_caching_no_stage_stores_anything(save: Any, tmp_path: Path) -> None:
+    """Regression: the option was accepted, but the second prompt still hit."""
     options = {"num_blocks": 64, "block_size": 4, "enable_prefix_caching": False}
     omni = Omni(save(tmp_path), options=options)
     few = SamplingParams(temperature=0, max_tokens=4)

@@ -1,4 +1,4 @@
-"""The stage-output store: exact, bounded, and never wrong for a reader that comes late."""
+"""The store of stage outputs is exact, bounded, and safe for late readers."""
 
 import pytest
 import torch
@@ -33,19 +33,19 @@ STAGE = NODE_BYTES + len("thinker")
 """Bytes of a stage, once for each namespace."""
 
 
-def test_rows_come_back_bit_for_bit_in_their_dtype_and_shape() -> None:
+def test_rows_are_returned_bit_for_bit_with_dtype_and_shape() -> None:
     cache = OutputCache(1 << 20)
-    given = {
+    stored = {
         "hidden": torch.randn(4, 2, dtype=torch.bfloat16),
         "codes": torch.randint(0, 9, (4, 3, 2), dtype=torch.int16),
         "ids": torch.arange(4),
     }
-    cache.put(path(b"a"), 0, given)
-    [found] = cache.find(path(b"a"))
-    assert found.keys() == given.keys()
-    for name, tensor in given.items():
-        assert found[name].dtype is tensor.dtype
-        assert torch.equal(found[name], tensor)
+    cache.put(path(b"a"), 0, stored)
+    [rows_] = cache.find(path(b"a"))
+    assert rows_.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert rows_[name].dtype is tensor.dtype
+        assert torch.equal(rows_[name], tensor)
 
 
 def test_a_view_is_copied_and_later_writes_do_not_reach_it() -> None:
@@ -55,12 +55,12 @@ def test_a_view_is_copied_and_later_writes_do_not_reach_it() -> None:
     cache.put(path(b"a", b"b"), 0, {"hidden": step[0:4]})
     wanted = step[:8].clone()
     step.zero_()
-    found = cache.find(path(b"a", b"b"))
-    assert torch.equal(torch.cat([block["hidden"] for block in found]), wanted)
+    blocks = cache.find(path(b"a", b"b"))
+    assert torch.equal(torch.cat([block["hidden"] for block in blocks]), wanted)
     cache.check()
 
 
-def test_the_first_missing_block_ends_what_is_found() -> None:
+def test_a_lookup_ends_at_the_first_missing_block() -> None:
     cache = OutputCache(1 << 20)
     for index in (0, 2):
         cache.put(path(b"a", b"b", b"c"), index, {"hidden": rows(index)})
@@ -69,7 +69,7 @@ def test_the_first_missing_block_ends_what_is_found() -> None:
     assert cache.find(path(b"a", b"b", b"c"), start=1) == []
 
 
-def test_a_block_without_a_needed_output_is_no_hit() -> None:
+def test_a_block_without_a_required_output_is_a_miss() -> None:
     cache = OutputCache(1 << 20)
     both = {"hidden", "mm_feature"}
     cache.put(path(b"a"), 0, {"hidden": rows(1)}, required=both)
@@ -78,7 +78,7 @@ def test_a_block_without_a_needed_output_is_no_hit() -> None:
     assert cache.find(path(b"a"))[0].keys() == {"hidden", "mm_feature"}
 
 
-def test_an_entry_that_is_there_stays_as_it_is() -> None:
+def test_an_existing_entry_is_not_overwritten() -> None:
     cache = OutputCache(1 << 20)
     cache.put(path(b"a"), 0, {"hidden": rows(1)})
     cache.put(path(b"a"), 0, {"hidden": rows(2)})
@@ -104,16 +104,16 @@ def test_another_prefix_stage_adapter_or_salt_finds_nothing(other: BlockPath) ->
 
 def test_an_image_of_the_same_shape_is_another_prefix() -> None:
     cache = OutputCache(1 << 20)
-    one, other = (
+    first, second = (
         TokenSequence("r", [7] * 8, items=[MultiModalItem(digest, 0, 6)])
         for digest in (b"cat", b"dog")
     )
-    cache.put(BlockPath("thinker", one.namespace, one.cut(4)), 0, {"hidden": rows(1)})
-    assert len(cache.find(BlockPath("thinker", one.namespace, one.cut(4)))) == 1
-    assert cache.find(BlockPath("thinker", other.namespace, other.cut(4))) == []
+    cache.put(BlockPath("thinker", first.namespace, first.cut(4)), 0, {"hidden": rows(1)})
+    assert len(cache.find(BlockPath("thinker", first.namespace, first.cut(4)))) == 1
+    assert cache.find(BlockPath("thinker", second.namespace, second.cut(4))) == []
 
 
-def test_a_late_reader_has_its_rows_whatever_becomes_of_the_store() -> None:
+def test_a_late_reader_keeps_its_rows_after_eviction() -> None:
     cache = OutputCache(STAGE + ONE)
     cache.put(path(b"a"), 0, {"hidden": rows(1)})
     reader = cache.find(path(b"a"))
@@ -122,7 +122,7 @@ def test_a_late_reader_has_its_rows_whatever_becomes_of_the_store() -> None:
     assert torch.equal(reader[0]["hidden"], rows(1))
 
 
-def test_what_was_used_longest_ago_goes_and_a_prefix_from_its_end() -> None:
+def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
     cache = OutputCache(STAGE + 4 * ONE)
     for index in range(2):
         cache.put(path(b"a", b"b"), index, {"hidden": rows(index)})
@@ -138,8 +138,8 @@ def test_what_was_used_longest_ago_goes_and_a_prefix_from_its_end() -> None:
 
 
 def test_a_prefix_that_does_not_fit_keeps_its_head() -> None:
-    """It evicted its own head, so the stored rows could not be hit."""
-    keys = [b"%d" % at for at in range(9)]
+    """Regression: it evicted its own head, so the stored rows could not be hit."""
+    keys = [b"%d" % i for i in range(9)]
     for order in (range(9), reversed(range(9))):
         cache = OutputCache(STAGE + 4 * ONE)
         cache.put(path(b"x", b"y"), 1, {"hidden": rows(1)})
@@ -151,16 +151,16 @@ def test_a_prefix_that_does_not_fit_keeps_its_head() -> None:
         assert cache.stats.entries == 4
 
 
-def test_a_block_keeps_those_of_its_outputs_that_fit() -> None:
+def test_a_block_stores_the_outputs_that_fit() -> None:
     cache = OutputCache(STAGE + ONE + ENTRY_BYTES)
     cache.put(path(b"a"), 0, {"hidden": rows(1), "wide": rows(2, 100)}, required={"hidden"})
     assert cache.find(path(b"a"))[0].keys() == {"hidden"}
     assert (cache.stats.refused, cache.stats.evicted) == (1, 0)
 
 
-def test_identities_without_rows_are_within_the_bound() -> None:
-    """They were counted nowhere: one entry could keep any number of them."""
-    deep = path(*[b"%d" % at for at in range(1000)])
+def test_identities_without_rows_count_toward_the_bound() -> None:
+    """Regression: they were not counted, and one entry could keep any number of them."""
+    deep = path(*[b"%d" % i for i in range(1000)])
     cache = OutputCache(STAGE + 5 * ONE)
     cache.put(path(b"a"), 0, {"hidden": rows(1)})
     cache.put(deep, 999, {"hidden": rows(1)})
@@ -176,7 +176,7 @@ def test_identities_without_rows_are_within_the_bound() -> None:
     assert len(cache.find(deep, 3)) == 1
 
 
-def test_rows_too_large_for_the_store_are_refused_and_the_block_is_no_hit() -> None:
+def test_rows_too_large_for_the_store_are_a_miss() -> None:
     cache = OutputCache(STAGE + ONE + 10)
     cache.put(path(b"a"), 0, {"hidden": rows(1), "wide": rows(1, 100)})
     assert cache.find(path(b"a")) == []
@@ -184,7 +184,7 @@ def test_rows_too_large_for_the_store_are_refused_and_the_block_is_no_hit() -> N
     cache.check()
 
 
-def test_an_output_can_be_forgotten_of_one_stage() -> None:
+def test_an_output_of_one_stage_can_be_dropped() -> None:
     cache = OutputCache(1 << 20)
     for stage in ("thinker", "talker"):
         cache.put(path(b"a", stage=stage), 0, {"hidden": rows(1), "odd": rows(2)})
@@ -194,7 +194,7 @@ def test_an_output_can_be_forgotten_of_one_stage() -> None:
     cache.check()
 
 
-def test_cleared_it_holds_nothing() -> None:
+def test_a_cleared_store_holds_nothing() -> None:
     cache = OutputCache(1 << 20)
     cache.put(path(b"a"), 0, {"hidden": rows(1)})
     cache.clear()
@@ -213,12 +213,12 @@ ASK = st.tuples(st.sampled_from(["find", "touch"]), KEYS, st.sampled_from(["one"
 
 
 def content(stage: str, keys: list[bytes], name: str, width: int) -> Tensor:
-    """Rows that identify their prompt."""
+    """Return rows that identify their prompt."""
     return torch.full((4, width), float(hash((stage, tuple(keys), name)) % 65521))
 
 
 @given(st.integers(0, 4000), st.lists(PUT | ASK, max_size=40), st.integers(1, 40))
-def test_under_any_load_the_bound_holds_and_rows_are_their_own(
+def test_the_bound_holds_and_rows_are_correct_under_any_load(
     bound: int, load: list[tuple[str, list[bytes], str, int]], width: int
 ) -> None:
     cache = OutputCache(bound + 2 * ONE)
@@ -232,23 +232,23 @@ def test_under_any_load_the_bound_holds_and_rows_are_their_own(
             cache.put(where, index, mine)
         elif what == "touch":
             cache.touch(where)
-        for at, block in enumerate(cache.find(where)):
+        for i, block in enumerate(cache.find(where)):
             assert block.keys() >= {"h", "e"}
             for name, tensor in block.items():
-                wanted = content(stage, keys[: at + 1], name, tensor.shape[1])
+                wanted = content(stage, keys[: i + 1], name, tensor.shape[1])
                 assert torch.equal(tensor, wanted)
                 readers.append((tensor, wanted))
         cache.check()
         assert all(torch.equal(tensor, wanted) for tensor, wanted in readers)
 
 
-def test_rows_that_are_not_finite_are_not_kept() -> None:
+def test_rows_that_are_not_finite_are_not_stored() -> None:
     cache = OutputCache(1 << 20)
     for bad in (float("nan"), float("inf")):
         cache.put(path(b"a"), 0, {"hidden": rows(bad), "codes": rows(1)})
         assert cache.find(path(b"a")) == []
-    made = iter([rows(float("nan")), rows(2)])
-    kept = ContentCache(cache, "sounds")
-    assert kept.recall(b"digest", lambda: next(made)).isnan().all()
+    values = iter([rows(float("nan")), rows(2)])
+    content_cache = ContentCache(cache, "sounds")
+    assert content_cache.recall(b"digest", lambda: next(values)).isnan().all()
     for _ in range(2):
-        assert kept.recall(b"digest", lambda: next(made)).equal(rows(2))
+        assert content_cache.recall(b"digest", lambda: next(values)).equal(rows(2))

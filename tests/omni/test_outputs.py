@@ -1,4 +1,4 @@
-"""Outputs with a row per token: declared, or detected at two lengths."""
+"""Outputs with a row per token, declared or detected at two lengths."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def look(detector: AlignmentDetector, rows: int, tokens: int, requests: int = 1)
     return detector.observe({"x": torch.zeros(rows, 3)}, tokens, requests)
 
 
-def test_one_length_is_not_enough_and_two_are() -> None:
+def test_two_lengths_confirm_an_output() -> None:
     detector = AlignmentDetector({})
     look(detector, 12, 12)
     assert detector.is_undecided("x") and not detector.is_by_token("x")
@@ -21,7 +21,7 @@ def test_one_length_is_not_enough_and_two_are() -> None:
     assert detector.is_by_token("x") and not detector.is_undecided("x")
 
 
-def test_a_first_axis_that_is_as_long_by_chance_is_not_believed() -> None:
+def test_a_first_axis_of_the_same_length_by_chance_is_rejected() -> None:
     detector = AlignmentDetector({})
     look(detector, 12, 12)
     look(detector, 12, 8)
@@ -30,7 +30,7 @@ def test_a_first_axis_that_is_as_long_by_chance_is_not_believed() -> None:
     assert not detector.is_by_token("x") and not detector.is_undecided("x")
 
 
-def test_one_row_a_request_is_not_one_row_a_token() -> None:
+def test_one_row_per_request_is_not_one_row_per_token() -> None:
     detector = AlignmentDetector({})
     look(detector, 1, 1, requests=1)
     look(detector, 3, 3, requests=3)
@@ -48,7 +48,7 @@ def test_a_shorter_pass_settles_an_output_that_matched_a_dense_pass() -> None:
     assert not detector.is_decided_by(1)
 
 
-def test_an_output_that_was_trusted_and_is_refuted_is_named() -> None:
+def test_a_confirmed_output_that_changes_is_reported() -> None:
     detector = AlignmentDetector({})
     look(detector, 12, 12)
     look(detector, 8, 8)
@@ -63,7 +63,7 @@ def test_a_number_has_no_first_axis() -> None:
     assert not detector.is_undecided("x")
 
 
-def test_what_is_declared_is_not_looked_at() -> None:
+def test_declared_outputs_are_not_detected() -> None:
     detector = AlignmentDetector({"x": Alignment(Kind.FRAMES, 2), "y": Alignment(Kind.REQUEST)})
     look(detector, 24, 12)
     assert detector.is_by_token("x") and detector.ratio("x") == 2
@@ -73,7 +73,7 @@ def test_what_is_declared_is_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("text", ["token", "request", "global", "frames(4)"])
-def test_alignments_are_written_as_they_are_read(text: str) -> None:
+def test_alignments_are_written_and_parsed(text: str) -> None:
     assert str(parse_alignment(text)) == text
 
 
@@ -94,7 +94,7 @@ def test_a_declared_output_is_checked() -> None:
         output.check(torch.zeros(12, dtype=torch.float64), 3)
 
 
-def test_an_output_that_cannot_be_is_refused() -> None:
+def test_an_invalid_output_is_refused() -> None:
     with pytest.raises(ConfigError, match="'floaty'"):
         Output("x", dtype="floaty")
     with pytest.raises(ConfigError, match="name"):

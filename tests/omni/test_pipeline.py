@@ -1,4 +1,4 @@
-"""Stages in a row: the same text, codes and waveform, cached or not, in pieces, or interrupted."""
+"""Several stages give the same text, codes and waveform, with any caching and chunking."""
 
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ from headstart.omni.engine_stage import TalkerFeed
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.pipeline import Pipeline
 from headstart.omni.stage import TOKENS, Chunk, Input, OutputEvent, StageStarted
-from tests.omni.pipelines import WIDTH, Speech, collected, oracle, request, said, start, vocode
+from tests.omni.pipelines import WIDTH, Speech, collected, oracle, request, result_of, start, vocode
 
 CONTEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 PROMPTS = {
@@ -54,7 +54,7 @@ def wanted(
     ids=str,
 )
 @pytest.mark.parametrize("batched", [False, True])
-def test_what_is_said_does_not_depend_on_how(options: dict[str, Any], batched: bool) -> None:
+def test_results_do_not_depend_on_options(options: dict[str, Any], batched: bool) -> None:
     params = {
         "thinker": SamplingParams(temperature=0, max_tokens=4),
         "talker": SamplingParams(temperature=0, max_tokens=9),  # two of the vocoder's blocks, and 1
@@ -67,12 +67,12 @@ def test_what_is_said_does_not_depend_on_how(options: dict[str, Any], batched: b
             rounds = [requests] if batched else [[r] for r in requests]
             done = [progress for some in rounds for progress in speech.run(*some)]
             for name, progress in zip(PROMPTS, done, strict=True):
-                assert said(progress) == wanted(name, think=4, talk=9), name
+                assert result_of(progress) == wanted(name, think=4, talk=9), name
         preemptions = speech.thinker.engine.num_preemptions + speech.talker.engine.num_preemptions
         assert (preemptions > 0) == (batched and "num_blocks" in options)
 
 
-def test_a_known_prefix_is_skipped_in_every_stage_and_its_rows_are_the_producer_s_bits() -> None:
+def test_a_cached_prefix_is_skipped_in_every_stage_with_identical_rows() -> None:
     with Speech() as speech:
         speech.pipeline = Pipeline(
             list(speech.pipeline.stages.values()),
@@ -92,7 +92,7 @@ def test_a_known_prefix_is_skipped_in_every_stage_and_its_rows_are_the_producer_
         assert metrics["vocoder"].cached_tokens == 8
 
 
-def test_the_talker_begins_before_the_thinker_is_done_and_the_vocoder_before_the_talker() -> None:
+def test_each_stage_starts_before_the_previous_one_finishes() -> None:
     with Speech() as speech:
         more = {"thinker": SamplingParams(temperature=0, max_tokens=20)}
         [progress] = speech.run(request("r", PROMPTS["first"], params=more))
@@ -104,51 +104,51 @@ def test_the_talker_begins_before_the_thinker_is_done_and_the_vocoder_before_the
 def test_another_voice_shares_the_thinker_and_no_talker_block() -> None:
     with Speech() as speech:
         hits = []
-        for at, voice in enumerate(["Ada", "Ada", "Bob"]):
+        for i, voice in enumerate(["Ada", "Ada", "Bob"]):
             options = {"talker": {"voice": voice}}
-            [progress] = speech.run(request(f"{at}", PROMPTS["first"], options=options))
-            assert said(progress) == wanted("first")
+            [progress] = speech.run(request(f"{i}", PROMPTS["first"], options=options))
+            assert result_of(progress) == wanted("first")
             hits.append([progress.metrics[s].cached_tokens for s in ("thinker", "talker")])
         assert hits == [[0, 0], [12, 12], [12, 0]]
 
 
-def test_prompts_of_equal_length_share_only_what_their_texts_share() -> None:
-    """All talker prompts of one length have the same ids, a mask. Their rows distinguish them."""
+def test_prompts_of_equal_length_share_only_their_common_prefix() -> None:
+    """All talker prompts of one length have the same mask ids, but different rows."""
     with Speech() as speech:
         hits = []
-        for at, prompt in enumerate([[7] * 13, [8] * 13, [7] * 8 + [9] * 5]):
-            [progress] = speech.run(request(f"{at}", prompt))
-            assert said(progress)[:2] == oracle(prompt)
+        for i, prompt in enumerate([[7] * 13, [8] * 13, [7] * 8 + [9] * 5]):
+            [progress] = speech.run(request(f"{i}", prompt))
+            assert result_of(progress)[:2] == oracle(prompt)
             hits.append(progress.metrics["talker"].cached_tokens)
         assert hits == [0, 0, 8]
 
 
 def test_conditions_without_an_identity_are_never_shared() -> None:
     with Speech(talker_options={"num_blocks": 13}) as speech:
-        for at in range(2):
+        for i in range(2):
             options = {"talker": {"anonymous": True}}
-            [progress] = speech.run(request(f"{at}", PROMPTS["first"], options=options))
-            assert said(progress) == wanted("first")
+            [progress] = speech.run(request(f"{i}", PROMPTS["first"], options=options))
+            assert result_of(progress) == wanted("first")
             assert progress.metrics["talker"].cached_tokens == 0
 
 
-def test_pipelines_of_other_weights_can_use_one_store() -> None:
-    store, taken = OutputCache(1 << 24), Input("thinker", "hidden")
+def test_pipelines_with_different_weights_can_share_a_store() -> None:
+    store, hidden = OutputCache(1 << 24), Input("thinker", "hidden")
     with Speech(store=store) as first, Speech(store=store, text_seed=9) as second:
         for speech, seed in ((first, 1), (second, 9)):
             [cold] = speech.run(request("cold", PROMPTS["first"]))
-            assert said(cold)[:2] == oracle(PROMPTS["first"], text_seed=seed)
+            assert result_of(cold)[:2] == oracle(PROMPTS["first"], text_seed=seed)
         rows = {}
         for speech in (first, second):
-            speech.pipeline = Pipeline(list(speech.pipeline.stages.values()), [taken])
+            speech.pipeline = Pipeline(list(speech.pipeline.stages.values()), [hidden])
             [warm] = speech.run(request("warm", PROMPTS["first"]))
             assert warm.metrics["thinker"].hit_rows["hidden"] == 12
             [fresh] = speech.run(request("fresh", PROMPTS["first"], salt="another's"))
-            rows[speech] = [collected(progress, *taken) for progress in (warm, fresh)]
+            rows[speech] = [collected(progress, *hidden) for progress in (warm, fresh)]
         assert all(torch.allclose(*pair, atol=1e-5) for pair in rows.values())
 
 
-def test_without_caching_nothing_is_kept_looked_up_or_hashed(
+def test_without_caching_nothing_is_stored_looked_up_or_hashed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def never(*args: Any, **kwargs: Any) -> None:
@@ -161,7 +161,7 @@ def test_without_caching_nothing_is_kept_looked_up_or_hashed(
     with Speech(caching=False) as speech:
         monkeypatch.setattr(speech.thinker.engine.manager, "block_hashes", never)
         done = speech.run(*(request(name, PROMPTS[name]) for name in PROMPTS))
-        assert [said(progress) for progress in done] == [wanted(name) for name in PROMPTS]
+        assert [result_of(progress) for progress in done] == [wanted(name) for name in PROMPTS]
 
 
 def with_image(seed: int) -> PreparedPrompt:
@@ -178,43 +178,43 @@ def test_another_image_of_the_same_shape_is_another_prefix_in_every_stage() -> N
             done = [
                 speech.run(request(f"{n}", with_image(seed)))[0] for n, seed in enumerate([1, 2, 1])
             ]
-            outcomes[caching] = [said(progress) for progress in done]
+            outcomes[caching] = [result_of(progress) for progress in done]
     assert outcomes[True] == outcomes[False]
     assert outcomes[True][0] == outcomes[True][2] != outcomes[True][1]
     hits = [[p.metrics[s].cached_tokens for s in ("thinker", "talker")] for p in done]
     assert hits == [[0, 0], [0, 0], [11, 12]]
 
 
-def test_rows_evicted_while_kv_stays_and_kv_evicted_while_rows_stay() -> None:
+def test_eviction_of_only_rows_or_only_kv() -> None:
     with Speech(num_blocks=9, talker_options={"num_blocks": 40}) as speech:
         speech.run(request("1", PROMPTS["first"]))
         speech.cache.clear()
         [no_rows] = speech.run(request("2", PROMPTS["first"]))
-        assert said(no_rows) == wanted("first")
+        assert result_of(no_rows) == wanted("first")
         assert no_rows.metrics["thinker"].cached_tokens == 0
         assert no_rows.metrics["talker"].cached_tokens == 15
         speech.run(request("3", [60] * 28))
         [no_kv] = speech.run(request("4", PROMPTS["first"]))
-        assert said(no_kv) == wanted("first")
+        assert result_of(no_kv) == wanted("first")
         assert no_kv.metrics["thinker"].cached_tokens == 0
         [both] = speech.run(request("5", PROMPTS["first"]))
         assert both.metrics["thinker"].cached_tokens == 12
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 6, 9])
-def test_an_abort_reaches_every_stage_and_nobody_else(steps: int) -> None:
+def test_an_abort_reaches_every_stage_of_only_its_request(steps: int) -> None:
     with Speech() as speech:
-        gone = start(speech.pipeline, request("gone", PROMPTS["first"]))
-        stays = start(speech.pipeline, request("stays", PROMPTS["other question"]))
+        aborted = start(speech.pipeline, request("aborted", PROMPTS["first"]))
+        other = start(speech.pipeline, request("other", PROMPTS["other question"]))
         for _ in range(steps):
             speech.pipeline.step()
-        assert speech.pipeline.abort("gone") is gone
-        assert gone.finish_reason == "abort"
-        assert speech.pipeline.abort("gone") is None
+        assert speech.pipeline.abort("aborted") is aborted
+        assert aborted.finish_reason == "abort"
+        assert speech.pipeline.abort("aborted") is None
         speech.run()
-        assert said(stays) == wanted("other question")
-        [again] = speech.run(request("gone", PROMPTS["first"]))
-        assert said(again) == wanted("first")
+        assert result_of(other) == wanted("other question")
+        [again] = speech.run(request("aborted", PROMPTS["first"]))
+        assert result_of(again) == wanted("first")
 
 
 @pytest.mark.parametrize("broken", [1, 3, 5])
@@ -229,10 +229,10 @@ def test_an_error_in_one_stage_ends_the_request_in_all(broken: int) -> None:
         )
         speech.check_idle()
         [progress] = speech.run(request("good", PROMPTS["first"]))
-        assert said(progress) == wanted("first")
+        assert result_of(progress) == wanted("first")
 
 
-def test_a_function_that_fails_ends_its_own_request_alone() -> None:
+def test_a_failed_function_ends_only_its_request() -> None:
     with Speech() as speech:
         plan = speech.vocoder._plan
         speech.vocoder._plan = type(plan)(
@@ -242,21 +242,21 @@ def test_a_function_that_fails_ends_its_own_request_alone() -> None:
             request("bad", PROMPTS["first"]), request("good", PROMPTS["something else"])
         )
         assert str(bad.error) == "stage 'vocoder': RuntimeError: no sound"
-        assert said(good) == wanted("something else")
+        assert result_of(good) == wanted("something else")
 
 
 def fail_once_of(function: Any) -> Any:
     calls = iter(range(1000))
 
-    def wrapper(*given: Any) -> torch.Tensor:
+    def wrapper(*args: Any) -> torch.Tensor:
         if next(calls) == 0:
             raise RuntimeError("no sound")
-        return function(*given)
+        return function(*args)
 
     return wrapper
 
 
-def test_what_cannot_be_served_is_refused_before_any_work() -> None:
+def test_invalid_requests_are_refused_before_any_work() -> None:
     with Speech() as speech:
         with pytest.raises(RequestError, match="at least one token"):
             start(speech.pipeline, request("r", []))
@@ -268,15 +268,15 @@ def test_what_cannot_be_served_is_refused_before_any_work() -> None:
         speech.run()
 
 
-def test_a_thinker_that_says_one_word_is_spoken_all_the_same() -> None:
+def test_a_text_of_one_token_is_spoken() -> None:
     with Speech() as speech:
         short = {"thinker": SamplingParams(temperature=0, max_tokens=1)}
         [progress] = speech.run(request("r", PROMPTS["first"], params=short))
-        text, codes, _ = said(progress)
+        text, codes, _ = result_of(progress)
         assert (text, codes) == oracle(PROMPTS["first"], think=1)
 
 
-def test_a_pipeline_that_cannot_be_is_refused() -> None:
+def test_an_invalid_pipeline_is_refused() -> None:
     with Speech() as speech:
         stages = list(speech.pipeline.stages.values())
         with pytest.raises(ConfigError, match="'hum' of 'talker', which has no such output"):
@@ -287,20 +287,20 @@ def test_a_pipeline_that_cannot_be_is_refused() -> None:
             Pipeline([speech.talker])
 
 
-def test_in_deterministic_mode_rows_are_the_same_bits_cached_or_not() -> None:
+def test_in_deterministic_mode_cached_rows_have_the_same_bits() -> None:
     collects = [Input("thinker", "hidden"), Input("thinker", "feature")]
-    given = {}
+    rows = {}
     for caching in (False, True):
         with Speech(caching=caching, deterministic=True) as speech:
             speech.pipeline = Pipeline(list(speech.pipeline.stages.values()), collects)
             speech.run(request("before", PROMPTS["other question"]))
             [progress] = speech.run(request("r", PROMPTS["first"]))
             assert (progress.metrics["thinker"].cached_tokens > 0) == caching
-            given[caching] = [collected(progress, *taken) for taken in collects]
-    assert all(map(torch.equal, given[False], given[True]))
+            rows[caching] = [collected(progress, *source) for source in collects]
+    assert all(map(torch.equal, rows[False], rows[True]))
 
 
-def test_a_request_that_waits_for_its_rows_with_the_blocks_that_another_needs(
+def test_a_request_that_waits_for_rows_can_be_preempted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_ready = TalkerFeed.is_ready
@@ -315,12 +315,12 @@ def test_a_request_that_waits_for_its_rows_with_the_blocks_that_another_needs(
         first, second = speech.run(
             request("first", PROMPTS["first"]), request("second", PROMPTS["other question"])
         )
-        assert said(first) == wanted("first")
-        assert said(second) == wanted("other question")
+        assert result_of(first) == wanted("first")
+        assert result_of(second) == wanted("other question")
         assert next(waits, None) is None
 
 
-def test_a_talker_never_speaks_of_rows_that_did_not_come() -> None:
+def test_a_talker_without_all_rows_fails() -> None:
     with Speech() as speech:
         feed = speech._talk(request("r", PROMPTS["first"]))
         feed.take("thinker", StageStarted("r", 14, 4, []))
@@ -330,7 +330,7 @@ def test_a_talker_never_speaks_of_rows_that_did_not_come() -> None:
             feed.end("thinker")
 
 
-def test_a_feed_that_raises_what_it_likes_ends_its_request_alone(
+def test_a_feed_that_raises_any_error_ends_only_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def take(source: str, event: object) -> None:

@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni against transformers' own generate: the same text, the same codes, the same wave."""
+"""Qwen2.5-Omni has the same text, codes and waveform as transformers' `generate`."""
 
 import dataclasses
 import math
@@ -77,20 +77,20 @@ def oracle(folder: Path) -> Any:
     def answer(name: str, voice: str = "Ada") -> tuple[list[int], list[int], Tensor]:
         """Row 0 of a batch of two, the other being shorter and padded.
 
-        Alone, a prompt would be spoken otherwise than the model was made for: transformers' 5.23
-        `generate` drops a mask that is all ones, and the talker takes its place to mean that it
-        shall add no codec embeddings to its prompt and count its positions plainly.
+        A single prompt would differ from the model's training: `generate` of transformers 5.23
+        drops a mask of ones, and without a mask the talker adds no codec embeddings to its
+        prompt and uses plain positions.
         """
         prompt = PROMPTS[name]["prompt_token_ids"]
         ids = torch.tensor([prompt, [0] * (len(prompt) - 3) + [5, 6, 7]])
         mask = torch.ones_like(ids)
         mask[1, :-3] = 0
         features = PROMPTS[name].get("features", {})
-        heard: list[Tensor] = []
+        codes_: list[Tensor] = []
         vocode = model.token2wav.forward
 
         def listen(code: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            heard.append(code)
+            codes_.append(code)
             return vocode(code, *args, **kwargs)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -108,7 +108,7 @@ def oracle(folder: Path) -> Any:
                 talker_eos_token_id=[291, 292],
                 **{f"thinker_{k}" if k.startswith("pixel") else k: v for k, v in features.items()},
             )
-        return sequences[0, ids.shape[1] :].tolist(), heard[0][0].tolist(), waves[0]
+        return sequences[0, ids.shape[1] :].tolist(), codes_[0][0].tolist(), waves[0]
 
     return answer
 
@@ -135,7 +135,7 @@ def loaded(folder: Path) -> Iterator[Omni]:
 
 @pytest.fixture
 def omni(loaded: Omni) -> Iterator[Omni]:
-    """With nothing cached."""
+    """Return a model with an empty cache."""
     assert loaded.reset_cache()
     yield loaded
     assert not loaded.pipeline.has_unfinished
@@ -143,7 +143,7 @@ def omni(loaded: Omni) -> Iterator[Omni]:
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_cold_and_warm_it_says_what_transformers_says(omni: Omni, oracle: Any, name: str) -> None:
+def test_cold_and_warm_answers_match_transformers(omni: Omni, oracle: Any, name: str) -> None:
     for round_ in range(2):
         [output] = omni.generate(PROMPTS[name], ADA)
         check(output, oracle(name))
@@ -181,7 +181,7 @@ enable_prefix_caching = false
     ],
     ids=["on", "off", "chunked and preempted", "short of bytes"],
 )
-def test_many_at_once_are_answered_as_one_by_one(
+def test_concurrent_answers_match_single_ones(
     folder: Path, oracle: Any, more: dict[str, Any]
 ) -> None:
     options = {"num_blocks": 128, "block_size": 4, "debug": True, **more.pop("options", {})}
@@ -195,16 +195,14 @@ def test_many_at_once_are_answered_as_one_by_one(
     omni.close()
 
 
-def test_another_image_of_the_same_shape_hits_only_what_stands_before_it(omni: Omni) -> None:
+def test_another_image_of_the_same_shape_hits_only_earlier_blocks(omni: Omni) -> None:
     for name, hit in (("image", 0), ("other image", 0), ("image, then more", 20)):
         [output] = omni.generate(PROMPTS[name], ADA)
         assert output.metrics["thinker"].cached_tokens == hit
         assert output.metrics["talker"].cached_tokens == hit
 
 
-def test_another_voice_shares_what_was_thought_and_nothing_of_what_was_said(
-    omni: Omni, oracle: Any
-) -> None:
+def test_another_voice_shares_only_the_thinkers_blocks(omni: Omni, oracle: Any) -> None:
     assert omni.voices == ("Ada", "Bob")
     omni.generate(PROMPTS["image"], ADA)
     bob = OmniParams(text=TEXT, speech=SPEECH, voice="Bob", seed=SEED)
@@ -215,16 +213,16 @@ def test_another_voice_shares_what_was_thought_and_nothing_of_what_was_said(
     assert output.metrics["token2wav"].cached_tokens == 0
 
 
-def test_a_voice_is_embedded_once_and_known_by_its_sound_alone(
+def test_a_voice_is_embedded_once_and_identified_by_its_sound(
     folder: Path, oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     omni = make(folder)
     calls: list[int] = []
     forward = ECAPA_TimeDelayNet.forward
 
-    def counted(module: Any, given: Tensor) -> Tensor:
-        calls.append(len(given))
-        return forward(module, given)
+    def counted(module: Any, features: Tensor) -> Tensor:
+        calls.append(len(features))
+        return forward(module, features)
 
     monkeypatch.setattr(ECAPA_TimeDelayNet, "forward", counted)
     check(omni.generate(PROMPTS["text"], ADA)[0], oracle("text"))
@@ -246,7 +244,7 @@ def test_a_voice_is_embedded_once_and_known_by_its_sound_alone(
     omni.close()
 
 
-def test_streamed_the_text_grows_and_the_last_output_has_all(omni: Omni, oracle: Any) -> None:
+def test_a_streams_text_grows_and_its_last_output_is_complete(omni: Omni, oracle: Any) -> None:
     outputs = list(omni.stream(PROMPTS["text"], ADA))
     counts = [len(output.token_ids) for output in outputs]
     assert counts == sorted(counts) and counts[0] < WORDS
@@ -254,7 +252,7 @@ def test_streamed_the_text_grows_and_the_last_output_has_all(omni: Omni, oracle:
     check(outputs[-1], oracle("text"))
 
 
-def test_a_stream_that_is_left_holds_nothing(omni: Omni) -> None:
+def test_an_abandoned_stream_holds_nothing(omni: Omni) -> None:
     stream = omni.stream(PROMPTS["both"], ADA)
     next(stream)
     stream.close()
@@ -263,7 +261,7 @@ def test_a_stream_that_is_left_holds_nothing(omni: Omni) -> None:
     assert omni.cache.stats.entries == 0
 
 
-def test_text_alone_needs_no_talker(omni: Omni, oracle: Any) -> None:
+def test_text_without_audio_needs_no_talker(omni: Omni, oracle: Any) -> None:
     [output] = omni.generate(PROMPTS["image"], OmniParams(text=TEXT, audio=False))
     assert output.token_ids == oracle("image")[0]
     assert output.metrics.keys() == {"thinker"}
@@ -298,14 +296,14 @@ def test_a_prompt_that_does_not_fit_is_refused(
         omni.generate([PROMPTS["text"], prompt], ADA)
 
 
-def test_a_voice_that_is_not_there_is_refused(omni: Omni) -> None:
+def test_an_unknown_voice_is_refused(omni: Omni) -> None:
     with pytest.raises(RequestError, match="no voice 'Eve'; allowed: Ada, Bob"):
         omni.generate(PROMPTS["text"], OmniParams(voice="Eve"))
     with pytest.raises(RequestError, match="allowed: 1 for a spoken"):
         omni.generate(PROMPTS["text"], OmniParams(text=SamplingParams(n=2)))
 
 
-def test_speech_that_cannot_be_made_ends_in_an_error_that_names_the_stage(
+def test_failed_speech_ends_with_an_error_that_names_the_stage(
     omni: Omni, oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> Tensor:
@@ -326,7 +324,7 @@ def test_a_checkpoint_without_voices_is_refused(folder: Path, tmp_path: Path) ->
         Omni(tmp_path)
 
 
-def test_sounds_and_images_as_they_are(omni: Omni, tmp_path: Path) -> None:
+def test_raw_sounds_and_images(omni: Omni, tmp_path: Path) -> None:
     waves = [np.sin(np.arange(length) * 0.3) for length in (8000, 5000)]
     picture = Image.fromarray(np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3))
     prompt = {

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's hand-over from a middle layer, and its causal vocoder, against transformers."""
+"""Qwen3-Omni's output of a middle layer and its causal vocoder match transformers."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ PROMPT = [5, 6, *[AUDIO] * 7, 7, 8, 9, 10, 11]
 
 
 def wanted(thinker: Any, seed: int, words: int) -> tuple[list[int], Tensor]:
-    """Greedy tokens and the rows handed over, by whole passes of transformers' text model."""
+    """Return greedy tokens and the passed-on rows by full passes of transformers' text model."""
     ids = list(PROMPT)
     for _ in range(words):
         with torch.inference_mode():
@@ -107,15 +107,15 @@ def test_rows_from_a_middle_layer_cold_and_warm(
     pipeline.close()
 
 
-def test_rows_for_the_first_layers_are_given_in_the_order_of_their_tokens(
+def test_rows_for_the_first_layers_are_in_the_order_of_their_tokens(
     thinker: Qwen3OmniMoeThinkerForConditionalGeneration,
 ) -> None:
     decoder = thinker_decoder(thinker, ACCEPT, num_deep=2)
     values = torch.arange(2.0)[:, None] + torch.tensor([[0.0, 10.0, 20.0]]).repeat_interleave(48, 1)
     is_own = torch.tensor([True, False, True, False])
-    given = decoder._deep_rows(EmbeddingOverlay(torch.tensor([3, 1]), values), is_own)
-    assert given["visual_pos_masks"].tolist() == [[False, True, False, True]]
-    assert [rows[:, 0].tolist() for rows in given["deepstack_visual_embeds"]] == [
+    inputs = decoder._deep_rows(EmbeddingOverlay(torch.tensor([3, 1]), values), is_own)
+    assert inputs["visual_pos_masks"].tolist() == [[False, True, False, True]]
+    assert [rows[:, 0].tolist() for rows in inputs["deepstack_visual_embeds"]] == [
         [11, 10],
         [21, 20],
     ]
@@ -135,7 +135,7 @@ def code2wav() -> Qwen3OmniMoeCode2Wav:
 
 @pytest.fixture(scope="module")
 def deep_code2wav() -> Qwen3OmniMoeCode2Wav:
-    """A window of 72 codes in each of two layers, and weights that make all of it audible."""
+    """Return a vocoder with a window of 72 codes in two layers, and weights that use all of it."""
     config = Qwen3OmniMoeCode2WavConfig(
         codebook_size=32, hidden_size=32, num_attention_heads=2, num_key_value_heads=2,
         intermediate_size=64, num_hidden_layers=2, num_quantizers=QUANTIZERS,
@@ -155,16 +155,16 @@ def deep_code2wav() -> Qwen3OmniMoeCode2Wav:
 
 
 @pytest.mark.parametrize("count", [50, 60, 120, 299, 300, 301, 700])
-def test_a_wave_by_blocks_is_that_of_the_passes_that_transformers_makes(
+def test_a_waveform_in_blocks_matches_transformers(
     deep_code2wav: Qwen3OmniMoeCode2Wav, count: int
 ) -> None:
-    """From code 50 on it was not, when a block looked back at 25 codes alone.
+    """Regression: blocks had a context of only 25 codes, so results differed from code 50 on.
 
-    transformers leaves out the last samples of each pass of 300 codes; they are spoken here.
+    transformers omits the last samples of each pass of 300 codes; headstart returns them.
     """
     vocoder = CausalVocoder(deep_code2wav)
     stage = FramesStage(_vocoder_spec(vocoder), vocoder_plan(vocoder), None)
-    pipeline = Pipeline([_given("codes"), stage], [Input("vocoder", "audio")])
+    pipeline = Pipeline([_echo_stage("codes"), stage], [Input("vocoder", "audio")])
     codes = torch.randint(
         0, 32, (count, QUANTIZERS), generator=torch.Generator().manual_seed(count)
     )
@@ -185,7 +185,7 @@ def test_a_wave_by_blocks_is_that_of_the_passes_that_transformers_makes(
     pipeline.close()
 
 
-def test_convolutions_look_back_exactly_as_far_as_they_reach(
+def test_the_context_of_convolutions_is_exact(
     deep_code2wav: Qwen3OmniMoeCode2Wav,
 ) -> None:
     vocoder = CausalVocoder(deep_code2wav)
@@ -211,7 +211,7 @@ def _vocoder_spec(vocoder: CausalVocoder) -> StageSpec:
     )
 
 
-def test_frames_by_blocks_are_the_whole_wave_and_known_by_their_codes(
+def test_frames_in_blocks_match_the_whole_waveform_and_are_cached_by_codes(
     code2wav: Qwen3OmniMoeCode2Wav,
 ) -> None:
     vocoder = CausalVocoder(code2wav)
@@ -221,7 +221,7 @@ def test_frames_by_blocks_are_the_whole_wave_and_known_by_their_codes(
         calls.append(len(codes) - context)
         return vocoder(request, codes, context)
 
-    source = _given("codes")
+    source = _echo_stage("codes")
     stage = FramesStage(
         _vocoder_spec(vocoder),
         FramesPlan(function=frames, block=BLOCK, context=CONTEXT),
@@ -232,9 +232,9 @@ def test_frames_by_blocks_are_the_whole_wave_and_known_by_their_codes(
     other = codes.clone()
     other[20:] = 3
 
-    def speak(name: str, said: Tensor) -> tuple[Tensor, int]:
+    def speak(name: str, codes_: Tensor) -> tuple[Tensor, int]:
         calls.clear()
-        progress = start(pipeline, OmniRequest(request_id=name, prompt=said))
+        progress = start(pipeline, OmniRequest(request_id=name, prompt=codes_))
         while pipeline.has_unfinished:
             pipeline.step()
         assert progress.error is None, progress.error
@@ -242,22 +242,22 @@ def test_frames_by_blocks_are_the_whole_wave_and_known_by_their_codes(
         assert len(chunks) == 6
         return torch.cat([chunk.rows for chunk in chunks]), sum(calls)
 
-    for name, said, computed in (
+    for name, codes_, computed in (
         ("cold", codes, 45),
         ("warm", codes, 5),
         ("another end", other, 45 - 16),
     ):
-        audio, count = speak(name, said)
+        audio, count = speak(name, codes_)
         with torch.inference_mode():
-            whole = code2wav(said.T[None]).reshape(-1)
+            whole = code2wav(codes_.T[None]).reshape(-1)
         assert torch.equal(audio[: vocoder.delay], torch.zeros(vocoder.delay))
         assert torch.allclose(audio[vocoder.delay :], whole, atol=1e-5)
         assert count == computed
     pipeline.close()
 
 
-def _given(name: str) -> WholeStage:
-    """A stage that gives its prompt."""
+def _echo_stage(name: str) -> WholeStage:
+    """Return a stage that outputs its prompt."""
     return WholeStage(
         StageSpec(
             name=name,

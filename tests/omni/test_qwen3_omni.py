@@ -1,4 +1,4 @@
-"""Qwen3-Omni against transformers' own generate: the same text, the same frames, the same wave."""
+"""Qwen3-Omni has the same text, frames and waveform as transformers' `generate`."""
 
 import dataclasses
 import json
@@ -50,8 +50,8 @@ def sound(seed: int) -> dict[str, Tensor]:
     return {"input_features": noise(seed, 1, 16, 60), "feature_attention_mask": mask}
 
 
-def turn(who: str, *said: int) -> list[int]:
-    return [IDS["<|im_start|>"], IDS[f"<|{who}|>"], 10, *said, IDS["<|im_end|>"], 10]
+def turn(role: str, *token_ids: int) -> list[int]:
+    return [IDS["<|im_start|>"], IDS[f"<|{role}|>"], 10, *token_ids, IDS["<|im_end|>"], 10]
 
 
 LOOK = [IDS["<|vision_start|>"], *[IDS["<|image_pad|>"]] * 16, IDS["<|vision_end|>"]]
@@ -105,11 +105,11 @@ def oracle(model: Any) -> Any:
         mask = torch.ones_like(ids)
         mask[1, : -len(other)] = 0
         features = PROMPTS[name].get("features", {})
-        heard: list[Tensor] = []
+        codes_: list[Tensor] = []
         decode = model.code2wav.chunked_decode
 
         def listen(codes: Tensor, **options: Any) -> Tensor:
-            heard.append(codes)
+            codes_.append(codes)
             return decode(codes, **options)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -126,7 +126,7 @@ def oracle(model: Any) -> Any:
                 talker_repetition_penalty=1.0,
                 **{f"thinker_{k}" if k.startswith("pixel") else k: v for k, v in features.items()},
             )
-        frames = heard[0][0].T[: (len(waves[0]) + DELAY) // 8]
+        frames = codes_[0][0].T[: (len(waves[0]) + DELAY) // 8]
         return sequences[0, ids.shape[1] :].tolist(), frames.tolist(), waves[0]
 
     return answer
@@ -154,7 +154,7 @@ def loaded(folder: Path) -> Iterator[Omni]:
 
 @pytest.fixture
 def omni(loaded: Omni) -> Iterator[Omni]:
-    """With nothing cached."""
+    """Return a model with an empty cache."""
     assert loaded.reset_cache()
     yield loaded
     assert not loaded.pipeline.has_unfinished
@@ -162,7 +162,7 @@ def omni(loaded: Omni) -> Iterator[Omni]:
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_cold_and_warm_it_says_what_transformers_says(omni: Omni, oracle: Any, name: str) -> None:
+def test_cold_and_warm_answers_match_transformers(omni: Omni, oracle: Any, name: str) -> None:
     for round_ in range(2):
         [output] = omni.generate(PROMPTS[name], ADA)
         check(output, oracle(name))
@@ -203,7 +203,7 @@ enable_prefix_caching = false
     ],
     ids=["on", "off", "chunked and preempted", "short of bytes", "deterministic"],
 )
-def test_many_at_once_are_answered_as_one_by_one(
+def test_concurrent_answers_match_single_ones(
     folder: Path, oracle: Any, more: dict[str, Any]
 ) -> None:
     options = {"num_blocks": 128, "block_size": 4, "debug": True, **more.pop("options", {})}
@@ -220,9 +220,7 @@ def test_many_at_once_are_answered_as_one_by_one(
     omni.close()
 
 
-def test_another_voice_shares_what_was_thought_and_nothing_of_what_was_said(
-    omni: Omni, oracle: Any
-) -> None:
+def test_another_voice_shares_only_the_thinkers_blocks(omni: Omni, oracle: Any) -> None:
     assert omni.voices == ("ada", "bob")
     omni.generate(PROMPTS["image"], ADA)
     bob = OmniParams(text=TEXT, speech=SPEECH, voice="bob")
@@ -234,13 +232,11 @@ def test_another_voice_shares_what_was_thought_and_nothing_of_what_was_said(
         omni.generate(PROMPTS["text"], OmniParams(voice="eve"))
 
 
-def test_only_the_user_s_turns_are_spoken_to_and_only_they_make_a_talker_s_block(
-    omni: Omni, oracle: Any
-) -> None:
-    """The system's words shape what is heard and seen alone, in the rows that the talker gets."""
+def test_only_the_users_turns_determine_the_talkers_blocks(omni: Omni, oracle: Any) -> None:
+    """The system's text affects only the rows of sounds and images that the talker gets."""
     omni.generate(PROMPTS["system"], ADA)
-    said = {"prompt_token_ids": turn("system", 67, 68, 69) + turn("user", 70, 71) + ANSWER}
-    [output] = omni.generate(said, ADA)
+    prompt = {"prompt_token_ids": turn("system", 67, 68, 69) + turn("user", 70, 71) + ANSWER}
+    [output] = omni.generate(prompt, ADA)
     assert output.metrics["thinker"].cached_tokens == 0
     assert output.metrics["talker"].cached_tokens == 12  # up to the answer's first word
     check(omni.generate(PROMPTS["system"], ADA)[0], oracle("system"))
@@ -253,9 +249,7 @@ LONG = OmniParams(
 )
 
 
-def test_a_drawn_answer_is_the_same_cached_or_not_and_heard_before_it_is_said(
-    omni: Omni, model: Any
-) -> None:
+def test_a_sampled_answer_is_streamed_and_the_same_from_the_cache(omni: Omni, model: Any) -> None:
     outputs = list(omni.stream(PROMPTS["sound"], LONG))
     cold = outputs[-1]
     [warm] = omni.generate(PROMPTS["sound"], LONG)
@@ -273,7 +267,7 @@ def test_a_drawn_answer_is_the_same_cached_or_not_and_heard_before_it_is_said(
     assert torch.allclose(cold.audio[DELAY:], whole, atol=1e-5)
 
 
-def test_the_same_first_codes_with_others_behind_them_are_another_prefix(omni: Omni) -> None:
+def test_frames_with_the_same_first_code_are_different_prefixes(omni: Omni) -> None:
     talker = omni.pipeline.stages["talker"]
     assert isinstance(talker, FrameTalker)
     items = []
@@ -303,13 +297,13 @@ def test_the_same_first_codes_with_others_behind_them_are_another_prefix(omni: O
 
 
 def test_an_answer_of_one_word_is_spoken(omni: Omni) -> None:
-    """transformers cannot: its talker needs a row for the first word, which is not computed."""
+    """transformers fails, as its talker needs a row of the first word, which is not computed."""
     short = OmniParams(text=SamplingParams(temperature=0, max_tokens=1), speech=SPEECH)
     [output] = omni.generate(PROMPTS["text"], short)
     assert len(output.token_ids) == 1 and len(output.codes) == CODES - 1
 
 
-def test_a_prompt_without_an_answer_s_turn_can_be_answered_but_not_spoken_to(omni: Omni) -> None:
+def test_a_prompt_without_the_assistants_turn_gets_only_a_text(omni: Omni) -> None:
     for ids in ([70, 71], turn("user", 70), ANSWER[:1]):
         with pytest.raises(RequestError, match="end with the assistant's turn"):
             omni.generate({"prompt_token_ids": ids}, ADA)
@@ -317,7 +311,7 @@ def test_a_prompt_without_an_answer_s_turn_can_be_answered_but_not_spoken_to(omn
         assert len(output.token_ids) > 0
 
 
-def test_frames_that_cannot_be_completed_end_in_an_error_that_names_the_stage(
+def test_incomplete_frames_end_with_an_error_that_names_the_stage(
     omni: Omni, oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> Tensor:
@@ -330,7 +324,7 @@ def test_frames_that_cannot_be_completed_end_in_an_error_that_names_the_stage(
     check(omni.generate(PROMPTS["text"], ADA)[0], oracle("text"))
 
 
-def test_a_stream_that_is_left_holds_nothing(omni: Omni) -> None:
+def test_an_abandoned_stream_holds_nothing(omni: Omni) -> None:
     for steps in (1, 4, 9):
         stream = omni.stream(PROMPTS["both"], ADA)
         for _ in range(steps):
@@ -340,7 +334,7 @@ def test_a_stream_that_is_left_holds_nothing(omni: Omni) -> None:
         assert omni.reset_cache()
 
 
-def test_sounds_and_images_as_they_are(omni: Omni) -> None:
+def test_raw_sounds_and_images(omni: Omni) -> None:
     wave = np.sin(np.arange(8000) * 0.3)
     picture = Image.fromarray(np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3))
     prompt = {
@@ -360,7 +354,7 @@ def test_sounds_and_images_as_they_are(omni: Omni) -> None:
 
 
 def test_processors_are_read_from_disk_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were read again for every prompt."""
+    """Regression: they were read again for every prompt."""
     omni = make(folder)
     reads: list[str] = []
     for kind in (AutoFeatureExtractor, AutoImageProcessor):

@@ -1,4 +1,4 @@
-"""The generated speech model of the examples: its codes are heard as notes."""
+"""The generated speech model of the examples, whose codes sound as notes."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from headstart.omni.params import OmniParams
 from headstart.omni.qwen2_5 import Qwen25Omni
 
 
-def test_what_the_demo_model_says_is_heard_as_the_notes_of_its_codes(tmp_path: Path) -> None:
-    """Every sample of its waves was 0 in 16 bits."""
+def test_answers_of_the_demo_model_sound_as_the_notes_of_their_codes(tmp_path: Path) -> None:
+    """Regression: every sample of its waveforms was 0 in 16 bits."""
     write_omni(tmp_path, OmniSizes(64, 2, 48, 2, 4))
     omni = Omni(tmp_path, options={"num_blocks": 64})
     greedy = SamplingParams(temperature=0, max_tokens=20)
@@ -35,7 +35,7 @@ def test_what_the_demo_model_says_is_heard_as_the_notes_of_its_codes(tmp_path: P
         assert abs(spectra.argmax(1) - pitches).max() < 10
 
 
-def test_code_0_is_a_rest_and_each_note_is_a_tone_of_its_own(tmp_path: Path) -> None:
+def test_code_0_is_a_rest_and_each_note_is_a_separate_tone(tmp_path: Path) -> None:
     write_omni(tmp_path, OmniSizes(64, 2, 48, 2, 4))
     model = Qwen25Omni(tmp_path, "auto", "cpu", OutputCache(0))
     codes = torch.tensor([*[0] * 4, *torch.arange(1, NOTES + 1).repeat_interleave(4)])

@@ -1,4 +1,4 @@
-"""A Qwen2.5-Omni of 400,000 parameters: the real classes, random weights, made on the spot."""
+"""A Qwen2.5-Omni of 400,000 parameters, with the real classes and random weights."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from tests.tiny_models import write_once
 AUDIO, IMAGE = IDS["<|AUDIO|>"], IDS["<|IMAGE|>"]
 AUDIO_START, AUDIO_END = IDS["<|audio_bos|>"], IDS["<|audio_eos|>"]
 VISION_START, VISION_END = IDS["<|vision_bos|>"], IDS["<|vision_eos|>"]
-# Weights wide enough that what is attended to decides what is said.
+# The weights are large enough that attention changes the result.
 TINY = OmniSizes(64, 3, 48, 2, 4, scale=6, readable=False)
 
 
 def save_qwen25(folder: Path) -> Path:
-    """The model with two voices, as a checkpoint folder."""
+    """Write the model with two voices as a checkpoint folder."""
     return write_once(_save, folder)
 
 

@@ -1,4 +1,4 @@
-"""A Qwen3-Omni of 300,000 parameters: the real classes, random weights, made on the spot."""
+"""A Qwen3-Omni of 300,000 parameters, with the real classes and random weights."""
 
 import json
 from pathlib import Path
@@ -136,7 +136,7 @@ def _code2wav() -> dict[str, Any]:
 
 
 def save_qwen3(folder: Path, seed: int = 6) -> Path:
-    """The model with two voices, as a checkpoint folder."""
+    """Write the model with two voices as a checkpoint folder."""
     return write_once(_save, folder, seed)
 
 

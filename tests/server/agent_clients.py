@@ -193,8 +193,8 @@ class ClaudeCode(Agent):
         if reply.text.strip():
             blocks.append({"type": "text", "text": reply.text})
         for name, tool, arguments in reply.calls:
-            given = from_json(arguments or "{}", allow_partial=True)
-            blocks.append({"type": "tool_use", "id": name, "name": tool, "input": given})
+            values = from_json(arguments or "{}", allow_partial=True)
+            blocks.append({"type": "tool_use", "id": name, "name": tool, "input": values})
         if blocks:
             self.history.append({"role": "assistant", "content": blocks})
 
@@ -237,10 +237,10 @@ class ClaudeCode(Agent):
     def background(self) -> list[tuple[str, dict[str, Any]]]:
         """Return requests for a title, a quota check, and counts of tools and messages."""
         small = {"model": "claude-haiku-4-5-20251001", "metadata": {"user_id": "u"}}
-        asked = [{"role": "user", "content": [{"type": "text", "text": "Fix the tests"}]}]
+        messages = [{"role": "user", "content": [{"type": "text", "text": "Fix the tests"}]}]
         title = {
             **small,
-            "messages": asked,
+            "messages": messages,
             "system": self._system("Write a title of the conversation in JSON."),
             "tools": [],
             "max_tokens": 32000,
@@ -299,14 +299,14 @@ class Codex(Agent):
 
     def answer(self, reply: Reply) -> None:
         """Add the finished items, without ids and without the text of reasoning."""
-        kept = {
+        fields = {
             "message": ("type", "role"),
             "reasoning": ("type", "summary"),
             "function_call": ("type", "name", "arguments", "call_id"),
             "custom_tool_call": ("type", "status", "call_id", "name", "input"),
         }
         for item in reply.items:
-            copy = {name: item[name] for name in kept[item["type"]]}
+            copy = {name: item[name] for name in fields[item["type"]]}
             if item["type"] == "message":
                 texts = [part["text"] for part in item["content"]]
                 copy["content"] = [{"type": "output_text", "text": text} for text in texts]
@@ -370,8 +370,8 @@ class Codex(Agent):
     def write(self, text: str, calls: Sequence[Call]) -> str:
         """Return an answer with commands and patches as one text."""
         named = {"read": "command", "run": "command", "write": "input"}
-        one = [(name, {named[name]: " ".join(given.values())}) for name, given in calls]
-        return super().write(text, one)
+        joined = [(name, {named[name]: " ".join(values.values())}) for name, values in calls]
+        return super().write(text, joined)
 
     def read(self, events: Iterable[Event]) -> Reply:
         """Collect the finished items."""
@@ -407,10 +407,10 @@ class OpenCode(Agent):
         for call in reply.calls:
             name, tool, arguments = call
             try:
-                given = json.loads(arguments)
+                values = json.loads(arguments)
             except ValueError:
-                given, tool = {"tool": tool, "error": "JSON parsing failed"}, "invalid"
-            function = {"name": tool, "arguments": dumps(given)}
+                values, tool = {"tool": tool, "error": "JSON parsing failed"}, "invalid"
+            function = {"name": tool, "arguments": dumps(values)}
             calls.append({"id": name, "type": "function", "function": function})
         message: dict[str, Any] = {"role": "assistant", "content": reply.text.rstrip()}
         if reply.reasoning:
@@ -432,7 +432,7 @@ class OpenCode(Agent):
 
     def body(self) -> dict[str, Any]:
         """Return two system messages and the history."""
-        given = {
+        schemas = {
             "bash": ("command", "description"),
             "edit": ("filePath", "oldString", "newString"),
             "read": ("filePath", "offset"),
@@ -450,7 +450,7 @@ class OpenCode(Agent):
                     "parameters": schema(*fields),
                 },
             }
-            for name, fields in given.items()
+            for name, fields in schemas.items()
         ]
         system = [rules("OpenCode", 30), "<env>\n  Working directory: /a\n</env>"]
         return {
@@ -467,8 +467,8 @@ class OpenCode(Agent):
     def background(self) -> list[tuple[str, dict[str, Any]]]:
         """Return a request for a title."""
         system = {"role": "system", "content": "You are a title generator."}
-        asked = [{"role": "user", "content": "Generate a title for this conversation:"}]
-        title = {"model": "tiny-small", "max_tokens": 32000, "messages": [system, *asked]}
+        messages = [{"role": "user", "content": "Generate a title for this conversation:"}]
+        title = {"model": "tiny-small", "max_tokens": 32000, "messages": [system, *messages]}
         return [(self.path, title | {"temperature": 0.5, "stream": True})]
 
 
@@ -479,7 +479,7 @@ class Aider(Agent):
 
     def write(self, text: str, calls: Sequence[Call]) -> str:
         """Return an answer with edits as files in its text."""
-        edits = [f"a.py\n```\n# {' '.join(given.values())}\n```" for _, given in calls]
+        edits = [f"a.py\n```\n# {' '.join(values.values())}\n```" for _, values in calls]
         return "\n\n".join([text, *edits])
 
     def ask(self, text: str, image: str | None = None) -> None:
@@ -500,8 +500,8 @@ class Aider(Agent):
         """Add the partial answer, and an acknowledgement by the model."""
         self.answer(reply)
         self.ask("^C KeyboardInterrupt")
-        said = "I see that you interrupted my previous reply."
-        self.history.append({"role": "assistant", "content": said})
+        text = "I see that you interrupted my previous reply."
+        self.history.append({"role": "assistant", "content": text})
 
     def body(self) -> dict[str, Any]:
         """Return the history, with the files before its last message and a reminder after it."""
@@ -540,9 +540,9 @@ class Cline(Agent):
         names = {"read": "read_file", "write": "write_to_file", "run": "execute_command"}
         spelled = [
             f"<{names[name]}>\n"
-            + "".join(f"<{key}>{value}</{key}>\n" for key, value in given.items())
+            + "".join(f"<{key}>{value}</{key}>\n" for key, value in values.items())
             + f"</{names[name]}>"
-            for name, given in calls
+            for name, values in calls
         ]
         return "\n\n".join([text, *spelled] if text else spelled)
 

@@ -46,12 +46,12 @@ SCRIPT: tuple[tuple[str, tuple[Call, ...], str], ...] = (
     (PROSE, (READ,), "results"),
     ("", (READ,), "errors"),
     ("Now both.", (READ, RUN), "results"),
-    (PROSE + "  \n", (), "asks"),
+    (PROSE + "  \n", (), "question"),
     ("I write.", (WRITE,), "cut"),
     (PROSE + " So I fix it.", (), "stops"),
     ("", (WRITE,), "results"),
 )
-"""Answers with their calls, and what comes next."""
+"""Answers with their calls, and the kind of the next message."""
 
 
 @dataclass

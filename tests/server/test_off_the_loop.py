@@ -90,15 +90,15 @@ def test_long_bodies_are_read_in_threads(
     status: int,
 ) -> None:
     watched.watch(app, "_parse_body")
-    known = {"/tokenize", "/detokenize", "/cache/explain", "/cache/reset", "/v1/responses"}
-    own = {} if path in known else BODY
+    complete = {"/tokenize", "/detokenize", "/cache/explain", "/cache/reset", "/v1/responses"}
+    fields = {} if path in complete else BODY
     model = {"model": "tiny"} if path == "/v1/responses" else {}
-    answer = httpx.post(server.url + path, json={**own, **model, **body}, timeout=60)
+    answer = httpx.post(server.url + path, json={**fields, **model, **body}, timeout=60)
     assert answer.status_code == status, answer.text
     assert watched.ran_outside()
 
 
-def test_a_short_body_takes_no_thread(server: Running, watched: Watched) -> None:
+def test_a_short_body_is_read_without_a_thread(server: Running, watched: Watched) -> None:
     """This also shows that `Watched` detects calls in the loop."""
     watched.watch(app, "_parse_body")
     assert post(server, "/v1/completions", prompt="a").status_code == 200

@@ -150,7 +150,7 @@ def test_a_response_repeats_its_request(client: openai.OpenAI, flag: bool | None
     assert fields["max_output_tokens"] == 1 and fields["status"] == "incomplete"
 
 
-def test_an_answer_that_is_too_long(client: openai.OpenAI) -> None:
+def test_an_answer_that_is_too_long_is_incomplete(client: openai.OpenAI) -> None:
     response = ask(client, max_output_tokens=2)
     assert response.status == "incomplete" and response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -257,7 +257,9 @@ def test_items_are_streamed_one_after_another(thinking_server: Running) -> None:
         assert ask(client, [*turns, *outputs], tools=[WEATHER], max_output_tokens=2).usage
 
 
-def test_a_stream_that_fails_says_so(server: Running, logged: list[logging.LogRecord]) -> None:
+def test_a_failed_stream_ends_with_an_error(
+    server: Running, logged: list[logging.LogRecord]
+) -> None:
     pieces = ["Hm", EngineError("a step failed")]
     with scripted(server, pieces), connect(server) as client:
         *_, last = client.responses.create(model="tiny", input="Hi", stream=True)

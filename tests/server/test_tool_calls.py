@@ -190,7 +190,7 @@ def test_bad_tools_are_refused(tools: Any, change: dict[str, Any], says: str) ->
     assert blocks == free
 
 
-def test_a_model_without_tools_says_so(server: Running) -> None:
+def test_tools_are_refused_by_a_model_without_tools(server: Running) -> None:
     with connect(server) as client:
         with pytest.raises(openai.BadRequestError, match="has no known tool call format"):
             client.chat.completions.create(

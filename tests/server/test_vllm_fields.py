@@ -168,7 +168,7 @@ def test_an_error_names_the_field_that_it_is_for(
     assert error["message"].startswith(says)
 
 
-def test_a_prompt_that_is_too_long_has_openai_s_code(server: Running) -> None:
+def test_a_too_long_prompt_has_openais_error_code(server: Running) -> None:
     error = post(server, "completions", prompt=[5] * 5_000).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert error["message"] == (

@@ -37,8 +37,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplicaCluster]:
     quick = partial(module.AutoscalingConfig, **QUICK)
     monkeypatch.setattr(module, "AutoscalingConfig", quick)
     config = ReplicaConfig(replicas=1, max_replicas=2, requests_per_replica=2, replica_cpus=0.5)
-    with closing(module.ReplicaCluster("headstart-tiny", {"num_blocks": 512}, config)) as cluster_:
-        yield cluster_
+    with closing(
+        module.ReplicaCluster("headstart-tiny", {"num_blocks": 512}, config)
+    ) as replica_cluster:
+        yield replica_cluster
 
 
 def test_a_queue_adds_a_replica_and_idleness_removes_it(cluster: ReplicaCluster) -> None:
@@ -46,18 +48,18 @@ def test_a_queue_adds_a_replica_and_idleness_removes_it(cluster: ReplicaCluster)
     params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
     is_over = asyncio.Event()
 
-    async def ask(row: int) -> None:
+    async def send_requests(row: int) -> None:
         while not is_over.is_set():
             async for _ in cluster.llm.generate(f"Row {row}.", params):
                 pass
 
-    async def ask_until_there_are_two() -> None:
+    async def send_until_two_run() -> None:
         async with asyncio.TaskGroup() as tasks:
             for row in range(6):
-                tasks.create_task(ask(row))
+                tasks.create_task(send_requests(row))
             await asyncio.to_thread(wait_until, lambda: len(replicas.replicas) == 2)
             is_over.set()
 
     assert len(replicas.replicas) == 1
-    asyncio.run(ask_until_there_are_two())
+    asyncio.run(send_until_two_run())
     wait_until(lambda: len(replicas.replicas) == 1)

@@ -51,7 +51,7 @@ def test_without_any_extra_one_command_to_install_is_named(
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("arguments", "text"),
     [
         (
             ["--routing", "prefix"],
@@ -65,8 +65,8 @@ def test_without_any_extra_one_command_to_install_is_named(
         (["--replicas", "2", "--model", "/nowhere"], "there is no folder /nowhere"),
     ],
 )
-def test_invalid_options_are_refused(given: list[str], text: str) -> None:
-    done = CliRunner().invoke(main, [*QUIET, *given])
+def test_invalid_options_are_refused(arguments: list[str], text: str) -> None:
+    done = CliRunner().invoke(main, [*QUIET, *arguments])
     assert (done.exit_code, text in done.stderr) == (2, True), done.stderr
 
 

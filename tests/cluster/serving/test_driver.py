@@ -55,7 +55,7 @@ def test_tokens_are_streamed_and_the_last_part_ends_the_request(server: Server) 
     assert not stream.cancelled.is_set()
 
 
-def test_a_request_that_is_aborted_before_its_task_begins_is_answered(server: Server) -> None:
+def test_a_request_aborted_before_its_task_starts_is_answered(server: Server) -> None:
     """A task that is cancelled before its first step runs no line, not even its `finally`."""
     server.handle.may_follow.clear()
     server.dispatcher.set_replicas([REPLICA])
@@ -69,7 +69,7 @@ def test_a_request_that_is_aborted_before_its_task_begins_is_answered(server: Se
     assert update.outputs[0].finish_reason == "abort"
 
 
-def test_a_request_that_is_submitted_while_the_driver_closes_is_answered(server: Server) -> None:
+def test_a_request_submitted_during_close_is_answered(server: Server) -> None:
     receiver, request = Receiver(), server.request("a")
     server.frontend.require_open = server.driver.close
     server.driver.submit(request, receiver)
@@ -95,7 +95,7 @@ def test_a_request_that_cannot_be_described_is_answered(server: Server) -> None:
     assert isinstance(receiver.next(), EngineError)
 
 
-def test_a_receiver_that_raises_ends_its_own_request_alone(server: Server) -> None:
+def test_a_receiver_that_raises_ends_only_its_request(server: Server) -> None:
     """Both requests have tokens in one report; the feed continues."""
     server.dispatcher.set_replicas([REPLICA])
     first, second, receiver = server.stream(), server.stream(), Receiver()
@@ -217,7 +217,7 @@ def test_a_request_ends_after_max_lost_replicas(server: Server) -> None:
     assert str(receiver.next()) == f"{MAX_LOST} replicas died while they computed this request"
 
 
-def test_a_replica_that_is_back_before_its_feed_has_ended_is_followed(server: Server) -> None:
+def test_a_replica_that_returns_before_its_feed_ends_is_followed(server: Server) -> None:
     """Regression: the ended feed was handled last, so the replica was never followed again."""
     server.dispatcher.set_replicas([REPLICA])
     assert server.handle.follow_called.wait(LIMIT)
@@ -264,7 +264,7 @@ def test_replicas_that_come_and_go_are_logged(server: Server) -> None:
     ]
 
 
-def test_a_feed_that_ray_cancels_begins_again(server: Server) -> None:
+def test_a_feed_that_ray_cancels_is_restarted(server: Server) -> None:
     calls = threading.Semaphore(0)
 
     def follow(call: Follow) -> Stream:

@@ -136,12 +136,12 @@ def test_a_tower_may_return_more_rows_than_patches(tmp_path: Path) -> None:
 def test_a_chat_continues_after_an_image(replicas: Replicas, alone: AsyncLLM) -> None:
     """The next turn hits all earlier turns, in replicas as in one engine."""
     turns: list[Any] = [shown("What is ", 1, "?")]
-    said = 0
+    length = 0
     for text in ("And now?", "Really?"):
         theirs, ours = ask(alone, turns), ask(replicas.llm, turns)
         assert visible_parts(ours) == visible_parts(theirs)
-        assert ours.num_cached_tokens >= said
-        said = len(ours.prompt_token_ids)
+        assert ours.num_cached_tokens >= length
+        length = len(ours.prompt_token_ids)
         reply = {"role": "assistant", "content": ours.outputs[0].text}
         turns = [*turns, reply, shown(text, 2)]
 
@@ -157,7 +157,7 @@ def test_a_message_contains_pixels_and_no_embeddings(replicas: Replicas) -> None
 
 
 @pytest.mark.parametrize(
-    "given",
+    "inputs",
     [
         prompt("@", b"no image"),
         prompt("@ @", make_image(1)),
@@ -170,12 +170,12 @@ def test_a_message_contains_pixels_and_no_embeddings(replicas: Replicas) -> None
     ],
 )
 def test_a_prompt_that_one_engine_refuses_is_not_sent(
-    replicas: Replicas, alone: AsyncLLM, given: Any
+    replicas: Replicas, alone: AsyncLLM, inputs: Any
 ) -> None:
     with pytest.raises(RequestError) as theirs:
-        ask(alone, given)
+        ask(alone, inputs)
     with pytest.raises(RequestError) as ours:
-        ask(replicas.llm, given)
+        ask(replicas.llm, inputs)
     assert str(ours.value) == str(theirs.value)
     assert not replicas.handle.requests
 
@@ -219,7 +219,7 @@ def test_a_replica_of_a_text_model_refuses_images(
 def test_the_server_frees_pixels_that_it_has_sent(replicas: Replicas) -> None:
     """Regression: pixels stayed in the server's memory as well as in Ray's store."""
 
-    async def ask_and_look() -> list[bool]:
+    async def check_pixels() -> list[bool]:
         request = await replicas.llm.prepare(prompt("@", make_image(1)), GREEDY)
         pixels = weakref.ref(pixels_of(request))
         in_memory = [pixels() is not None]
@@ -228,7 +228,7 @@ def test_the_server_frees_pixels_that_it_has_sent(replicas: Replicas) -> None:
             in_memory.append(pixels() is not None)
         return in_memory
 
-    first, *later = asyncio.run(ask_and_look())
+    first, *later = asyncio.run(check_pixels())
     assert first and len(later) > 1 and not any(later)
 
 

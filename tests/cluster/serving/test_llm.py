@@ -70,14 +70,12 @@ def test_a_request_carries_its_adapter_and_has_separate_prefixes() -> None:
 @pytest.fixture(scope="module")
 def engine_metrics(tmp_path_factory: pytest.TempPathFactory) -> list[Metric]:
     """Return all metrics of an engine that evicted blocks."""
-    made = make_llm(save_smallest(tmp_path_factory.mktemp("model")))
+    llm = make_llm(save_smallest(tmp_path_factory.mktemp("model")))
     for first in range(3, 103, 10):
-        made.generate(
-            [list(range(first, first + 48))], SamplingParams(max_tokens=1), use_tqdm=False
-        )
-    found = read_metrics(made.engine)
-    made.close()
-    return found
+        llm.generate([list(range(first, first + 48))], SamplingParams(max_tokens=1), use_tqdm=False)
+    metrics = read_metrics(llm.engine)
+    llm.close()
+    return metrics
 
 
 def test_metrics_of_replicas_are_added_up(llm: ReplicatedLLM, engine_metrics: list[Metric]) -> None:

@@ -91,7 +91,7 @@ def test_the_index_of_a_follower_is_the_pool(llm: AsyncLLM) -> None:
     asyncio.run(follow())
 
 
-def test_a_reader_that_is_too_slow_sees_the_gap_and_follows_anew(
+def test_a_reader_that_is_too_slow_detects_the_gap_and_recovers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(publishing, "_MOST_QUEUED", 1)

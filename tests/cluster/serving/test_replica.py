@@ -139,7 +139,7 @@ def test_tenants_share_only_the_prefix_that_a_request_marks_public() -> None:
     """Regression: replicas had no public prefixes. A restarted one learns them from requests."""
     prompt = list(range(3, 3 + 70))  # four blocks and a part of one
 
-    async def ask(replica: EngineReplica, salt: str, num_public: int) -> int:
+    async def count_cached(replica: EngineReplica, salt: str, num_public: int) -> int:
         message = replace(
             ASKED, request_id=salt, prompt_token_ids=prompt, salt=salt, num_public=num_public
         )
@@ -148,17 +148,17 @@ def test_tenants_share_only_the_prefix_that_a_request_marks_public() -> None:
         assert heads[0] is not None
         return heads[0].num_cached_tokens
 
-    async def ask_all() -> None:
-        made = EngineReplica("headstart-tiny", {"num_blocks": 64, "dtype": "float32"})
-        names = llm_of(made).engine.manager.hasher
-        assert await ask(made, "a", 2) == 0
-        assert await ask(made, "b", 2) == 2 * names.block_size
-        sequence = TokenSequence("asked", prompt, salt="c", public=names.public)
+    async def run() -> None:
+        restarted = EngineReplica("headstart-tiny", {"num_blocks": 64, "dtype": "float32"})
+        names = llm_of(restarted).engine.manager.hasher
+        assert await count_cached(restarted, "a", 2) == 0
+        assert await count_cached(restarted, "b", 2) == 2 * names.block_size
+        sequence = TokenSequence("lookup", prompt, salt="c", public=names.public)
         sequence.cut(names.block_size)
         assert sequence.num_public == 2
-        llm_of(made).close()
+        llm_of(restarted).close()
 
-    asyncio.run(ask_all())
+    asyncio.run(run())
 
 
 def test_a_replica_that_did_not_start_is_deleted_silently() -> None:

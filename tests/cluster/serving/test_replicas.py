@@ -150,23 +150,23 @@ def test_an_adapter_answers_as_in_one_engine_on_every_replica(
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
     async def answer_all(llm: AsyncLLM, adapter: str | None) -> list[tuple[list[int], int]]:
-        outputs_ = await asyncio.gather(
+        results = await asyncio.gather(
             *(last(llm, prompt, params, adapter=adapter) for prompt in prompts)
         )
-        return [(list(one.outputs[0].token_ids), one.num_cached_tokens) for one in outputs_]
+        return [(list(r.outputs[0].token_ids), r.num_cached_tokens) for r in results]
 
     async def answers(llm: AsyncLLM) -> list[list[tuple[list[int], int]]]:
         await llm.load_adapter("hills", folder)
         return [await answer_all(llm, adapter) for adapter in (None, "hills", "hills")]
 
     alone = AsyncLLM(MODEL, **OPTIONS)
-    expected, told = asyncio.run(answers(alone)), asyncio.run(answers(server.llm))
+    expected, actual = asyncio.run(answers(alone)), asyncio.run(answers(server.llm))
     alone.close()
-    tokens = [[one for one, _ in row] for row in told]
-    assert tokens == [[one for one, _ in row] for row in expected]
+    tokens = [[token_ids for token_ids, _ in row] for row in actual]
+    assert tokens == [[token_ids for token_ids, _ in row] for row in expected]
     assert tokens[0] != tokens[1], "the adapter changes nothing"
-    first, again = ([cached for _, cached in row] for row in told[1:])
-    assert max(first) < 16 < min(again), "but for how they all begin"
+    first, again = ([cached for _, cached in row] for row in actual[1:])
+    assert max(first) < 16 < min(again), "only their common start is hit"
     asyncio.run(server.llm.unload_adapter("hills"))
     with pytest.raises(RequestError, match="no adapter 'hills'"):
         asyncio.run(last(server.llm, "x", params, adapter="hills"))

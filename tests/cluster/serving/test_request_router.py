@@ -75,7 +75,7 @@ def test_a_call_without_a_replica_does_not_block_others(message: Any) -> None:
     asyncio.run(choose())
 
 
-def test_a_request_goes_to_the_replica_of_our_choice() -> None:
+def test_a_request_goes_to_the_chosen_replica() -> None:
     from headstart.cluster.router import RouteRequest
 
     dispatcher = Dispatcher("expected", 1)

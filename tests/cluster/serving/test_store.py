@@ -34,7 +34,7 @@ async def last(llm: AsyncLLM) -> Any:
     return final
 
 
-def test_a_new_replica_loads_what_a_dead_one_had_computed(tmp_path: Path) -> None:
+def test_a_new_replica_loads_blocks_of_a_dead_one(tmp_path: Path) -> None:
     from headstart.cluster.serving.cluster import ReplicaCluster
 
     folder = tmp_path / "kept"

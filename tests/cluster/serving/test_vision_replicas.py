@@ -98,14 +98,14 @@ def _answer(reply: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("api", [_chat, _messages, _responses])
 def test_an_api_answers_as_with_one_engine(servers: Servers, api: Any) -> None:
     """A second question about an image hits the first one's blocks."""
-    found = []
+    counts = []
     for question in ("What is it?", "Who is shown?"):
         path, body = api(DOCUMENT + question)
         ours, theirs = (_post(server, path, body) for server in servers[:2])
         assert _answer(ours) == _answer(theirs) != []
-        found.append((_cached(ours["usage"]), _cached(theirs["usage"])))
-    assert found[1][0] == found[1][1] >= len(DOCUMENT)
-    assert found[0][0] < 32, "the first one has nothing to hit but what all prompts begin with"
+        counts.append((_cached(ours["usage"]), _cached(theirs["usage"])))
+    assert counts[1][0] == counts[1][1] >= len(DOCUMENT)
+    assert counts[0][0] < 32, "the first prompt hits only the common start of all prompts"
 
 
 def _cached(usage: dict[str, Any]) -> int:
@@ -116,13 +116,15 @@ def _cached(usage: dict[str, Any]) -> int:
 
 
 def test_explain_reports_which_replica_has_an_image_prompt(servers: Servers) -> None:
-    path, body = _chat(DOCUMENT + "Who is told of?")
+    path, body = _chat(DOCUMENT + "Who is described?")
     usage = _post(servers.server, path, body)["usage"]
 
     def explain() -> Any:
         return _post(servers.server, "/cache/explain", {"messages": body["messages"]})
 
-    wait_until(lambda: explain()["cached_tokens"] > len(DOCUMENT))  # by when the events are there
+    wait_until(
+        lambda: explain()["cached_tokens"] > len(DOCUMENT)
+    )  # the events have arrived by then
     report = explain()
     assert report["prompt_tokens"] == usage["prompt_tokens"]
     assert report["cached_tokens"] == max(report["replicas"].values())
@@ -140,19 +142,19 @@ def test_an_invalid_image_gets_the_error_of_one_engine(servers: Servers) -> None
     assert ours.json() == theirs.json()
 
 
-def test_a_photograph_goes_to_a_replica_and_is_hit(servers: Servers) -> None:
+def test_a_photograph_is_sent_to_a_replica_and_hit(servers: Servers) -> None:
     """It has two megapixels; Ray sends arguments of that size through its store."""
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     image = make_image(9, 1600, 1200)
 
     async def ask(llm: AsyncLLM, text: str) -> tuple[list[int], int]:
         async for output in llm.generate(prompt(text, image, name=NAME), params):
-            found = output
-        return list(found.outputs[0].token_ids), found.num_cached_tokens
+            final = output
+        return list(final.outputs[0].token_ids), final.num_cached_tokens
 
     for question in ("What?", "Who?"):
         ours, theirs = (
-            asyncio.run(ask(one.llm, f"@ {DOCUMENT} {question}")) for one in servers[:2]
+            asyncio.run(ask(server.llm, f"@ {DOCUMENT} {question}")) for server in servers[:2]
         )
         assert ours[0] == theirs[0]
     assert ours[1] == theirs[1] > len(DOCUMENT)

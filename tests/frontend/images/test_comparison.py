@@ -157,7 +157,7 @@ def test_the_order_of_two_small_pictures_does_not_matter(
 
 
 @pytest.mark.parametrize("levels", [3, -3])
-def test_a_brighter_picture_is_another_one(levels: int) -> None:
+def test_a_brighter_picture_is_not_a_copy(levels: int) -> None:
     picture = draw_scenes(3, SIZE).picture
     assert not are_same(picture, picture.point(lambda level: level + levels))
 

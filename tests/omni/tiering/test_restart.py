@@ -1,4 +1,4 @@
-"""A restarted pipeline skips what its stages skipped before, and answers the same."""
+"""A restarted pipeline has the hits of its stages before, and the same answers."""
 
 import errno
 import shutil
@@ -61,11 +61,11 @@ def ask(omni: Omni, salt: str | None = None, params: OmniParams = PARAMS) -> Omn
 
 
 def skipped(output: OmniOutput) -> dict[str, int]:
-    """Tokens that each stage did not compute."""
+    """Return the tokens that each stage did not compute."""
     return {name: output.metrics[name].cached_tokens for name in ("thinker", "talker")}
 
 
-def says(output: OmniOutput) -> tuple[Any, ...]:
+def result_of(output: OmniOutput) -> tuple[Any, ...]:
     return output.token_ids, output.codes.tolist(), output.audio.tolist()
 
 
@@ -73,7 +73,7 @@ NOTHING = {"thinker": 0, "talker": 0}
 ALL = {"thinker": 28, "talker": 28}
 
 
-def test_a_second_process_skips_what_the_first_computed(model: Path, tmp_path: Path) -> None:
+def test_a_second_process_skips_the_firsts_tokens(model: Path, tmp_path: Path) -> None:
     with opened(model, None) as omni:
         alone = ask(omni)
         assert skipped(alone) == NOTHING
@@ -87,7 +87,7 @@ def test_a_second_process_skips_what_the_first_computed(model: Path, tmp_path: P
         assert [restarted.metrics[name].loaded_tokens for name in ALL] == [28, 28]
         assert ask(omni).metrics["thinker"].loaded_tokens == 0
         assert restarted.metrics["thinker"].hit_rows == {"spoken": 28}
-    assert says(restarted) == says(again) == says(alone)
+    assert result_of(restarted) == result_of(again) == result_of(alone)
 
 
 def test_frames_of_several_codes_are_the_same_after_a_restart(tmp_path: Path) -> None:
@@ -95,19 +95,19 @@ def test_frames_of_several_codes_are_the_same_after_a_restart(tmp_path: Path) ->
     speech = SamplingParams(temperature=0, max_tokens=12)
     params = OmniParams(text=GREEDY, speech=speech, voice="ada")
     prompt = {"prompt_token_ids": [*turn("user", *range(20, 45)), *ANSWER]}
-    found = []
+    results = []
     for _ in range(2):
         with opened(model, tmp_path / "kept") as omni:
             [output] = omni.generate(prompt, params)
             again = omni.generate(prompt, params)[0]
-            found.append((skipped(output), says(output)))
-            assert says(again) == says(output)
-    assert found[0][0] == NOTHING
-    assert found[1][0] == skipped(again) and min(found[1][0].values()) >= 28
-    assert found[0][1] == found[1][1]
+            results.append((skipped(output), result_of(output)))
+            assert result_of(again) == result_of(output)
+    assert results[0][0] == NOTHING
+    assert results[1][0] == skipped(again) and min(results[1][0].values()) >= 28
+    assert results[0][1] == results[1][1]
 
 
-def test_what_a_talker_says_with_another_voice_is_another_s(model: Path, tmp_path: Path) -> None:
+def test_another_voice_hits_no_talker_blocks_after_a_restart(model: Path, tmp_path: Path) -> None:
     bob = OmniParams(text=GREEDY, speech=GREEDY, voice="Bob", seed=3)
     with opened(model, None) as omni:
         alone = ask(omni, params=bob)
@@ -116,10 +116,10 @@ def test_what_a_talker_says_with_another_voice_is_another_s(model: Path, tmp_pat
     with opened(model, tmp_path) as omni:
         output = ask(omni, params=bob)
         assert skipped(output) == {"thinker": 28, "talker": 0}
-        assert says(output) == says(alone)
+        assert result_of(output) == result_of(alone)
 
 
-def test_what_was_seen_and_heard_is_not_encoded_again(
+def test_images_and_sounds_are_not_encoded_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode, encoded = Qwen25Omni.encode, []
@@ -130,51 +130,51 @@ def test_what_was_seen_and_heard_is_not_encoded_again(
 
     monkeypatch.setattr(Qwen25Omni, "encode", count)
     answers = []
-    for made, skips in ((["image", "audio"], False), ([], True)):
+    for expected, skips in ((["image", "audio"], False), ([], True)):
         with opened(model, tmp_path) as omni:
             [output] = omni.generate(PROMPTS["both"], PARAMS, cache_salt="a")
-            assert encoded == made
+            assert encoded == expected
             assert skipped(output) == ({"thinker": 32, "talker": 36} if skips else NOTHING)
-            answers.append(says(output))
+            answers.append(result_of(output))
             encoded.clear()
     assert answers[0] == answers[1]
     with opened(model, tmp_path) as omni:
         omni.generate(PROMPTS["both"], PARAMS, cache_salt="b")
-        assert encoded == ["image", "audio"], "another tenant has it encoded for itself"
+        assert encoded == ["image", "audio"], "another tenant encodes it again"
 
 
-def test_an_embedding_with_a_nan_is_not_kept(
+def test_an_embedding_with_a_nan_is_not_stored(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = Qwen25Omni.encode
     with monkeypatch.context() as patch, opened(model, tmp_path) as omni:
-        patch.setattr(Qwen25Omni, "encode", lambda *given: encode(*given) * torch.nan)
+        patch.setattr(Qwen25Omni, "encode", lambda *args: encode(*args) * torch.nan)
         with pytest.raises(EngineError):
             omni.generate(PROMPTS["image"], PARAMS)
     with opened(model, None) as omni:
         [alone] = omni.generate(PROMPTS["image"], PARAMS)
     with opened(model, tmp_path) as omni:
         [output] = omni.generate(PROMPTS["image"], PARAMS)
-        assert skipped(output) == NOTHING and says(output) == says(alone)
+        assert skipped(output) == NOTHING and result_of(output) == result_of(alone)
 
 
 def test_other_weights_under_the_same_path_hit_nothing(tmp_path: Path) -> None:
-    model, kept = tmp_path / "model", tmp_path / "kept"
+    model, cache_dir = tmp_path / "model", tmp_path / "kept"
     save_qwen25(model)
-    with opened(model, kept) as omni:
+    with opened(model, cache_dir) as omni:
         ask(omni)
     write_omni(model, TINY, seed=12)
     with opened(model, None) as omni:
         other = ask(omni)
-    with opened(model, kept) as omni:
+    with opened(model, cache_dir) as omni:
         output = ask(omni)
-        assert skipped(output) == NOTHING and says(output) == says(other)
+        assert skipped(output) == NOTHING and result_of(output) == result_of(other)
 
 
 def test_other_weights_of_an_encoder_are_another_model(tmp_path: Path) -> None:
-    """The thinker's K/V depend on the encoder's output, though its weights are the same."""
-    model, kept = save_qwen25(tmp_path / "model"), tmp_path / "kept"
-    with opened(model, kept) as omni:
+    """The thinker's K/V depend on the encoder's output, although its weights are the same."""
+    model, cache_dir = save_qwen25(tmp_path / "model"), tmp_path / "kept"
+    with opened(model, cache_dir) as omni:
         [first] = omni.generate(PROMPTS["sound"], PARAMS)
     weights = load_file(file := model / "model.safetensors")
     for name in weights:
@@ -183,24 +183,24 @@ def test_other_weights_of_an_encoder_are_another_model(tmp_path: Path) -> None:
     save_file(weights, file, {"format": "pt"})
     with opened(model, None) as omni:
         [other] = omni.generate(PROMPTS["sound"], PARAMS)
-    assert says(other) != says(first)
-    with opened(model, kept) as omni:
+    assert result_of(other) != result_of(first)
+    with opened(model, cache_dir) as omni:
         [output] = omni.generate(PROMPTS["sound"], PARAMS)
-        assert skipped(output) == NOTHING and says(output) == says(other)
+        assert skipped(output) == NOTHING and result_of(output) == result_of(other)
 
 
-def test_salts_do_not_see_one_another(model: Path, tmp_path: Path) -> None:
+def test_salts_share_nothing_after_a_restart(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path) as omni:
         first = ask(omni, "a")
     with opened(model, tmp_path) as omni:
         for salt, hit in (("b", NOTHING), (None, NOTHING), ("a", ALL)):
             output = ask(omni, salt)
-            assert skipped(output) == hit and says(output) == says(first)
+            assert skipped(output) == hit and result_of(output) == result_of(first)
 
 
 @pytest.mark.parametrize("kept_rows", [0, 3], ids=["none", "few"])
-def test_rows_that_find_no_room_are_a_miss(model: Path, tmp_path: Path, kept_rows: int) -> None:
-    """K/V without their rows are no hit, and the answer is the same."""
+def test_rows_that_do_not_fit_are_a_miss(model: Path, tmp_path: Path, kept_rows: int) -> None:
+    """K/V without their rows are not hit, and the answer is the same."""
     with opened(model, tmp_path) as omni:
         first = ask(omni)
     room = kept_rows * (4 * 64 * 4 + 2 * ENTRY_BYTES)
@@ -208,11 +208,11 @@ def test_rows_that_find_no_room_are_a_miss(model: Path, tmp_path: Path, kept_row
         for _ in range(2):
             output = ask(omni)
             assert output.metrics["thinker"].cached_tokens <= 4 * kept_rows
-            assert says(output) == says(first)
+            assert result_of(output) == result_of(first)
 
 
-def test_rows_that_went_before_their_block_was_saved(model: Path, tmp_path: Path) -> None:
-    """Such a block is not kept: a restarted pipeline could not use it."""
+def test_blocks_whose_rows_were_evicted_are_not_saved(model: Path, tmp_path: Path) -> None:
+    """Such a block is not stored, as a restarted pipeline could not use it."""
     with opened(model, tmp_path, cache_bytes=0) as omni:
         first = ask(omni)
         stage = omni.pipeline.stages["thinker"]
@@ -223,10 +223,10 @@ def test_rows_that_went_before_their_block_was_saved(model: Path, tmp_path: Path
     with opened(model, tmp_path) as omni:
         output = ask(omni)
         assert output.metrics["thinker"].cached_tokens == 0
-        assert says(output) == says(first)
+        assert result_of(output) == result_of(first)
 
 
-def test_a_damaged_store_costs_time_alone(model: Path, tmp_path: Path) -> None:
+def test_a_damaged_store_only_costs_time(model: Path, tmp_path: Path) -> None:
     with opened(model, tmp_path) as omni:
         first = ask(omni)
     for damage in (lambda data: data[: len(data) // 2], lambda data: bytes(len(data))):
@@ -234,16 +234,19 @@ def test_a_damaged_store_costs_time_alone(model: Path, tmp_path: Path) -> None:
             file.write_bytes(damage(file.read_bytes()))
         with opened(model, tmp_path) as omni:
             output = ask(omni)
-            assert says(output) == says(first) and output.metrics["thinker"].cached_tokens < 28
+            assert (
+                result_of(output) == result_of(first)
+                and output.metrics["thinker"].cached_tokens < 28
+            )
         with opened(model, tmp_path) as omni:
-            assert skipped(ask(omni)) == ALL, "it was computed and kept again"
+            assert skipped(ask(omni)) == ALL, "it was computed and stored again"
 
 
 @pytest.mark.parametrize("method", ["find", "load", "save"])
-def test_a_store_that_fails_is_a_miss(
+def test_a_failing_store_is_a_miss(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """A disk that is full, or gone: the answer is the same."""
+    """The answer is the same with a full or missing disk."""
     with opened(model, tmp_path) as omni:
         first = ask(omni)
     if method == "save":
@@ -255,4 +258,4 @@ def test_a_store_that_fails_is_a_miss(
     monkeypatch.setattr(SlotFile, "write" if method == "save" else "read", fail)
     with opened(model, tmp_path) as omni:
         for _ in range(2):
-            assert says(ask(omni)) == says(first)
+            assert result_of(ask(omni)) == result_of(first)

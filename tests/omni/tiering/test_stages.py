@@ -1,4 +1,4 @@
-"""Stages whose blocks outlive the process, one by one, on a pipeline that is no known model's."""
+"""Single stages whose blocks outlive the process, in a pipeline of no known model."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from headstart.omni.pipeline import Progress
 from headstart.tiers.disk import DiskStore
 from headstart.tiers.store import LoadedBlock
 from tests.engine.internals import kv_memory
-from tests.omni.pipelines import Speech, request, said, start
+from tests.omni.pipelines import Speech, request, result_of, start
 
 pytestmark = pytest.mark.usefixtures("loads_always")
 
@@ -22,9 +22,9 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
 
 
 def tiers(speech: Speech, stage: str) -> Tiers:
-    found: Tiers | None = getattr(speech, stage).engine.tiers
-    assert found is not None
-    return found
+    stage_tiers: Tiers | None = getattr(speech, stage).engine.tiers
+    assert stage_tiers is not None
+    return stage_tiers
 
 
 def run(speech: Speech, prompt: list[int] = PROMPT, **more: Any) -> Progress:
@@ -33,7 +33,7 @@ def run(speech: Speech, prompt: list[int] = PROMPT, **more: Any) -> Progress:
 
 
 def skipped(progress: Progress) -> tuple[int, int]:
-    """Tokens that thinker and talker did not compute."""
+    """Return the tokens that thinker and talker did not compute."""
     return progress.metrics["thinker"].cached_tokens, progress.metrics["talker"].cached_tokens
 
 
@@ -45,12 +45,12 @@ def test_a_stage_may_have_several_outputs(tmp_path: Path) -> None:
         with Speech(cache_dir=str(tmp_path)) as speech:
             restarted = run(speech)
             assert skipped(restarted) == expected
-            assert said(restarted) == said(alone)
+            assert result_of(restarted) == result_of(alone)
     assert restarted.metrics["thinker"].hit_rows == {"hidden": 12, "feature": 12}
-    assert tiers(speech, "thinker").stats.saved_blocks == 0, "it is all there"
+    assert tiers(speech, "thinker").stats.saved_blocks == 0, "all blocks are stored already"
 
 
-def test_who_hands_on_which_rows_is_in_the_fingerprint(tmp_path: Path) -> None:
+def test_the_fingerprint_covers_a_stages_rows(tmp_path: Path) -> None:
     with Speech(cache_dir=str(tmp_path)) as speech:
         engine = speech.thinker.engine
         memory = kv_memory(engine)
@@ -67,10 +67,10 @@ def test_who_hands_on_which_rows_is_in_the_fingerprint(tmp_path: Path) -> None:
         assert titles == ["", " thinker", " talker"]
 
 
-def test_a_talker_s_rows_may_come_while_its_prefix_is_loaded(
+def test_a_talkers_rows_may_arrive_while_its_prefix_is_loaded(
     tmp_path: Path, disk_loads: Callable[..., None]
 ) -> None:
-    """Their names stood behind the tokens that are loaded, and the load raised in the step."""
+    """Regression: hashes of rows reached past the loaded tokens, and the load raised an error."""
     with Speech(cache_dir=str(tmp_path)) as speech:
         first = run(speech)
     thought = Event()
@@ -88,60 +88,60 @@ def test_a_talker_s_rows_may_come_while_its_prefix_is_loaded(
         while progress.finish_reason is None:
             speech.pipeline.step()
         assert skipped(progress) == (12, 12)
-        assert said(progress) == said(first)
+        assert result_of(progress) == result_of(first)
 
 
-def test_a_talker_s_blocks_are_not_named_by_a_thinker_whose_names_have_no_model(
+def test_a_talkers_blocks_are_not_stored_if_the_thinkers_hashes_lack_its_model(
     tmp_path: Path,
 ) -> None:
-    """Rows of other thinkers went by the same names, and were hit."""
-    kept = {"cache_dir": str(tmp_path)}
+    """Regression: rows of other thinkers had the same hashes, and were hit."""
+    options = {"cache_dir": str(tmp_path)}
     for seed in (1, 2):
         with Speech(text_seed=seed) as speech:
             alone = run(speech)
-        with Speech(text_seed=seed, talker_options=kept) as speech:
+        with Speech(text_seed=seed, talker_options=options) as speech:
             progress = run(speech)
-            assert skipped(progress) == (0, 0) and said(progress) == said(alone)
-            assert skipped(run(speech)) == (12, 12), "within the process all is as it was"
+            assert skipped(progress) == (0, 0) and result_of(progress) == result_of(alone)
+            assert skipped(run(speech)) == (12, 12), "hits within the process are unchanged"
 
 
-def test_a_stage_whose_outputs_are_not_declared_keeps_nothing(
+def test_a_stage_with_undeclared_outputs_stores_nothing(
     tmp_path: Path, logged: list[logging.LogRecord]
 ) -> None:
-    """Rows may turn out not to be its tokens', and are then dropped: a store has none of them."""
+    """Undeclared rows may turn out not to be per token, so none are stored."""
     for _ in range(2):
         with Speech(cache_dir=str(tmp_path), undeclared=True) as speech:
             assert speech.thinker.engine.tiers is None
             progress = run(speech)
             assert skipped(progress)[0] == 0
-            run(speech, PROMPT[:9])  # a pass of another length: the rows are trusted
+            run(speech, PROMPT[:9])  # a pass of another length confirms the rows
             run(speech)
             assert run(speech).metrics["thinker"].hit_rows
-    assert skipped(progress)[1] > 0, "the talker's blocks go by the rows' content"
+    assert skipped(progress)[1] > 0, "the talker's blocks are keyed by the rows' content"
     assert [record.getMessage() for record in logged] == [
         "stage 'thinker' stores nothing on disk, as its outputs are not declared"
     ] * 2
 
 
-def test_a_pool_too_small_for_its_requests_answers_as_a_large_one(tmp_path: Path) -> None:
-    """Requests are preempted, their blocks go, and what the store has of them comes back."""
-    prompts = [[*PROMPT, at, *PROMPT[at : at + 4]] for at in range(6)]
-    requests = [request(str(at), prompt) for at, prompt in enumerate(prompts)]
+def test_a_small_pool_gives_the_results_of_a_large_one(tmp_path: Path) -> None:
+    """Requests are preempted, and their evicted blocks are loaded from the store."""
+    prompts = [[*PROMPT, i, *PROMPT[i : i + 4]] for i in range(6)]
+    requests = [request(str(i), prompt) for i, prompt in enumerate(prompts)]
     with Speech() as speech:
-        wanted = [said(progress) for progress in speech.run(*requests)]
+        wanted = [result_of(progress) for progress in speech.run(*requests)]
     for _ in range(2):
         with Speech(num_blocks=12, cache_dir=str(tmp_path)) as speech:
             for _ in range(3):
-                assert [said(progress) for progress in speech.run(*requests)] == wanted
+                assert [result_of(progress) for progress in speech.run(*requests)] == wanted
                 for stage in ("thinker", "talker"):
                     assert tiers(speech, stage).flush(30)
-            # Of the first round a store may have nothing before it is over.
+            # The store may have nothing before the first round is over.
             for stage in ("thinker", "talker"):
                 assert tiers(speech, stage).stats.loaded_tokens
             assert speech.thinker.engine.num_preemptions
 
 
-def test_a_store_that_is_silent_is_a_miss(
+def test_a_store_that_does_not_answer_is_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: Callable[..., None]
 ) -> None:
     with Speech(cache_dir=str(tmp_path)) as speech:
@@ -151,6 +151,6 @@ def test_a_store_that_is_silent_is_a_miss(
     monkeypatch.setattr(DiskStore, "find", lambda store, names: late.wait(60) and 0)
     with Speech(cache_dir=str(tmp_path)) as speech:
         progress = run(speech)
-        assert skipped(progress) == (0, 0) and said(progress) == said(first)
+        assert skipped(progress) == (0, 0) and result_of(progress) == result_of(first)
         assert tiers(speech, "thinker").stats.late_answers == 1
         late.set()

@@ -1,4 +1,4 @@
-"""Rows of a stage as bytes behind its blocks' K/V, and back."""
+"""Rows of a stage as bytes after its blocks' K/V, and back."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ LIKE = {"hidden": torch.zeros(1, 3, dtype=torch.bfloat16), "frames": torch.zeros
 ROOM = 1 << 16
 
 
-def kept(
+def make_rows(
     *outputs: Output, like: dict[str, Tensor] | None = None, name: str = "thinker", room: int = ROOM
 ) -> tuple[TierRows, OutputCache]:
     cache = OutputCache(room)
@@ -26,20 +26,20 @@ def kept(
 
 
 def sequence(*tokens: int, salt: str | None = None) -> TokenSequence:
-    made = TokenSequence("one", tokens or range(12), salt=salt)
-    made.cut(SIZE)
-    return made
+    sequence_ = TokenSequence("one", tokens or range(12), salt=salt)
+    sequence_.cut(SIZE)
+    return sequence_
 
 
-def unsaved(of: TokenSequence, first: int = 0) -> list[UnsavedBlock]:
-    """Return the sequence's blocks as the events of a pool name them."""
-    tree, found = PrefixTree(), []
-    node: PrefixNode = tree.make_root(of.namespace)
-    for at, key in enumerate(of.keys):
+def unsaved(sequence_: TokenSequence, first: int = 0) -> list[UnsavedBlock]:
+    """Return the sequence's blocks as in the events of a pool."""
+    tree, blocks = PrefixTree(), []
+    node: PrefixNode = tree.make_root(sequence_.namespace)
+    for i, key in enumerate(sequence_.keys):
         node = tree.child(node, key)
-        names = (BlockHash(b"%d" % (at + 1)), BlockHash(b"%d" % at))
-        found.append(UnsavedBlock(at, *names, at, 0.0, [], node))
-    return found[first:]
+        names = (BlockHash(b"%d" % (i + 1)), BlockHash(b"%d" % i))
+        blocks.append(UnsavedBlock(i, *names, i, 0.0, [], node))
+    return blocks[first:]
 
 
 def rows(block: int) -> dict[str, Tensor]:
@@ -50,70 +50,70 @@ def rows(block: int) -> dict[str, Tensor]:
     }
 
 
-def fill(cache: OutputCache, of: TokenSequence) -> BlockPath:
-    path = BlockPath("thinker", of.namespace, of.keys)
-    for at in range(len(of.keys)):
-        cache.put(path, at, rows(at), {"hidden"})
+def fill(cache: OutputCache, sequence_: TokenSequence) -> BlockPath:
+    path = BlockPath("thinker", sequence_.namespace, sequence_.keys)
+    for i in range(len(sequence_.keys)):
+        cache.put(path, i, rows(i), {"hidden"})
     return path
 
 
 def views(data: list[bytes | None]) -> list[memoryview]:
     assert None not in data
-    return [memoryview(one) for one in data if one is not None]
+    return [memoryview(part) for part in data if part is not None]
 
 
-def test_rows_come_back_bit_for_bit() -> None:
-    source, cache = kept()
-    fill(cache, one := sequence(salt="a"))
-    data = source.read(unsaved(one))
-    assert [len(one) for one in views(data)] == [source.nbytes] * 3 == [4 * 3 * 2 + 8 * 4] * 3
-    target, other = kept()
-    target.write(one, 0, views(data)[:1])
-    target.write(one, 1, views(data)[1:])
-    found = other.find(BlockPath("thinker", one.namespace, one.keys))
-    for at, there in enumerate(found):
-        assert there.keys() == rows(at).keys()
-        assert all(torch.equal(there[name], tensor) for name, tensor in rows(at).items())
-    assert len(found) == 3
+def test_rows_are_restored_bit_for_bit() -> None:
+    source, cache = make_rows()
+    fill(cache, tokens := sequence(salt="a"))
+    data = source.read(unsaved(tokens))
+    assert [len(tokens) for tokens in views(data)] == [source.nbytes] * 3 == [4 * 3 * 2 + 8 * 4] * 3
+    target, other = make_rows()
+    target.write(tokens, 0, views(data)[:1])
+    target.write(tokens, 1, views(data)[1:])
+    blocks = other.find(BlockPath("thinker", tokens.namespace, tokens.keys))
+    for i, block in enumerate(blocks):
+        assert block.keys() == rows(i).keys()
+        assert all(torch.equal(block[name], tensor) for name, tensor in rows(i).items())
+    assert len(blocks) == 3
     other.check()
-    assert not other.find(BlockPath("thinker", sequence(salt="b").namespace, one.keys))
+    assert not other.find(BlockPath("thinker", sequence(salt="b").namespace, tokens.keys))
 
 
-def test_blocks_are_found_wherever_a_run_begins() -> None:
-    source, cache = kept()
-    fill(cache, one := sequence())
-    fill(cache, other := sequence(7, 7, 7, 7, 8, 8, 8, 8))
-    blocks = unsaved(one)
-    mixed = [blocks[2], *unsaved(other, 1), blocks[0], blocks[1]]
+def test_rows_are_read_for_blocks_in_any_order() -> None:
+    source, cache = make_rows()
+    fill(cache, first := sequence())
+    fill(cache, second := sequence(7, 7, 7, 7, 8, 8, 8, 8))
+    blocks = unsaved(first)
+    mixed = [blocks[2], *unsaved(second, 1), blocks[0], blocks[1]]
     whole = views(source.read(blocks))
     assert views(source.read(mixed)) == [whole[2], whole[1], whole[0], whole[1]]
 
 
-def test_a_block_that_lacks_a_row_is_not_kept() -> None:
-    source, cache = kept()
-    path = fill(cache, one := sequence())
+def test_a_block_without_all_rows_is_not_stored() -> None:
+    source, cache = make_rows()
+    path = fill(cache, tokens := sequence())
     cache.drop("thinker", "frames")
     cache.put(path, 0, rows(0), {"hidden"})
-    assert [data is not None for data in source.read(unsaved(one))] == [True, False, False]
+    assert [data is not None for data in source.read(unsaved(tokens))] == [True, False, False]
 
 
 @pytest.mark.parametrize(
     "other", [torch.zeros(SIZE, 3), torch.zeros(SIZE, 4, dtype=torch.bfloat16)]
 )
-def test_rows_of_another_layout_are_not_kept(other: Tensor) -> None:
-    source, cache = kept(HIDDEN)
-    path = BlockPath("thinker", (one := sequence()).namespace, one.keys)
+def test_rows_of_another_layout_are_not_stored(other: Tensor) -> None:
+    source, cache = make_rows(HIDDEN)
+    path = BlockPath("thinker", (tokens := sequence()).namespace, tokens.keys)
     cache.put(path, 0, {"hidden": other})
-    assert source.read(unsaved(one)[:1]) == [None]
+    assert source.read(unsaved(tokens)[:1]) == [None]
 
 
-def test_rows_that_find_no_room_are_left_out() -> None:
-    source, cache = kept()
-    fill(cache, one := sequence())
-    target, small = kept(room=3000)
-    target.write(one, 0, views(source.read(unsaved(one))))
+def test_rows_that_do_not_fit_are_skipped() -> None:
+    source, cache = make_rows()
+    fill(cache, tokens := sequence())
+    target, small = make_rows(room=3000)
+    target.write(tokens, 0, views(source.read(unsaved(tokens))))
     small.check()
-    assert len(small.find(BlockPath("thinker", one.namespace, one.keys))) == 1
+    assert len(small.find(BlockPath("thinker", tokens.namespace, tokens.keys))) == 1
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,16 @@ def test_rows_that_find_no_room_are_left_out() -> None:
         {"like": LIKE | {"hidden": torch.zeros(1, 4, dtype=torch.bfloat16)}},
     ],
 )
-def test_another_layout_is_another_store(other: dict[str, Any]) -> None:
-    layouts = {kept()[0].layout, kept(*other.pop("outputs", ()), **other)[0].layout}
+def test_another_layout_has_another_store(other: dict[str, Any]) -> None:
+    layouts = {make_rows()[0].layout, make_rows(*other.pop("outputs", ()), **other)[0].layout}
     assert len(layouts) == 2
 
 
-def test_a_stage_without_rows_keeps_k_and_v_alone() -> None:
-    source, cache = kept(Output("wave", Alignment(Kind.REQUEST)), like={"wave": torch.zeros(9)})
-    one = sequence()
-    assert source.nbytes == 0 and source.read(unsaved(one)) == [b""] * 3
-    source.write(one, 0, [memoryview(b"")] * 3)
+def test_a_stage_without_rows_stores_only_kv() -> None:
+    source, cache = make_rows(
+        Output("wave", Alignment(Kind.REQUEST)), like={"wave": torch.zeros(9)}
+    )
+    tokens = sequence()
+    assert source.nbytes == 0 and source.read(unsaved(tokens)) == [b""] * 3
+    source.write(tokens, 0, [memoryview(b"")] * 3)
     assert cache.stats.entries == 0

@@ -160,7 +160,7 @@ def test_no_salt_of_a_body_opens_another_tenants_cache(texts: tuple[Running, Hea
 
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "open"])
-def test_prompts_of_another_tenant_behind_a_public_prefix(keys: bool, tmp_path: Path) -> None:
+def test_prompts_of_another_tenant_after_a_public_prefix(keys: bool, tmp_path: Path) -> None:
     """The prefix is shared, and the tokens after it are not revealed."""
     rng = random.Random(3)
     prefix = [rng.randrange(40, 240) for _ in range(37)]

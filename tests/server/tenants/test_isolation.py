@@ -117,7 +117,7 @@ def test_chats_of_another_tenant(texts: tuple[Running, Headers]) -> None:
 
 
 def test_drafts_do_not_depend_on_another_tenants_answers(texts: tuple[Running, Headers]) -> None:
-    """The same prompts have the same counts of accepted and rejected tokens."""
+    """Equal prompts have equal counts of accepted and rejected tokens."""
     server, headers = texts
     rng = random.Random(4)
     prompts = [[rng.randrange(40, 240) for _ in range(50)] for _ in range(PROMPTS)]

@@ -128,9 +128,9 @@ class Checkpoint:
     node: None after the checkpoint was dropped. key: the head of the next block; empty at a block
     border. writer: the request whose step writes the checkpoint; None after this step is committed.
     users: the number of sequences whose next step reads it. used: the clock of the `StatePool` at
-    its last use. is_passed: True if a deeper checkpoint on its path is written. is_lasting: True if
-    tiers should store it. is_saved: True if a tier has it or will save it. entry: the number of its
-    newest entry in the eviction queue; older entries are skipped.
+    its last use. is_passed: True if a deeper checkpoint on its path is written. should_store: True
+    if tiers should store it. is_saved: True if a tier has it or will save it. entry: the number of
+    its newest entry in the eviction queue; older entries are skipped.
     """
 
     def __init__(self, node: PrefixNode, key: BlockKey, position: int, writer: str) -> None:
@@ -142,7 +142,7 @@ class Checkpoint:
         self.users = 0
         self.used = 0
         self.is_passed = False
-        self.is_lasting = True
+        self.should_store = True
         self.is_saved = False
         self.entry = 0
 

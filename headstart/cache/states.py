@@ -202,13 +202,13 @@ class StatePool(LayerGroup):
             due.setdefault(state.next_regular, state.next_regular == state.last_regular)
             state.next_regular += state.interval
         for position in sorted(due):
-            self.save(sequence, position, is_lasting=due[position])
+            self.save(sequence, position, should_store=due[position])
 
-    def save(self, sequence: TokenSequence, position: int, *, is_lasting: bool = True) -> bool:
+    def save(self, sequence: TokenSequence, position: int, *, should_store: bool = True) -> bool:
         """Let the step under way write a checkpoint; return False if it cannot.
 
-        It cannot if the position has a checkpoint already, or if no slot is free. is_lasting: True
-        if tiers should store the checkpoint.
+        It cannot if the position has a checkpoint already, or if no slot is free. should_store:
+        True if tiers should store the checkpoint.
         """
         if not sequence.is_stored:
             return False
@@ -219,7 +219,7 @@ class StatePool(LayerGroup):
         checkpoint = announced[0] if announced else self._new_checkpoint(sequence, position)
         if checkpoint is None:
             return False
-        checkpoint.is_lasting = is_lasting
+        checkpoint.should_store = should_store
         before = [save.position for save in state.saves if save.position < position]
         gain = position - max(before, default=state.start)
         checkpoint.slot = self._take(gain)
@@ -383,7 +383,7 @@ class StatePool(LayerGroup):
         """Add a written checkpoint to the queue; mark the previous one on its path as passed."""
         checkpoint.used = self._clock
         self._push(checkpoint)
-        if checkpoint.is_lasting and not checkpoint.is_saved:
+        if checkpoint.should_store and not checkpoint.is_saved:
             self.unsaved[checkpoint] = None
         previous = self._previous(checkpoint)
         if previous is not None and not previous.is_passed:

@@ -36,12 +36,12 @@ class AdapterStore(AdapterNames):
     """Adapters by name, with at most `max_loras` in memory. A `Limit` of the scheduler.
 
     `named`, `load`, `find` and `require` may be called from any thread, all other methods only from
-    the engine's. has_unnamed: an adapter in memory may have lost its name.
+    the engine's. has_unloaded: an adapter in memory may have lost its name.
     """
 
     def __init__(self, model: DecoderModel, config: EngineConfig) -> None:
         super().__init__()
-        self.has_unnamed = False
+        self.has_unloaded = False
         self._model = model
         self._config = config
         self._layers = LoraLayers(model)
@@ -68,7 +68,7 @@ class AdapterStore(AdapterNames):
 
         def add() -> Adapter:
             adapter = Adapter(name, folder, weights.digest)
-            self.has_unnamed |= name in self._named
+            self.has_unloaded |= name in self._named
             self._named = {**self._named, name: adapter}
             if len(self._resident) < self._config.max_loras:
                 self._resident.setdefault(weights.digest, weights)
@@ -78,9 +78,9 @@ class AdapterStore(AdapterNames):
 
     def unload(self, name: str) -> None:
         super().unload(name)
-        self.has_unnamed = True
+        self.has_unloaded = True
 
-    def name_miss(self, request: Request) -> None:
+    def add_adapter_name(self, request: Request) -> None:
         """Replace the adapter's digest in the request's miss explanation with its name."""
         missed = request.missed
         if missed is not None and missed.adapter is not None:
@@ -142,7 +142,7 @@ class AdapterStore(AdapterNames):
             if len(self._resident) >= self._config.max_loras and digest not in running:
                 self._forget(digest)
         self._resident[adapter.digest] = weights
-        self.has_unnamed = True  # its name may have been removed meanwhile
+        self.has_unloaded = True  # its name may have been removed meanwhile
 
     def wait_for_reading(self) -> object | None:
         """Wait for the adapter that is being read; return None if there is no such adapter.
@@ -185,7 +185,7 @@ class AdapterStore(AdapterNames):
         except OSError as error:  # such as a name that is too long, or a missing permission
             raise AdapterNotFoundError(f"{folder} cannot be read: {error}") from error
 
-    def forget_unnamed(self, groups: Iterable[RequestGroup]) -> None:
+    def release_unloaded(self, groups: Iterable[RequestGroup]) -> None:
         """Release adapters that lost their name, except those that unfinished groups use."""
         used = {group.adapter.digest for group in groups if group.adapter is not None}
         named = {adapter.digest for adapter in self._named.values()}
@@ -193,7 +193,7 @@ class AdapterStore(AdapterNames):
         for digest in unnamed:
             if digest not in used:
                 self._forget(digest)
-        self.has_unnamed = not used.isdisjoint(unnamed)
+        self.has_unloaded = not used.isdisjoint(unnamed)
 
     def _forget(self, digest: str) -> None:
         self._layers.forget(self._resident.pop(digest))
@@ -215,7 +215,7 @@ class AdapterStore(AdapterNames):
     def restore(self) -> None:
         """Clear the state of a failed step."""
         self._failed, self._refused = {}, {}
-        self.has_unnamed = True  # until `forget_unnamed` computes it again
+        self.has_unloaded = True  # until `release_unloaded` computes it again
         self._layers.reset()
 
     def close(self) -> None:

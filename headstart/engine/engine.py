@@ -141,7 +141,7 @@ class EngineCore:
         """
         self.require_open()
         self.adapters.unload(name)
-        self.adapters.forget_unnamed(self._groups.values())
+        self.adapters.release_unloaded(self._groups.values())
 
     def reset_prefix_cache(
         self, *, reset_running_requests: bool = False, reset_tiers: bool = False
@@ -217,8 +217,8 @@ class EngineCore:
 
         If `_compute` returns failed requests, the step is rolled back.
         """
-        if self.adapters.has_unnamed:
-            self.adapters.forget_unnamed(self._groups.values())
+        if self.adapters.has_unloaded:
+            self.adapters.release_unloaded(self._groups.values())
         start = self._clock()
         batch = self._schedule()
         if not batch.scheduled and self.tiers is not None and self.tiers.wait():
@@ -290,7 +290,7 @@ class EngineCore:
         for part in batch.scheduled:
             if part.request.group.start_time is None:
                 part.request.group.start_time = now
-                self.adapters.name_miss(part.request)
+                self.adapters.add_adapter_name(part.request)
         logits = self._runner.run(batch)
         if self._hooks is not None:
             self._hooks.computed(batch)

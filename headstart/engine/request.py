@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headstart.cache import Mark, MissExplanation, MultiModalItem, Namespace, TokenSequence
 from headstart.engine.adapter_names import Adapter, LoRARequest
-from headstart.engine.drafts.drafters import Source, StoredReply
+from headstart.engine.drafts.drafters import DraftSource, StoredReply
 from headstart.engine.outputs import (
     CompletionOutput,
     ImageUse,
@@ -154,7 +154,7 @@ class Request:
     turn: float = 0.0
     first_token_time: float | None = None
     last_token_time: float | None = None
-    drafts: list[Source] = field(default_factory=list)
+    drafts: list[DraftSource] = field(default_factory=list)
     num_drafted: int = 0
     num_accepted: int = 0
     token_gaps: "array[float]" = field(default_factory=lambda: array("d"))

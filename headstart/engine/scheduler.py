@@ -77,7 +77,7 @@ class Scheduler:
         self._limits = tuple(limits)
         self._max_prompt_tokens = max_prompt_tokens or (lambda: self._max_tokens)
         self._limited: dict[Request, tuple[Limit, ...]] = {}  # the limits that apply to a request
-        self._is_held_up = False  # a limit stopped a running request in this step
+        self._is_blocked = False  # a limit stopped a running request in this step
         self._hooks = hooks
         self._drafting = drafting
 
@@ -143,7 +143,7 @@ class Scheduler:
         self.waits_for_inputs = False
         preempted = self.num_preemptions
         batch = self._schedule()
-        while not batch.scheduled and self._is_held_up:
+        while not batch.scheduled and self._is_blocked:
             if self.num_preemptions == preempted:
                 self._preempt(self.running.pop())
             # After a preemption, limits may allow more, so schedule again.
@@ -152,7 +152,7 @@ class Scheduler:
         return batch
 
     def _schedule(self) -> Batch:
-        self._is_held_up = False
+        self._is_blocked = False
         preempted = self.num_preemptions
         scheduled, budget = self._schedule_running()
         copies: list[RowCopy] = []
@@ -183,7 +183,7 @@ class Scheduler:
             if request in limited:
                 reached = self._reach(request, start, stop)
                 if reached is None or reached == start:
-                    self._is_held_up |= reached is not None
+                    self._is_blocked |= reached is not None
                     index += 1
                     continue
                 stop = reached
@@ -259,7 +259,7 @@ class Scheduler:
                         return
                     continue
                 if allocation is None:  # too few blocks are free; other requests must not take them
-                    if scheduled or not self._is_held_up:
+                    if scheduled or not self._is_blocked:
                         return
                     continue
                 self._enter(request, start, stop)

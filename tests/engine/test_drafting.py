@@ -20,7 +20,7 @@ from torch import Tensor
 from headstart import LLM, SamplingParams, StructuredOutputsParams, native
 from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
 from headstart.engine import metrics as engine_metrics
-from headstart.engine.drafts.drafters import AnswerDrafter, RepetitionDrafter, Source
+from headstart.engine.drafts.drafters import AnswerDrafter, DraftSource, RepetitionDrafter
 from headstart.engine.drafts.drafting import RowCost
 from headstart.errors import EngineError, RequestError
 from headstart.models.demo import demo_model_path
@@ -486,7 +486,7 @@ def test_repetitions_are_followed_to_the_next_difference(tokens: list[int], coun
 
 def test_the_acceptance_of_drafts_is_measured_without_verifying_them() -> None:
     sequence = TokenSequence("a", [1, 2, 3, 4, 1, 2, 3])
-    source = Source(RepetitionDrafter(), 0.6)
+    source = DraftSource(RepetitionDrafter(), 0.6)
     assert list(source.propose(sequence, 2)) == [4, 1]
     assert source.acceptance == 0.6
     for token in (4, 1, 2, 3, 4):

@@ -142,7 +142,7 @@ class StoredReply(Job):
     tokens: list[int] = field(default_factory=list)
 
 
-class Source:
+class DraftSource:
     """A drafter of one request, with the probability that its next token is right.
 
     To measure the probability, proposed tokens are compared with the tokens that the request gets

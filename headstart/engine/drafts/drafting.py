@@ -28,8 +28,8 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.drafts.drafters import (
     AnswerDrafter,
     Drafter,
+    DraftSource,
     RepetitionDrafter,
-    Source,
     TreeDrafter,
 )
 from headstart.engine.request import Request
@@ -149,7 +149,7 @@ class Drafting:
                 return tuple(tokens[:count])
         return ()
 
-    def _add_sources(self, request: Request) -> list[Source]:
+    def _add_sources(self, request: Request) -> list[DraftSource]:
         group = request.group
         num_prompt_tokens = len(group.prompt_token_ids)
         drafters: list[Drafter] = [TreeDrafter(self._manager)]
@@ -157,9 +157,9 @@ class Drafting:
             drafters.insert(0, AnswerDrafter(group.prediction, num_prompt_tokens))
         if group.reply is not None:
             drafters.append(AnswerDrafter(group.reply.tokens, num_prompt_tokens))
-        request.drafts = [Source(drafter, _ANSWER_PRIOR) for drafter in drafters]
+        request.drafts = [DraftSource(drafter, _ANSWER_PRIOR) for drafter in drafters]
         earlier = self._manager.branch(request.sequence, _EARLIER)
-        request.drafts.append(Source(RepetitionDrafter(earlier), _REPETITION_PRIOR))
+        request.drafts.append(DraftSource(RepetitionDrafter(earlier), _REPETITION_PRIOR))
         return request.drafts
 
     def _choose_length(self, acceptance: float, limit: int) -> int:

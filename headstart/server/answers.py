@@ -7,7 +7,7 @@
     reasoning      <think>...</think> before an answer: Qwen 3, DeepSeek R1 and others
 
 A reader is a generator that parses one of these formats. It yields when it needs a character, gets
-the character by `send`, and adds the parsed parts to its `Source`.
+the character by `send`, and adds the parsed parts to its `CharacterSource`.
 
 A call's name is passed on when it is complete. Its arguments are passed on as they arrive, exactly
 as the model wrote them. The next turn's prompt then contains the same tokens and hits their blocks.
@@ -66,7 +66,7 @@ def join(parts: Iterable[Part], *, whole_calls: bool = False) -> list[Part]:
     return joined
 
 
-class Source:
+class CharacterSource:
     """Characters that a reader takes and may put back, and the parts that it read."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class AnswerParser:
 
     def __init__(
         self,
-        read: Callable[[Source], Reading[None]],
+        read: Callable[[CharacterSource], Reading[None]],
         hidden: Sequence[str] = (),
         *,
         max_calls: int | None = None,
@@ -181,7 +181,7 @@ class AnswerParser:
         self._hidden = frozenset(hidden)
         self._prefixes = prefixes_of(tuple(hidden))
         self._held = ""  # text that may be the beginning of a hidden token
-        self._source = Source()
+        self._source = CharacterSource()
         self._reading = read(self._source)
         next(self._reading, None)
 
@@ -218,7 +218,7 @@ class AnswerParser:
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
-def read_reasoning(source: Source, *, is_open: bool) -> Reading[None]:
+def read_reasoning(source: CharacterSource, *, is_open: bool) -> Reading[None]:
     """Read the reasoning at the beginning of an answer, without the white space around it.
 
     is_open: the prompt ends inside the reasoning.
@@ -242,7 +242,7 @@ class _MalformedError(Exception):
 
 
 def _read_call(
-    source: Source, index: int, names: Container[str] | None = None
+    source: CharacterSource, index: int, names: Container[str] | None = None
 ) -> Reading[str | None]:
     """Read a call. Return None if its name was passed on, even if the rest is malformed.
 
@@ -288,12 +288,12 @@ def _read_call(
     return None if name else "".join(record)
 
 
-def _expect(source: Source, character: str) -> Reading[None]:
+def _expect(source: CharacterSource, character: str) -> Reading[None]:
     if (yield from source.non_space()) != character:
         raise _MalformedError
 
 
-def _read_string(source: Source, opening: str) -> Reading[str]:
+def _read_string(source: CharacterSource, opening: str) -> Reading[str]:
     if opening != '"':
         raise _MalformedError
     pieces: list[str] = []
@@ -304,7 +304,7 @@ def _read_string(source: Source, opening: str) -> Reading[str]:
         raise _MalformedError from error
 
 
-def _read_quoted(source: Source, emit: Callable[[str], None]) -> Reading[None]:
+def _read_quoted(source: CharacterSource, emit: Callable[[str], None]) -> Reading[None]:
     """Pass on a JSON string with its quotes. Raw line breaks, which JSON forbids, are escaped."""
     emit('"')
     is_escaped = False
@@ -315,7 +315,7 @@ def _read_quoted(source: Source, emit: Callable[[str], None]) -> Reading[None]:
         is_escaped = character == "\\" and not is_escaped
 
 
-def _read_value(source: Source, emit: Callable[[str], None]) -> Reading[None]:
+def _read_value(source: CharacterSource, emit: Callable[[str], None]) -> Reading[None]:
     """Read arguments and pass them on as written; pass on a string's content, and {} for null."""
     opening = yield from source.non_space()
     if opening in _PAIRS:
@@ -352,7 +352,7 @@ def _unquote(text: str) -> str:
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _read_hermes(source: Source, names: Container[str]) -> Reading[None]:
+def _read_hermes(source: CharacterSource, names: Container[str]) -> Reading[None]:
     """Read texts and calls. Calls of unknown tools are passed on; the client refuses them."""
     index = 0
     while (yield from source.read_until((HERMES_OPEN,), source.content, keeps_space=not index)):
@@ -370,7 +370,7 @@ def _read_hermes(source: Source, names: Container[str]) -> Reading[None]:
 PYTHON_TAG = "<|python_tag|>"
 
 
-def _read_llama(source: Source, names: Container[str]) -> Reading[None]:
+def _read_llama(source: CharacterSource, names: Container[str]) -> Reading[None]:
     index = 0
     before = yield from source.space()
     if (yield from source.match(PYTHON_TAG)):
@@ -399,7 +399,7 @@ def _read_llama(source: Source, names: Container[str]) -> Reading[None]:
 TOOL_CALLS, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-def _read_mistral(source: Source, names: Container[str]) -> Reading[None]:
+def _read_mistral(source: CharacterSource, names: Container[str]) -> Reading[None]:
     index = 0
     while (yield from source.read_until((TOOL_CALLS,), source.content, keeps_space=not index)):
         space = yield from source.space()
@@ -407,7 +407,7 @@ def _read_mistral(source: Source, names: Container[str]) -> Reading[None]:
         index = yield from read(source, index, space)
 
 
-def _read_list(source: Source, index: int, space: str) -> Reading[int]:
+def _read_list(source: CharacterSource, index: int, space: str) -> Reading[int]:
     """Read the calls of a list, and return the index of the next call."""
     before = f"{TOOL_CALLS}{space}["
     while True:
@@ -425,7 +425,7 @@ def _read_list(source: Source, index: int, space: str) -> Reading[int]:
         return index
 
 
-def _read_named(source: Source, index: int, space: str) -> Reading[int]:
+def _read_named(source: CharacterSource, index: int, space: str) -> Reading[int]:
     """Read a call whose name precedes its arguments, and return the index of the next call."""
     read: list[str] = []
     marker = yield from source.read_until(
@@ -457,7 +457,7 @@ class CallFormat:
     tool's name in JSON replaces {name}.
     """
 
-    read: Callable[[Source, Container[str]], Reading[None]]
+    read: Callable[[CharacterSource, Container[str]], Reading[None]]
     markers: tuple[str, ...]
     opening: str
     closing: str

@@ -118,7 +118,7 @@ class Body(BaseModel):
         for name in sorted(value.keys() - fields - cls.accepted):
             refusal = cls.refused.get(name)
             if refusal is None:
-                text = hint(name, fields | cls.accepted, cls.refused)
+                text = suggest_name(name, fields | cls.accepted, cls.refused)
                 raise refuse(text, name, "unknown_field")
             if not _is_in(value[name], refusal.allowed):
                 allowed = ", ".join(map(json.dumps, (None, *refusal.allowed)))
@@ -127,7 +127,7 @@ class Body(BaseModel):
         return {name: v for name, v in value.items() if name in fields}
 
 
-def hint(name: str, names: Iterable[str], refused: Mapping[str, RefusedField] = {}) -> str:
+def suggest_name(name: str, names: Iterable[str], refused: Mapping[str, RefusedField] = {}) -> str:
     """Return the end of an error for an unknown name: the nearest name, or up to `_FEW` names."""
     names = sorted(names)
     if len(name) > _LONGEST:

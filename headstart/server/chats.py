@@ -20,12 +20,12 @@ from headstart.server.answers import (
     THINK_OPEN,
     AnswerParser,
     CallFormat,
+    CharacterSource,
     Reading,
-    Source,
     choose_format,
     read_reasoning,
 )
-from headstart.server.bodies import CacheFields, Whole, hint
+from headstart.server.bodies import CacheFields, Whole, suggest_name
 from headstart.server.errors import ApiError, as_api_error, naming
 from headstart.server.service import Service
 from headstart.server.tools import Reasoning, ToolUse, after_reasoning, force_calls
@@ -147,7 +147,7 @@ def _check(fields: Mapping[str, Any], names: Set[str], path: str, template: str)
     for name in sorted(read.keys() - names):
         if not re.search(rf"[.'\"]{re.escape(str(name))}\b", template):
             field = shorten(repr(name))
-            text = f"{path} has the unknown field {field}{hint(str(name), names)}"
+            text = f"{path} has the unknown field {field}{suggest_name(str(name), names)}"
             raise ApiError(400, text, param=shorten(f"{path}.{name}"))
     for name, value in read.items():
         if isinstance(value, Mapping) and name in _VALUES and name in names:
@@ -264,7 +264,7 @@ class Dialect:
         forced = self.tools.is_forced
         return AnswerParser(self._read, self.hidden or (), max_calls=most, only_calls=forced)
 
-    def _read(self, source: Source) -> Reading[None]:
+    def _read(self, source: CharacterSource) -> Reading[None]:
         if self.reasoning != "none":
             yield from read_reasoning(source, is_open=self.reasoning == "begun")
         if self.tools.may_call:

@@ -15,7 +15,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.server.errors import ApiError, JsonResponse, as_api_error, as_route_error, body_of
-from headstart.server.monitoring.logs import Line, log_request
+from headstart.server.monitoring.logs import LogLine, log_request
 from headstart.server.options import ServerOptions
 from headstart.server.service import BaseService, random_id, stopped, time_limit
 from headstart.validation import shorten
@@ -50,7 +50,7 @@ class RequestMiddleware:
         with log_request(scope) as line:
             await self._answer(scope, receive, send, line)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, line: Line) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, line: LogLine) -> None:
         headers = dict(scope["headers"])
         requested = headers.get(b"x-request-id", b"")
         request_id = requested.decode() if _ID.fullmatch(requested) else random_id()

@@ -15,9 +15,9 @@ from headstart.server.answers import (
     MISTRAL,
     AnswerParser,
     CallFormat,
+    CharacterSource,
     Part,
     Reading,
-    Source,
     choose_format,
     join,
     read_reasoning,
@@ -28,8 +28,10 @@ NAMES = {"f", "get_weather"}
 A, B = '{"city": "Rome, {it}", "n": [1, "]\\""]}', '{"x": null}'
 
 
-def reader(form: CallFormat, *, is_open: bool = False) -> Callable[[Source], Reading[None]]:
-    def read(source: Source) -> Reading[None]:
+def reader(
+    form: CallFormat, *, is_open: bool = False
+) -> Callable[[CharacterSource], Reading[None]]:
+    def read(source: CharacterSource) -> Reading[None]:
         yield from read_reasoning(source, is_open=is_open)
         yield from form.read(source, NAMES)
 

@@ -12,7 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.cache import MissExplanation, MissReason, Namespace
-from headstart.server.cache.traffic import Closest, PastPrompt, Tokens, Traffic, count_repeated
+from headstart.server.cache.traffic import (
+    ClosestPrompt,
+    PastPrompt,
+    Tokens,
+    Traffic,
+    count_repeated,
+)
 
 _BEFORE, _AFTER = 64, 512  # tokens to decode before and after a difference
 _MOST_CAUSES = 10
@@ -75,7 +81,7 @@ class Adviser:
             "closest": earlier,
         }
 
-    def _difference(self, tokens: Tokens, closest: Closest) -> Difference:
+    def _difference(self, tokens: Tokens, closest: ClosestPrompt) -> Difference:
         if self._decode is None:
             return Difference()
         start = closest.num_common

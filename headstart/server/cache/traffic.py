@@ -60,7 +60,7 @@ class PastPrompt:
     times: Times
     num_cached: int
     missed: MissExplanation | None
-    closest: Closest | None
+    closest: ClosestPrompt | None
     num_repeated: int
     num_computed: int
     ended: float
@@ -73,7 +73,7 @@ class PastPrompt:
         return self.closest.num_evicted_tokens(self.num_cached, self.missed, self.times.looked_up)
 
 
-class Closest(NamedTuple):
+class ClosestPrompt(NamedTuple):
     """An earlier prompt, and the length of its common prefix with another prompt."""
 
     prompt: PastPrompt
@@ -172,12 +172,14 @@ class Traffic:
             self.last_dropped = now
         return prompt
 
-    def closest(self, namespace: Namespace, tokens: Tokens) -> Closest | None:
+    def closest(self, namespace: Namespace, tokens: Tokens) -> ClosestPrompt | None:
         """Return the stored prompt of the namespace with the longest common prefix."""
         prompts = self._sorted.get(namespace, [])
         index = bisect_left(prompts, sort_key(tokens), key=_BY_KEY)
         neighbors = prompts[max(0, index - 1) : index + 1]
-        matches = [Closest(prompt, count_common(tokens, prompt.tokens)) for prompt in neighbors]
+        matches = [
+            ClosestPrompt(prompt, count_common(tokens, prompt.tokens)) for prompt in neighbors
+        ]
         return max(matches, key=lambda m: (m.num_common, m.prompt.times.arrived), default=None)
 
     def clear(self) -> None:

@@ -159,7 +159,7 @@ _QUOTE = re.compile(r"(?<!\w)['\"]")  # an opening quote, not an apostrophe
 
 
 @dataclass(slots=True)
-class Line:
+class LogLine:
     """The content of a log line. seconds: until the last byte of the answer was sent.
 
     prompts, answers: the beginnings of their texts, if the operator logs them.
@@ -188,21 +188,21 @@ class Line:
         self.time_to_first_token = None if first is None else round(first, 6)
 
 
-_LINE: ContextVar[Line | None] = ContextVar("line", default=None)
+_LINE: ContextVar[LogLine | None] = ContextVar("line", default=None)
 
 
-def current_line() -> Line:
+def current_line() -> LogLine:
     """Return the line of the current request. Outside of requests, return a new line."""
-    return _LINE.get() or Line("", "", "")
+    return _LINE.get() or LogLine("", "", "")
 
 
 @contextmanager
-def log_request(scope: Scope) -> Iterator[Line]:
+def log_request(scope: Scope) -> Iterator[LogLine]:
     """Log a request at its end, even if its client has disconnected.
 
     The caller sets the status. Tenant and error come from the scope's state.
     """
-    line, state = Line("", scope["method"], in_one_line(scope["path"])), scope["state"]
+    line, state = LogLine("", scope["method"], in_one_line(scope["path"])), scope["state"]
     token = _LINE.set(line)
     start = time.perf_counter()
     try:
@@ -233,7 +233,7 @@ class _AsText(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         text = f"{clock} {super().format(record)}"
-        line: Line | None = getattr(record, "line", None)
+        line: LogLine | None = getattr(record, "line", None)
         if line is None:
             return text
         text += f" {line.seconds:.3g} s"
@@ -254,7 +254,7 @@ class _AsJson(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = record.levelname.lower()
         entry: dict[str, object] = {"time": round(record.created, 3), "level": level}
-        line: Line | None = getattr(record, "line", None)
+        line: LogLine | None = getattr(record, "line", None)
         if line is not None:
             return json.dumps(entry | {k: v for k, v in asdict(line).items() if v is not None})
         return json.dumps(entry | {"logger": record.name, "message": super().format(record)})

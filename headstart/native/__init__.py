@@ -152,7 +152,7 @@ def _load(folder: Path) -> ctypes.CDLL | None:
             sizes = f"{actual.get(name)} in C++ and {expected.get(name)} in Python (bytes)"
             _log.warning("compiled kernels are not used: %s is %s", name, sizes)
             return None
-    bindings.declare(kernels)
+    bindings.declare_signatures(kernels)
     return kernels
 
 

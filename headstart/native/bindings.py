@@ -199,7 +199,7 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
 }
 
 
-def declare(library: ctypes.CDLL) -> None:
+def declare_signatures(library: ctypes.CDLL) -> None:
     """Set the signature of every kernel, for ctypes' conversion of arguments."""
     for name, arguments in _FUNCTIONS.items():
         function = getattr(library, f"headstart_{name}")

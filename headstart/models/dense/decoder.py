@@ -152,7 +152,7 @@ class DenseDecoder(DecoderModel):
 
     def prepare(self, num_positions: int) -> None:
         for table in self._angles.values():
-            table.cover(num_positions)
+            table.extend(num_positions)
 
     def forward(
         self,

@@ -97,11 +97,11 @@ class AngleTable:
         needed = int(positions.max()) + 1
         if needed > _MOST_POSITIONS:
             return self._angles(positions.to(torch.float32).cpu())
-        self.cover(needed)
+        self.extend(needed)
         cos, sin = self._table
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
-    def cover(self, num_positions: int) -> None:
+    def extend(self, num_positions: int) -> None:
         """Extend the table to the first `num_positions` positions, up to its largest size."""
         needed = min(num_positions, _MOST_POSITIONS)
         if needed > len(self._table[0]):

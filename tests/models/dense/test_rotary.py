@@ -20,7 +20,7 @@ def test_positions_that_are_covered_ahead_are_computed_once() -> None:
     """The first long step of a process waited for their memory (60 ms, in a virtual machine)."""
     frequencies = Frequencies(torch.tensor([1.0, 0.25]), 1.5)
     table, other = AngleTable(frequencies, torch.empty(0)), AngleTable(frequencies, torch.empty(0))
-    table.cover(3_000)
+    table.extend(3_000)
     known = table._table
     last = torch.tensor([0, 2_999])
     for part, expected in zip(table(last), other(last), strict=True):
@@ -28,5 +28,5 @@ def test_positions_that_are_covered_ahead_are_computed_once() -> None:
     assert table._table is known
     angles = last.unsqueeze(1) * torch.tensor([[1.0, 0.25, 1.0, 0.25]])
     assert torch.equal(table(last)[0], angles.cos() * 1.5)
-    table.cover(10)
+    table.extend(10)
     assert table._table is known

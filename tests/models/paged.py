@@ -1,4 +1,4 @@
-"""The smallest engine there is: several sequences in one flat batch over scattered blocks."""
+"""The smallest engine: several sequences in one flat batch over scattered blocks."""
 
 import hashlib
 from collections.abc import Hashable
@@ -23,7 +23,7 @@ _passed: dict[Hashable, ProbedLayers] = {}
 
 
 def _layers(model: PreTrainedModel) -> ProbedLayers:
-    """`probe_model` of the model, or its result for the same modules, settings and weights."""
+    """Return `probe_model` of the model, or its result for equal modules, settings and weights."""
     digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -37,7 +37,7 @@ def _layers(model: PreTrainedModel) -> ProbedLayers:
 def make_recurrence(
     sequences: list[tuple[int, int, int, int]], saves: tuple[tuple[int, int], ...] = ()
 ) -> Recurrence:
-    """The recurrence of a step; of each sequence rows, source, target and first position."""
+    """Return a step's recurrence of rows, source, target and first position per sequence."""
     counts, sources, targets, positions = zip(*sequences, strict=True)
     starts = [0, *accumulate(counts)]
     tensors = (

@@ -1,4 +1,4 @@
-"""Tests of states in slots, for the ways to run recurrent layers; each has a class of them."""
+"""Tests of states in slots, of which each way to run recurrent layers has a class."""
 
 from itertools import pairwise
 
@@ -32,7 +32,7 @@ class StateTests:
         check(torch.cat(rows), expected_logits(name, tokens))
 
     def test_states_across_forks(self, name: str, model: DecoderModel) -> None:
-        """A state that two continuations start from is read twice, and stays as it is."""
+        """A state from which two continuations start is read twice, and does not change."""
         shared, branches = random_tokens(9), [random_tokens(8, seed) for seed in (6, 7)]
         stepper = Stepper(model, sequences=3)
         stepper.step({0: Part(shared, 0, -1, 4)})

@@ -38,7 +38,7 @@ class Stepper:
     def step(
         self, parts: dict[int, Part], saves: tuple[tuple[int, int], ...] = (), last: bool = False
     ) -> Tensor:
-        """Logits of all rows of these sequences, or of the last row of each alone."""
+        """Return the logits of all rows of these sequences, or of each one's last row."""
         spans, slots, positions, tokens, recurrent = [], [], [], [], []
         for number, part in parts.items():
             count = len(part.tokens)
@@ -75,6 +75,6 @@ def _logits(name: str, tokens: tuple[int, ...]) -> Tensor:
         return reference(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def check(found: Tensor, expected: Tensor) -> None:
+def check(actual: Tensor, expected: Tensor) -> None:
     size = float(expected.abs().max())
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-5 * size)
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=2e-5 * size)

@@ -1,4 +1,4 @@
-"""The model that comes with the package answers right, so a wrong K/V row shows as a wrong answer.
+"""The built-in model answers right, so a wrong K/V row shows as a wrong answer.
 
 The questions are those of vLLM's usage example, about its table of 30 people.
 """
@@ -37,14 +37,14 @@ TIGHT = sum(len(TOKENIZER.encode(prompt)) for prompt in PROMPTS[:2])
 
 @pytest.fixture
 def engines() -> Iterator[Any]:
-    made: list[LLM] = []
+    llms: list[LLM] = []
 
     def make(**options: Any) -> LLM:
-        made.append(LLM(files.BUILT_IN, **({"num_blocks": 300, "debug": True} | options)))
-        return made[-1]
+        llms.append(LLM(files.BUILT_IN, **({"num_blocks": 300, "debug": True} | options)))
+        return llms[-1]
 
     yield make
-    for llm in made:
+    for llm in llms:
         llm.close()
 
 
@@ -142,7 +142,7 @@ def test_other_documents_and_questions(
     assert output.outputs[0].finish_reason == "stop"
 
 
-def test_a_package_without_its_model_says_how_to_get_it(
+def test_an_error_for_a_missing_model_file_explains_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(files, "__file__", str(tmp_path / "models" / "files.py"))
@@ -160,16 +160,16 @@ def test_a_package_without_its_model_says_how_to_get_it(
         "a/headstart-tiny",
     ],
 )
-def test_a_name_much_like_its_own_is_told_it(name: str) -> None:
-    for ask in (LLM, AsyncLLM, LLMEngine, files.find_folder):
+def test_an_error_for_a_similar_name_suggests_the_built_in_model(name: str) -> None:
+    for call in (LLM, AsyncLLM, LLMEngine, files.find_folder):
         with pytest.raises(ModelNotFoundError, match=r"; did you mean headstart-tiny\?$"):
-            ask(name)
+            call(name)
     with pytest.raises(ModelNotFoundError, match=r"no folder(?!.*did you mean)"):
         files.find_folder("tiny-llama")
 
 
 @pytest.mark.parametrize("command", [["run", "Hi"], ["chat"], ["serve"], ["demo"]])
-def test_commands_tell_it(command: list[str]) -> None:
+def test_commands_suggest_the_built_in_model(command: list[str]) -> None:
     done = CliRunner().invoke(main, [*command, "--model", "headstart-tin"])
     assert done.exit_code == 2
     assert done.stderr.splitlines()[-1].endswith("; did you mean headstart-tiny?")

@@ -1,4 +1,4 @@
-"""The demo model: made whole, made once, loadable, and honest about its bytes."""
+"""The demo model is complete, created once, loadable, and its size is as documented."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.forked import FORKS
 
 @pytest.fixture(scope="module")
 def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The real demo model; other tests use one with small layers."""
+    """Return the real demo model; other tests use one with small layers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADSTART_DEMO_DIR", str(tmp_path_factory.mktemp("headstart-cache")))
         yield demo_model_path()
@@ -34,14 +34,14 @@ def test_it_is_the_same_model_every_time(demo_model: Path, tmp_path: Path) -> No
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_it_is_made_once_and_leaves_nothing_beside(demo_model: Path) -> None:
+def test_it_is_created_once_and_leaves_no_other_files(demo_model: Path) -> None:
     written = (demo_model / "model.safetensors").stat().st_mtime_ns
     assert demo_model_path().parent == demo_model.parent
     assert (demo_model / "model.safetensors").stat().st_mtime_ns == written
     assert not [path for path in demo_model.parent.iterdir() if path.name.startswith(".")]
 
 
-def test_it_has_room_for_the_long_prompt(demo_model: Path) -> None:
+def test_the_long_prompt_fits(demo_model: Path) -> None:
     config = json.loads((demo_model / "config.json").read_text())
     assert config["max_position_embeddings"] >= 16384
     weights = load_file(demo_model / "model.safetensors").values()
@@ -73,9 +73,9 @@ def test_two_processes_at_once_make_one_model(tmp_path: Path) -> None:
     for racer in racers:
         racer.join()
     assert [racer.exitcode for racer in racers] == [0, 0]
-    [made] = tmp_path.iterdir()
-    assert made.name == demo_model_path().name
-    assert load_file(made / "model.safetensors")
+    [folder] = tmp_path.iterdir()
+    assert folder.name == demo_model_path().name
+    assert load_file(folder / "model.safetensors")
 
 
 def _make_demo_model_in(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint's files: places of weights, and headstart's errors for any content."""
+"""A checkpoint's files: places of weights, and clear errors for any content."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def test_an_index_that_leaves_its_folder(sharded: Path, tmp_path: Path) -> None:
 
 
 def test_links_and_folders_inside_are_followed(sharded: Path, tmp_path: Path) -> None:
-    """The hub's own cache is made of links."""
+    """The hub's cache consists of links."""
     folder = Path(shutil.copytree(sharded, tmp_path / "model"))
     index = json.loads((folder / INDEX).read_text())
     shard = sorted(set(index["weight_map"].values()))[0]
@@ -65,7 +65,7 @@ def test_links_and_folders_inside_are_followed(sharded: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "nul\0.safetensors", "\ud800.safetensors"])
-def test_names_that_no_file_can_have(sharded: Path, tmp_path: Path, name: str) -> None:
+def test_impossible_file_names(sharded: Path, tmp_path: Path, name: str) -> None:
     folder = Path(shutil.copytree(sharded, tmp_path / "model"))
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a.weight": name}}))
     with pytest.raises(DamagedModelError, match="1 of 1 weight files are missing"):
@@ -145,7 +145,7 @@ def test_any_header_in_a_weight_file(saved: Path, data: st.DataObject) -> None:
 def test_integers_for_weights_are_refused(
     saved: Path, tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
-    """transformers casts them to floats, without the scales that they were made with."""
+    """transformers casts them to floats, without their scales."""
     folder, name = shutil.copytree(saved, tmp_path / "model"), f"model.layers.1.{name}"
     weights = load_file(folder / WEIGHTS)
     weights[name] = torch.zeros(weights.get(name, torch.zeros(80)).shape, dtype=dtype)

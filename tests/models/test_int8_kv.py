@@ -1,4 +1,4 @@
-"""K and V in 8 bits, every architecture: transformers' layers over rounded rows, in float64."""
+"""K and V in 8 bits for every architecture: transformers' layers over rounded rows, in float64."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ from tests.tiny_models import TINY
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """`[tokens, heads, width]` in steps of a head's largest magnitude over 127."""
+    """Round `[tokens, heads, width]` to steps of a head's largest magnitude over 127."""
     exact = rows.double().numpy()
     step = np.abs(exact).max(-1, keepdims=True) / 127
     assert (step > 0).all()
@@ -39,13 +39,13 @@ def attention() -> Iterator[str]:
 def logits(model: PreTrainedModel, attention: str, prompt: list[int]) -> Tensor:
     model.set_attn_implementation(attention)
     with torch.no_grad():
-        found: Tensor = model(torch.tensor([prompt]), use_cache=False).logits[0].float()
-    return found
+        logits: Tensor = model(torch.tensor([prompt]), use_cache=False).logits[0].float()
+    return logits
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_logits_are_those_of_rounded_rows(name: str, attention: str) -> None:
-    """A number halfway between two steps may be rounded to the other one: that is rare."""
+    """A number halfway between two steps may be rounded to the other one, which is rare."""
     model, paged = TINY[name](), Paged(TINY[name](), kv_dtype=torch.int8)
     sequences = [paged.add(prompt) for prompt in prompts()]
     for counts in PIECES:

@@ -1,4 +1,4 @@
-"""Loading: what comes back, and a clear error of our own for everything that can be wrong."""
+"""Loading: the returned model, and a clear error for everything that can be wrong."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ def saved_in_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Return a copy that a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
@@ -59,7 +59,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def test_what_comes_back(saved: Path) -> None:
+def test_the_loaded_model(saved: Path) -> None:
     model = load_model(saved)
     assert isinstance(model, DenseDecoder)
     assert model.fallback_reason is None
@@ -77,14 +77,14 @@ def test_shards_hold_the_same_model(saved: Path, saved_in_shards: Path) -> None:
         assert torch.equal(tensor, one[name])
 
 
-def test_a_gguf_file_beside_the_weights_is_not_read(saved: Path, folder: Path) -> None:
-    """It was, under the fingerprint of the other file: K and V of two models had one name."""
+def test_a_gguf_file_next_to_the_weights_is_not_read(saved: Path, folder: Path) -> None:
+    """Regression: it was read with the fingerprint of the weights: two models shared K/V."""
     (folder / "model.gguf").write_bytes(b"GGUF of another model")
     assert load_model(folder).fingerprint() == load_model(saved).fingerprint()
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("half", torch.float16)])
-def test_dtype_is_as_asked(saved: Path, name: str, dtype: torch.dtype) -> None:
+def test_the_dtype_is_the_requested_one(saved: Path, name: str, dtype: torch.dtype) -> None:
     assert load_model(saved, dtype=name).dtype == dtype
 
 
@@ -93,7 +93,7 @@ def test_several_eos_tokens(folder: Path) -> None:
     assert load_model(folder).eos_token_ids == {2, 7}
 
 
-def test_loading_prints_nothing_and_leaves_the_settings(
+def test_loading_prints_nothing_and_changes_no_settings(
     folder: Path, capfd: pytest.CaptureFixture[str], logged: list[logging.LogRecord]
 ) -> None:
     (folder / "generation_config.json").unlink()
@@ -169,7 +169,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
             load_model(wrong)
 
 
-def test_a_file_is_no_model(folder: Path) -> None:
+def test_a_file_is_not_a_model(folder: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="is a file"):
         load_model(folder / "config.json")
 
@@ -180,14 +180,14 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
 
 
 def test_models_in_gguf_are_named_by_their_file(tmp_path: Path) -> None:
-    """The error did not name what is allowed: a folder or a name on the hub."""
+    """Regression: the error did not name the allowed values: a folder or a name on the hub."""
     (tmp_path / "some.Q4_0.gguf").touch()
     with pytest.raises(ModelNotFoundError, match=r"name the file: /.*/some\.Q4_0\.gguf$"):
         load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "advice"),
     [
         ("hf.co/owner/name", "did you mean owner/name?"),
         ("https://huggingface.co/owner/name/", "did you mean owner/name?"),
@@ -195,11 +195,14 @@ def test_models_in_gguf_are_named_by_their_file(tmp_path: Path) -> None:
         ("../owner/name", "there is no folder ../owner/name"),
     ],
 )
-def test_names_that_other_programs_take_are_told_with_what_to_do(name: str, told: str) -> None:
-    """Ollama and llama.cpp download a file of such a name; here most got no hint."""
+def test_names_for_other_programs_are_refused_with_advice(name: str, advice: str) -> None:
+    """Ollama and llama.cpp download a file of such a name.
+
+    Regression: most names had an error without advice.
+    """
     with pytest.raises(ModelNotFoundError) as error:
         load_model(name)
-    assert str(error.value).endswith(told)
+    assert str(error.value).endswith(advice)
 
 
 def test_hub_name_without_network() -> None:
@@ -207,7 +210,7 @@ def test_hub_name_without_network() -> None:
         load_model("nobody/no-such-model")
 
 
-def test_hub_name_asks_the_network_last(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
+def test_a_hub_name_uses_the_network_last(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
     calls = []
     repository = ["config.json", "model.safetensors", "tokenizer.model", "1_Pooling/config.json"]
     copies = ["consolidated.safetensors", "original/params.json", "pytorch_model.bin"]
@@ -239,7 +242,7 @@ def test_hub_name_downloaded_before_needs_no_network(
     assert load_model("owner/name").vocab_size == VOCABULARY
 
 
-def test_not_even_a_hub_name() -> None:
+def test_a_name_that_is_not_a_hub_name() -> None:
     with pytest.raises(ModelNotFoundError, match="not a hub name"):
         load_model("what is this?")
 
@@ -254,7 +257,7 @@ def test_broken_config(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", '"llama"'])
-def test_config_that_is_no_object(folder: Path, text: str) -> None:
+def test_config_that_is_not_an_object(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(DamagedModelError, match="allowed: a JSON object"):
         load_model(folder)
@@ -302,21 +305,24 @@ def test_truncated_weights(folder: Path, keep: int) -> None:
         load_model(folder)
 
 
-def test_a_pointer_of_git_lfs_is_told_as_such(folder: Path) -> None:
-    """A clone without Git LFS has these; they were "truncated", and "header too large"."""
+def test_a_pointer_of_git_lfs_is_reported_as_such(folder: Path) -> None:
+    """A clone without Git LFS has these.
+
+    Regression: the errors were "truncated", and "header too large".
+    """
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n"
     (folder / "model.safetensors").write_text(pointer)
     with pytest.raises(DamagedModelError, match=r"is a Git LFS pointer .* git lfs pull"):
         load_model(folder)
 
 
-def test_missing_parameters_are_not_made_up(folder: Path) -> None:
+def test_missing_parameters_are_not_initialized(folder: Path) -> None:
     edit_weights(folder, lambda w: w.__delitem__("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(DamagedModelError, match=r"1 parameters are missing, model\.layers\.1\.mlp"):
         load_model(folder)
 
 
-def test_a_setting_that_only_building_the_model_finds(folder: Path) -> None:
+def test_a_setting_that_fails_when_the_model_is_built(folder: Path) -> None:
     edit_config(folder, rope_parameters={"rope_type": "nonesuch", "rope_theta": 1e4})
     with pytest.raises(DamagedModelError, match="cannot be built: KeyError: 'nonesuch'"):
         load_model(folder)

@@ -32,8 +32,8 @@ def test_only_the_row_itself_is_lost(dtype: torch.dtype, own: bool, tmp_path: Pa
     bad, same = engine.add([*prompt[:4], BAD, 10]), engine.add(other)
     engine.step([(bad, 6), (same, 3)])
     assert engine.backend.nonfinite_rows() == [4, 5]
-    for found, expected in zip(
+    for actual, expected in zip(
         bad.logits[:4] + same.logits, clean.logits[:4] + neighbor.logits, strict=True
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
     assert not any(bool(row.isfinite().all()) for row in bad.logits[4:])

@@ -1,4 +1,4 @@
-"""Every architecture we name, over paged K/V, against transformers' own `generate`."""
+"""Every supported architecture over paged K/V, compared with `generate` of transformers."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def prompts() -> list[list[int]]:
 
 
 def oracle(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], Tensor, Tensor]:
-    """transformers' greedy tokens, the logits behind them, and those of the prompt's rows."""
+    """Return the greedy tokens of transformers, their logits, and those of the prompt."""
     ids = torch.tensor([prompt])
     output = model.generate(
         ids,
@@ -59,11 +59,11 @@ def test_paged_greedy_equals_generate(name: str) -> None:
         ours = torch.stack(sequence.logits)
         assert ours.dtype == torch.float32
         scale = float(prompt_logits.abs().max())
-        for found, expected in (
+        for actual, expected in (
             (ours[: len(prompt)], prompt_logits),
             (ours[len(prompt) - 1 : -1], generated),
         ):
-            torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5 * scale)
+            torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_paged_greedy_equals_generate(name: str) -> None:
         ("starcoder2", "sliding_window"),
     ],
 )
-def test_the_tiny_models_use_what_they_are_there_for(name: str, option: str) -> None:
-    """Else the comparison above would say nothing about windows, caps and sinks."""
+def test_the_tiny_models_use_their_features(name: str, option: str) -> None:
+    """Otherwise the comparison above would prove nothing about windows, caps and sinks."""
     paged = Paged(TINY[name]())
     seen: Counter[bool] = Counter()
     attend = paged.backend.attend
@@ -119,8 +119,10 @@ def test_half_precision_stays_near_full(
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_block_at_a_time_is_bitwise_reproducible(name: str) -> None:
-    """Block by block, one sequence at a time: same bits for any place of its blocks, after
-    any other sequences, also for a block that is filled up with padding."""
+    """One sequence at a time, block by block, gives equal bits.
+
+    They do not depend on the place of its blocks or on earlier sequences, also for a padded block.
+    """
     prompt = prompts()[1][: 4 * BLOCK_ROWS]
     model = Paged(TINY[name]()).decoder
 

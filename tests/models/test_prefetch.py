@@ -1,4 +1,4 @@
-"""Memory got ahead: whose it is, that it is clean, and for which models there is any."""
+"""Memory that is prefaulted for weights: its size, its content, and the models that get it."""
 
 import json
 import mmap
@@ -60,15 +60,15 @@ def test_memory_is_all_zeros_whenever_it_is_taken() -> None:
         assert not torch.frombuffer(taken, dtype=torch.uint8).any()
 
 
-def test_memory_is_taken_once_and_only_if_it_is_enough() -> None:
+def test_memory_is_taken_once_and_only_if_it_suffices() -> None:
     memory = ReadyMemory(MEGABYTE, [])
     assert memory.take(3 * MEGABYTE) is None
     assert memory.take(MEGABYTE) is not None
     assert memory.take(1) is None
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux alone tells it there")
-def test_what_is_touched_beyond_goes_back() -> None:
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux has this file")
+def test_unneeded_memory_is_released() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
@@ -80,13 +80,13 @@ def test_what_is_touched_beyond_goes_back() -> None:
     assert taken is not None and before - resident() > 150 * MEGABYTE
 
 
-def test_a_file_that_has_gone_is_left_to_the_loader(tmp_path: Path) -> None:
+def test_a_removed_file_is_left_to_the_loader(tmp_path: Path) -> None:
     memory = ReadyMemory(MEGABYTE, [tmp_path / "gone.safetensors"])
     assert memory.take(MEGABYTE) is not None
 
 
 @needs_kernels
-def test_packed_weights_lie_in_it() -> None:
+def test_packed_weights_use_it() -> None:
     weight = torch.randn(64, 32).to(torch.bfloat16)
     memory = ReadyMemory(MEGABYTE, [])
     results = record_take(memory)
@@ -98,7 +98,7 @@ def test_packed_weights_lie_in_it() -> None:
 
 
 @needs_kernels
-def test_a_model_is_the_same_in_it(folder: Path) -> None:
+def test_it_does_not_change_a_model(folder: Path) -> None:
     memory = read_ahead(folder, "auto", "cpu")
     assert memory is not None
     one, other = load_model(folder), load_model(folder, ready_memory=memory)
@@ -114,7 +114,7 @@ def test_a_model_is_the_same_in_it(folder: Path) -> None:
 
 @pytest.fixture
 def without_bfloat16(use_kernels: Callable[..., None]) -> None:
-    """A CPU with AVX2 and no products of bfloat16."""
+    """Pretend that the CPU has AVX2 but no products of bfloat16."""
     if avx2_library() is None:
         pytest.skip("no compiled kernels for AVX2 here")
     use_kernels(cpu="avx2")
@@ -122,8 +122,8 @@ def without_bfloat16(use_kernels: Callable[..., None]) -> None:
 
 
 @pytest.mark.usefixtures("without_bfloat16")
-def test_weights_that_stay_in_bfloat16_under_float32_lie_in_it(folder: Path) -> None:
-    """They were copied to memory that the system cleared page by page meanwhile."""
+def test_weights_that_stay_in_bfloat16_under_float32_use_it(folder: Path) -> None:
+    """Regression: they were copied to memory that the system cleared page by page meanwhile."""
     memory = read_ahead(folder, "auto", "cpu")
     assert memory is not None
     assert memory.size == (folder / "model.safetensors").stat().st_size
@@ -143,7 +143,7 @@ def test_weights_that_stay_in_bfloat16_under_float32_lie_in_it(folder: Path) -> 
 
 @pytest.mark.usefixtures("without_bfloat16")
 @pytest.mark.parametrize("model_type", ["gpt_neox", "llama"])
-def test_none_is_touched_for_weights_that_become_float32(folder: Path, model_type: str) -> None:
+def test_none_is_prefaulted_for_weights_that_become_float32(folder: Path, model_type: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
     dtype = "auto" if model_type == "gpt_neox" else "float32"
@@ -170,10 +170,10 @@ def test_memory_is_for_weights_that_will_be_packed(
 
 
 @pytest.mark.parametrize("is_gguf", [True, False])
-def test_no_memory_is_got_for_weights_that_are_quantized(
+def test_no_memory_is_prefaulted_for_quantized_weights(
     folder: Path, monkeypatch: pytest.MonkeyPatch, is_gguf: bool
 ) -> None:
-    """Memory of the file's size was touched, and held until all weights were read."""
+    """Regression: memory of the file's size was touched, and held until all weights were read."""
     monkeypatch.setattr(prefetch, "is_usable", lambda: True)
     memory = read_ahead(folder, "auto", "cpu")
     assert memory is not None and memory.size > 0
@@ -187,12 +187,14 @@ def test_no_memory_is_got_for_weights_that_are_quantized(
     assert memory is not None and memory.size == 0
 
 
-def test_none_is_got_for_a_large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_is_prefaulted_for_a_large_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sysconf", lambda name: 64)
     assert read_ahead(folder, "auto", "cpu") is None
 
 
-def test_what_is_wrong_with_the_files_is_told(folder: Path, tmp_path: Path) -> None:
+def test_errors_of_the_files_are_reported(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError):
         read_ahead(tmp_path / "nothing", "auto", "cpu")
     with (folder / "model.safetensors").open("r+b") as opened:

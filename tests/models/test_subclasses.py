@@ -1,7 +1,7 @@
-"""Weights that are a subclass of Tensor, as in quantized checkpoints: they are not packed.
+"""Weights that are a subclass of Tensor, as in quantized checkpoints, are not packed.
 
-Such a weight says bfloat16 and holds integers and scales; its address is nobody's or means nothing.
-Native loading of a torchao checkpoint of 8 bits ended in torch's RuntimeError.
+Such a weight reports bfloat16 but holds integers and scales; its address is invalid or has another
+meaning. Regression: native loading of a torchao checkpoint of 8 bits ended in torch's RuntimeError.
 """
 
 from pathlib import Path
@@ -34,10 +34,10 @@ class Quantized(Tensor):
 
     @staticmethod
     def __new__(cls, weight: Tensor) -> "Quantized":
-        found: Quantized = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
-        found.scale = float(weight.abs().max()) / 127
-        found.whole = (weight.float() / found.scale).round().to(torch.int8)
-        return found
+        tensor: Quantized = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+        tensor.scale = float(weight.abs().max()) / 127
+        tensor.whole = (weight.float() / tensor.scale).round().to(torch.int8)
+        return tensor
 
     def dequantized(self) -> Tensor:
         return (self.whole.float() * self.scale).to(self.dtype)
@@ -75,8 +75,8 @@ def test_a_subclass_has_no_memory_to_read() -> None:
 
 def expected(model: PreTrainedModel) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(torch.tensor([PROMPT])).logits[0].float()
-    return found
+        logits: Tensor = model(torch.tensor([PROMPT])).logits[0].float()
+    return logits
 
 
 @pytest.mark.parametrize("kind", ["linear", "bias", "norm"])
@@ -100,8 +100,8 @@ def test_weights_of_a_subclass_stay_and_their_modules_run(kind: str) -> None:
     sequence = engine.add(PROMPT)
     engine.step([(sequence, 5)])
     engine.step([(sequence, 2)])
-    found = torch.stack(sequence.logits)
-    assert float((found - wanted).norm() / wanted.norm()) < 0.03
+    actual = torch.stack(sequence.logits)
+    assert float((actual - wanted).norm() / wanted.norm()) < 0.03
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao's own
@@ -112,11 +112,13 @@ def test_a_torchao_checkpoint_of_float8_answers_as_in_transformers(tmp_path: Pat
     plain, quantized = tmp_path / "plain", tmp_path / "quantized"
     llama().save_pretrained(plain)
     settings = TorchAoConfig(quantization.Float8WeightOnlyConfig())
-    made = AutoModelForCausalLM.from_pretrained(plain, dtype=BF16, quantization_config=settings)
-    made.save_pretrained(quantized)
+    reference = AutoModelForCausalLM.from_pretrained(
+        plain, dtype=BF16, quantization_config=settings
+    )
+    reference.save_pretrained(quantized)
     decoder = load_model(quantized)
     module = decoder.module
     assert isinstance(module, LlamaForCausalLM)
     assert not has_memory(module.model.layers[0].mlp.up_proj.weight)
-    found, wanted = expected(module), expected(made)
-    assert float((found - wanted).norm() / wanted.norm()) < 0.03
+    actual, wanted = expected(module), expected(reference)
+    assert float((actual - wanted).norm() / wanted.norm()) < 0.03

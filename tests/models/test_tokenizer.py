@@ -1,4 +1,4 @@
-"""Tokenizers by folder: read as they were written, or refused with the file that is at fault."""
+"""Tokenizers by folder are loaded as saved, or refused with the name of the wrong file."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ TEXT = "the other 日本語 👍🏽 day"
 
 
 def save(folder: Path, name: str = "byte_level") -> Path:
-    """A model's folder as far as its tokenizer is concerned."""
+    """Write a model's folder as far as its tokenizer is concerned."""
     tiny_config("llama").save_pretrained(folder)
     TINY_TOKENIZERS[name]().save_pretrained(folder)
     return folder
@@ -25,7 +25,7 @@ def save(folder: Path, name: str = "byte_level") -> Path:
 
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)
 @pytest.mark.parametrize("as_path", [True, False])
-def test_a_tokenizer_comes_back_as_it_was_saved(tmp_path: Path, name: str, as_path: bool) -> None:
+def test_a_tokenizer_is_loaded_as_saved(tmp_path: Path, name: str, as_path: bool) -> None:
     saved = TINY_TOKENIZERS[name]()
     save(tmp_path, name)
     tokenizer = load_tokenizer(tmp_path if as_path else str(tmp_path))
@@ -44,7 +44,7 @@ def test_settings_are_optional(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
-def test_a_model_may_come_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
+def test_a_model_may_lack_a_tokenizer(tmp_path: Path, kind: str) -> None:
     """For some architectures transformers would create a tokenizer with one token."""
     tiny_config(kind).save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path) is None
@@ -61,8 +61,8 @@ class Records(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def test_loading_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """transformers would, of settings that name another kind of tokenizer."""
+def test_loading_logs_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """transformers would log for settings that name another kind of tokenizer."""
     save(tmp_path)
     settings = {"tokenizer_class": "LlamaTokenizer"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -88,7 +88,7 @@ def test_a_broken_file_is_named(tmp_path: Path, file: str, content: str) -> None
         load_tokenizer(tmp_path)
 
 
-def test_a_tokenizer_json_that_holds_something_else_is_damaged(tmp_path: Path) -> None:
+def test_a_tokenizer_json_with_other_content_is_damaged(tmp_path: Path) -> None:
     save(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DamagedModelError, match="cannot be loaded: KeyError"):
@@ -96,7 +96,7 @@ def test_a_tokenizer_json_that_holds_something_else_is_damaged(tmp_path: Path) -
 
 
 def test_settings_without_a_vocabulary_are_damage(tmp_path: Path) -> None:
-    """A download that broke off; without the settings it would be a model without a tokenizer."""
+    """An incomplete download; without the settings it would be a model without a tokenizer."""
     save(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(DamagedModelError, match="no vocabulary"):
@@ -118,12 +118,12 @@ def test_code_from_a_folder_is_not_run(tmp_path: Path, auto_map: object) -> None
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "no-such-owner/no-such-model"])
-def test_a_model_that_is_not_there(model: str) -> None:
+def test_a_missing_model(model: str) -> None:
     with pytest.raises(ModelNotFoundError, match=model):
         load_tokenizer(model)
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     save(tmp_path)
     with pytest.raises(ModelNotFoundError, match="is a file"):
         load_tokenizer(tmp_path / "tokenizer.json")

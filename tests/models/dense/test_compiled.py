@@ -1,4 +1,4 @@
-"""Layers with products of float32 as one compiled call, against float64 and their modules."""
+"""Layers with products of float32 as one compiled call, compared with float64 and modules."""
 
 import math
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ Angles = dict[str, tuple[Tensor, Tensor]]
 
 
 class RandomReader:
-    """Weights drawn by a seed, in bfloat16 or of a kind; all other numbers are in `dtype`."""
+    """A reader of seeded random weights, in bfloat16 or of a kind; other numbers are in `dtype`."""
 
     def __init__(self, seed: int, kind: str, dtype: torch.dtype = torch.float32) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -194,24 +194,24 @@ class Pair:
             self._backends.append(NativeAttention(memory, kernels))
 
     def run(self, counts: list[int]) -> Iterator[Step]:
-        """A step of `counts` rows, and one of a row more for each sequence."""
+        """Yield a step of `counts` rows, and a step of one more row for each sequence."""
         generator = torch.Generator().manual_seed(self.seed)
         blocks = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
         for extra, rows in ((0, counts), (1, [1] * len(counts))):
             plan = plan_of(rows, [count + extra for count in counts], blocks)
             hidden = among_nonfinite(self._reader.draw(len(plan.slots), self.shape.hidden_size))
-            given_rows = hidden.clone()
+            original_rows = hidden.clone()
             angles = {kind: self._angles(len(hidden), generator) for kind in KINDS}
             for backend in self._backends:
                 backend.begin_step(plan)
-            found = self._compiled(hidden, angles, self._backends[0], None)
-            assert found is not None and torch.equal(hidden, given_rows)
+            compiled = self._compiled(hidden, angles, self._backends[0], None)
+            assert compiled is not None and torch.equal(hidden, original_rows)
             x = hidden
             for layer in self.layers:
                 x = layer(x, LayerStep(self._backends[1], angles, hooked=False))
             for backend in self._backends:
                 backend.end_step()
-            yield Step(plan, hidden, angles, found, x)
+            yield Step(plan, hidden, angles, compiled, x)
 
     def _angles(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         turns = torch.rand(rows, self.shape.head_dim, generator=generator) * 6.3
@@ -267,8 +267,9 @@ def test_layers_that_round_numbers_are_their_modules(
 ) -> None:
     """One of many draws must have the modules' rows; with a wrong layer none has them.
 
-    Where a number in 8 bits is a near tie and goes the other way in the modules, so do later ones:
-    such a draw is a little apart, and none is far. In bfloat16 the same is true of every number.
+    Where an 8-bit number is a near tie and is rounded the other way in the modules, later ones may
+    be too: such a draw differs a little, and none by much. In bfloat16 the same is true of every
+    number.
     """
     if memory_dtype == torch.bfloat16 and library() is None:
         pytest.skip("no compiled kernels for bfloat16 here")
@@ -298,7 +299,7 @@ SHAPE = DecoderShape(
 )
 
 
-def test_output_rows_are_those_of_all_and_many_rows_are_left_to_modules() -> None:
+def test_output_rows_equal_all_rows_and_many_rows_are_left_to_modules() -> None:
     reader = RandomReader(1, "bfloat16")
     layers = [DecoderLayer(SHAPE, at, "", reader) for at in range(2)]
     compiled = compile_layers(layers, SHAPE, torch.float32)
@@ -313,15 +314,15 @@ def test_output_rows_are_those_of_all_and_many_rows_are_left_to_modules() -> Non
         hidden, turns = reader.draw(rows, 48), reader.draw(rows, 12)
         angles = {"": (turns.cos(), turns.sin())}
         backend.begin_step(plan)
-        found = compiled(hidden, angles, backend, None)
+        full = compiled(hidden, angles, backend, None)
         kept = torch.tensor([0, rows - 1])
         some = compiled(hidden, angles, backend, kept)
         backend.end_step()
         if rows < MANY_ROWS:
-            assert found is not None and some is not None
-            assert torch.equal(some, found[kept])
+            assert full is not None and some is not None
+            assert torch.equal(some, full[kept])
         else:
-            assert found is None and some is None
+            assert full is None and some is None
 
 
 @pytest.mark.skipif(library() is None, reason="no compiled kernels for bfloat16 here")

@@ -200,13 +200,13 @@ def expected_logits(config: PreTrainedConfig, tokens: Tensor, first: int = 0) ->
 
 
 def run(model: DecoderModel, tokens: Tensor, first: int = 0) -> Tensor:
-    """Logits of all rows, computed in pieces, over blocks in any order."""
+    """Return the logits of all rows, computed in pieces, over blocks in any order."""
     blocks = torch.randperm(-(-len(tokens) // BLOCK), generator=torch.Generator().manual_seed(1))
     memory = PagedKVMemory(model.layouts, len(blocks), BLOCK, model.dtype, model.device)
     backend = make_backend(memory)
     states = StateMemory(model.state_layouts, 2, model.device)
     model.attach(backend, states)
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
     start = 0
     for number, count in enumerate(PIECES):
         source = (number - 1) % 2 if number else -1
@@ -216,15 +216,15 @@ def run(model: DecoderModel, tokens: Tensor, first: int = 0) -> Tensor:
         span = Span(0, count, start + count, blocks.tolist())
         backend.begin_step(StepPlan(slots, (span,)))
         rows = torch.arange(count)
-        found.append(model.forward(tokens[places], places + first, rows))
+        logits.append(model.forward(tokens[places], places + first, rows))
         # The last row alone is what a prompt needs; it is the same but for rounding.
         last = model.forward(tokens[places], places + first, rows[-1:])
-        torch.testing.assert_close(last, found[-1][-1:], rtol=0.02, atol=0.02)
-        assert model.choose(tokens[places], places + first, rows) == found[-1].argmax(-1).tolist()
+        torch.testing.assert_close(last, logits[-1][-1:], rtol=0.02, atol=0.02)
+        assert model.choose(tokens[places], places + first, rows) == logits[-1].argmax(-1).tolist()
         backend.end_step()
         start += count
     model.detach()
-    return torch.cat(found)
+    return torch.cat(logits)
 
 
 def tokens() -> Tensor:
@@ -242,9 +242,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gemma4_unified_text"])
-def test_layouts_and_their_windows_are_those_that_transformers_uses(
-    name: str, tmp_path: Path
-) -> None:
+def test_layouts_and_windows_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     layouts = load_model(save_tiny(name, tmp_path), "float32").layouts
     assert layouts == probe_model(tiny_model(tiny_config(name))).layouts
 
@@ -268,7 +266,7 @@ def test_an_mlp_in_pieces(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(modules, "_PIECE", 5 * layer.in_features)
     monkeypatch.setattr(modules, "_BLOCK", 1)
     seen: list[int] = []
-    hook = layer.register_forward_hook(lambda _, given, out: seen.append(len(given[0])))
+    hook = layer.register_forward_hook(lambda _, inputs, out: seen.append(len(inputs[0])))
     expected = expected_logits(tiny_config(name), tokens())
     size = float(expected.abs().max())
     torch.testing.assert_close(run(model, tokens()), expected, rtol=0.0, atol=1e-5 * size)
@@ -310,9 +308,9 @@ def test_weights_in_bfloat16_under_float32(name: str, tmp_path: Path) -> None:
     )
     with torch.no_grad():
         expected = reference(tokens().unsqueeze(0), use_cache=False).logits[0]
-    found = run(load_model(tmp_path, "float32"), tokens())
+    actual = run(load_model(tmp_path, "float32"), tokens())
     size = float(expected.abs().max())
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5 * size)
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-5 * size)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -320,18 +318,20 @@ def test_weights_in_bfloat16_under_float32(name: str, tmp_path: Path) -> None:
 def test_half_precision_stays_near_full(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = load_model(save_tiny(name, tmp_path), str(dtype).removeprefix("torch."))
     expected = expected_logits(tiny_config(name), tokens())
-    found = run(model, tokens())
-    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    actual = run(model, tokens())
+    error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(error.median()) < 10 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["granite", "gemma2", "gemma3"])
-def test_embeddings_are_scaled_as_transformers_scales_them(
+def test_embeddings_are_scaled_as_in_transformers(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Gemma rounds the factor to the dtype first. So did Granite here, and transformers does not:
-    every embedding was up to 0.2 % too large or too small."""
+    """Gemma rounds the factor to the dtype first, Granite does not.
+
+    Regression: Granite's was rounded too: every embedding was up to 0.2 % too large or too small.
+    """
     config = tiny_config(name)
     if name == "granite":
         config.embedding_multiplier = 3.7
@@ -339,8 +339,8 @@ def test_embeddings_are_scaled_as_transformers_scales_them(
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     model, norm = load_dense(tmp_path, dtype, CPU), "model.layers.0.input_layernorm"
     seen: list[Tensor] = []
-    for found in (reference.get_submodule(norm), model.layer(norm)):
-        found.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].view(-1, 48)))
+    for module in (reference.get_submodule(norm), model.layer(norm)):
+        module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].view(-1, 48)))
     model.calls_each_layer = True  # hooks are called
     with torch.no_grad():
         reference(tokens().unsqueeze(0), use_cache=False)
@@ -385,7 +385,7 @@ def test_configurations_of_old_versions(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(run(model, tokens(), 60), expected, rtol=0.0, atol=1e-5 * size)
 
 
-def test_given_embeddings_replace_those_of_tokens(tmp_path: Path) -> None:
+def test_embeddings_of_the_caller_replace_those_of_tokens(tmp_path: Path) -> None:
     model = load_dense(save_tiny("llama", tmp_path), torch.float32, CPU)
     memory = PagedKVMemory(model.layouts, 2, BLOCK, model.dtype, model.device)
     backend = make_backend(memory)
@@ -393,10 +393,10 @@ def test_given_embeddings_replace_those_of_tokens(tmp_path: Path) -> None:
     ids, rows = torch.tensor([5, 9, 7, 11]), torch.arange(4)
     overlay = EmbeddingOverlay(torch.tensor([1]), model.weight("model.embed_tokens")[3:4])
 
-    def logits(given: Tensor, overlay: EmbeddingOverlay | None) -> Tensor:
+    def logits(embeddings: Tensor, overlay: EmbeddingOverlay | None) -> Tensor:
         backend.begin_step(StepPlan(rows, (Span(0, 4, 4, [0, 1]),)))
         try:
-            return model.forward(given, rows, rows, overlay)
+            return model.forward(embeddings, rows, rows, overlay)
         finally:
             backend.end_step()
 
@@ -418,10 +418,10 @@ HEAVY += ("rich",)  # which bars of several prompts need
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])
-def test_what_is_not_imported(has_tokenizer: bool, tmp_path: Path) -> None:
-    """No modelling code of transformers; without a tokenizer nothing of it, which takes a second.
+def test_modules_that_are_not_imported(has_tokenizer: bool, tmp_path: Path) -> None:
+    """No modelling code of transformers, and without a tokenizer nothing of it (1 s).
 
-    Nor does a prompt that is sampled import it then.
+    A sampled prompt does not import it either.
     """
     folder = save_tiny("qwen2", tmp_path)
     if has_tokenizer:

@@ -1,4 +1,4 @@
-"""The table of families holds what transformers holds: defaults, and what is derived from them."""
+"""The table of families agrees with transformers: defaults, and values derived from them."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ KEPT |= {"per_layer_config"}
 
 
 def new_config(name: str) -> Any:
-    """An empty configuration of transformers, whose keys of single layers are readable."""
+    """Return an empty configuration of transformers, whose per-layer keys are readable."""
     config: Any = CONFIG_MAPPING[name]()
     config.allow_global_per_layer_attribute_access = True
     return config
@@ -59,8 +59,8 @@ EMPTY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_empty_configuration_is_the_family_s_own(name: str) -> None:
-    """All that transformers derives: head dim, windows, layers without angles, scaling."""
+def test_an_empty_configuration_has_the_family_s_values(name: str) -> None:
+    """All derived values: head dim, windows, layers without angles, scaling."""
     theirs = new_config(name)
     content = {"num_hidden_layers": theirs.num_hidden_layers, **EMPTY.get(name, {})}
     shape = read_shape(FAMILIES[name], read_config(FAMILIES[name], content))
@@ -108,13 +108,16 @@ def shape_of(name: str, **changes: Any) -> DecoderShape:
         ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "windows are disabled"),
     ],
 )
-def test_what_is_of_no_family(name: str, changes: dict[str, Any], reason: str) -> None:
+def test_configurations_of_no_family(name: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedLayerError, match=reason):
         shape_of(name, **changes)
 
 
 def test_mistral_may_name_layers_without_a_window() -> None:
-    """Ministral has them, and calls itself mistral: all its layers had the window."""
+    """Ministral, of model type mistral, has such layers.
+
+    Regression: all its layers had the window.
+    """
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     layers = shape_of("mistral", layer_types=kinds, sliding_window=5).layers
     assert [layer.window for layer in layers] == [5, None, 5]
@@ -142,7 +145,7 @@ def test_a_key_of_another_family_changes_nothing() -> None:
         ),
     ],
 )
-def test_rotary_positions_that_a_family_does_not_have(
+def test_unsupported_rotary_positions_of_a_family(
     name: str, rope: dict[str, Any], reason: str
 ) -> None:
     content = tiny_config(name).to_dict() | {"rope_parameters": {"rope_theta": 1e4, **rope}}
@@ -167,25 +170,25 @@ PLAIN = sorted(FAMILIES.keys() - {*BY_KIND, "phi3"})  # these have other angles
         {"layer_types": ["full_attention"] * 3, "architectures": None},
     ],
 )
-def test_a_plain_configuration_says_what_transformers_reads(
+def test_a_plain_configuration_is_read_as_by_transformers(
     name: str, changes: dict[str, Any]
 ) -> None:
     family, content = FAMILIES[name], tiny_config(name).to_dict()
     content = {key: value for key, value in content.items() if key in KEPT} | changes
-    found = []
+    results = []
     for extra in ({}, {"unknown_key": 1}):  # transformers reads what has a key that we do not know
         config = read_config(family, content | extra)
         assert isinstance(config, DenseConfig) is not bool(extra)
         shape = read_shape(family, config)
         frequencies = read_frequencies(config, "", shape)
         facts = (shape, frequencies.scale, context_length(config), config.dtype)
-        found.append((*facts, config.eos_token_id, frequencies.values.tolist()))
-    assert found[0] == found[1]
+        results.append((*facts, config.eos_token_id, frequencies.values.tolist()))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4_text", "phi3", "qwen3_5_text"])
 def test_a_file_of_transformers_is_plain(name: str, tmp_path: Path) -> None:
-    """Gemma 3 and Phi-3 have keys that change nothing, and took a second to read."""
+    """Regression: Gemma 3 and Phi-3 have keys without effect, and took a second to read."""
     content = json.loads((save_tiny(name, tmp_path) / "config.json").read_text())
     assert isinstance(read_config(FAMILIES[content["model_type"]], content), DenseConfig)
 
@@ -208,15 +211,15 @@ def test_angles_by_kind_of_layer_are_plain(name: str, changes: dict[str, Any]) -
     content = tiny_config(name).to_dict() | changes
     family = FAMILIES[content["model_type"]]
     content = {key: value for key, value in content.items() if key in KEPT}
-    found = []
+    results = []
     for extra in ({}, {"unknown_key": 1}):
         config = read_config(family, content | extra)
         assert isinstance(config, DenseConfig) is not bool(extra)
         shape = read_shape(family, config)
         kinds = [read_frequencies(config, kind, shape) for kind in sorted(config.rope_parameters)]
         facts = (shape, context_length(config), config.dtype, config.eos_token_id)
-        found.append((*facts, [(kind.values.tolist(), kind.scale) for kind in kinds]))
-    assert found[0] == found[1]
+        results.append((*facts, [(kind.values.tolist(), kind.scale) for kind in kinds]))
+    assert results[0] == results[1]
 
 
 GEMMA4 = tiny_config("gemma4_text").to_dict()
@@ -245,14 +248,14 @@ GEMMA4 = tiny_config("gemma4_text").to_dict()
         ),
     ],
 )
-def test_what_gemma4_is_not(changes: dict[str, Any], reason: str) -> None:
+def test_unsupported_configurations_of_gemma4(changes: dict[str, Any], reason: str) -> None:
     family = FAMILIES["gemma4_text"]
     with pytest.raises(UnsupportedLayerError, match=reason):
         config = read_config(family, GEMMA4 | changes)
         read_frequencies(config, "full_attention", read_shape(family, config))
 
 
-def test_gemma4_may_say_its_global_heads_beside_its_layers() -> None:
+def test_gemma4_may_have_separate_keys_for_global_heads() -> None:
     family = FAMILIES["gemma4_text"]
     content = {key: value for key, value in GEMMA4.items() if key != "per_layer_config"}
     content |= {"global_head_dim": 24, "num_global_key_value_heads": 3}
@@ -276,29 +279,29 @@ def test_gemma4_may_say_its_global_heads_beside_its_layers() -> None:
         {"per_layer_config": {}},
     ],
 )
-def test_what_is_not_plain_is_read_by_transformers(changes: dict[str, Any]) -> None:
+def test_unusual_configurations_are_read_by_transformers(changes: dict[str, Any]) -> None:
     content = {key: value for key, value in tiny_config("llama").to_dict().items() if key in KEPT}
     try:
-        found = read_config(FAMILIES["llama"], content | changes)
+        config = read_config(FAMILIES["llama"], content | changes)
     except UnsupportedLayerError:
         return  # as transformers refuses it
-    assert isinstance(found, PreTrainedConfig)
+    assert isinstance(config, PreTrainedConfig)
 
 
 @pytest.mark.parametrize(("part", "is_plain"), [(1.0, True), (0.5, False)])
 def test_phi3_may_rotate_a_part_of_a_head(part: float, is_plain: bool) -> None:
-    """Its defaults have the key: it was read by transformers, also where all of a head is."""
+    """Regression: its defaults have the key, so transformers read every file."""
     content = {key: value for key, value in tiny_config("phi3").to_dict().items() if key in KEPT}
     content |= {"rope_parameters": None, "partial_rotary_factor": part}
-    found = []
+    results = []
     for extra in ({}, {"unknown_key": 1}):
         config = read_config(FAMILIES["phi3"], content | extra)
         assert isinstance(config, DenseConfig) == (is_plain and not extra)
         shape = read_shape(FAMILIES["phi3"], config)
         values = read_frequencies(config, "", shape).values
         assert len(values) == shape.head_dim * part // 2
-        found.append((shape, values.tolist(), context_length(config)))
-    assert found[0] == found[1]
+        results.append((shape, values.tolist(), context_length(config)))
+    assert results[0] == results[1]
 
 
 def test_gemma3_takes_a_kind_called_type() -> None:

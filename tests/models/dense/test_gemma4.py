@@ -1,4 +1,4 @@
-"""Gemma 4 in headstart's own modules: K and V of other layers, and inputs of single layers."""
+"""Gemma 4 in headstart's modules: K and V of other layers, and inputs of single layers."""
 
 import json
 from functools import cache
@@ -100,10 +100,10 @@ def expected_of_a_long_prompt() -> Tensor:
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
-def test_a_long_prompt_whose_last_row_alone_is_computed(
+def test_a_long_prompt_of_which_only_the_last_row_is_computed(
     kv_dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Far beyond windows, and past the layers with memory only one row is left."""
+    """Far beyond windows; after the layers with memory only one row remains."""
     tiny_model(long_config()).save_pretrained(tmp_path)
     model, tokens = load_model(tmp_path, "float32"), random_tokens(2000)
     paged = Paged(model, 1 + len(tokens) // BLOCK, kv_dtype=kv_dtype)
@@ -117,7 +117,7 @@ def test_a_long_prompt_whose_last_row_alone_is_computed(
 
 
 def nested_models() -> dict[str, Any]:
-    """Models with vision and audio parts, whose decoder is the tiny one."""
+    """Return models with vision and audio parts, whose decoder is the tiny one."""
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2}
     gemma3 = Gemma3Config(
@@ -168,7 +168,7 @@ def test_weights_of_layers_that_read_the_k_and_v_of_others_are_ignored(tmp_path:
 def test_quantized_weights(
     weights: str, kernels: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products and both embeddings are rounded, and nothing else; with kernels rows are, too."""
+    """Products and both embeddings are rounded, and nothing else; with kernels, rows are too."""
     monkeypatch.setenv("HEADSTART_NATIVE", kernels)
     wide: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
     wide |= {"global_head_dim": 64, "hidden_size_per_layer_input": 32}
@@ -188,8 +188,8 @@ def test_quantized_weights(
     paged = Paged(model)
     sequence = paged.add(tokens)
     paged.step([(sequence, LENGTH)])
-    found, expected = torch.stack(sequence.logits), expected_logits(reference, tokens)
-    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    actual, expected = torch.stack(sequence.logits), expected_logits(reference, tokens)
+    error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(error.median()) < tolerance
 
 
@@ -222,7 +222,7 @@ def test_an_adapter_on_all_linear_layers(name: str, tmp_path: Path) -> None:
         ("hidden_size_per_layer_input", -1),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(name: str, value: int, tmp_path: Path) -> None:
+def test_impossible_sizes_are_refused(name: str, value: int, tmp_path: Path) -> None:
     path = save_tiny("gemma4_text", tmp_path) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     with pytest.raises(DamagedModelError, match=f"{name} is {value}; allowed: an integer from"):

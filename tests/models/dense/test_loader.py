@@ -1,4 +1,4 @@
-"""Which checkpoints headstart's own modules load, and what becomes of all others."""
+"""The checkpoints that headstart's modules load, and the treatment of all others."""
 
 import json
 import logging
@@ -89,7 +89,7 @@ def in_torch_s_format(folder: Path) -> None:
 
 
 def with_a_tensor_twice(folder: Path) -> None:
-    """In both files of an index, which says where it is."""
+    """Store a tensor in both files of an index, which names one of them."""
     weights = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     other = {"model.norm.weight": weights["model.norm.weight"]}
@@ -112,10 +112,10 @@ def with_a_tensor_twice(folder: Path) -> None:
         ),
     ],
 )
-def test_what_is_unusual_runs_through_transformers_and_is_told(
+def test_unusual_checkpoints_run_through_transformers_with_a_warning(
     change: Callable[[Path], None], reason: str, tmp_path: Path, logged: list[logging.LogRecord]
 ) -> None:
-    """The reason for a slow model was logged at a level that is not shown."""
+    """Regression: the reason for a slow model was logged at a level that is not shown."""
     folder = save_tiny("llama", tmp_path)
     change(folder)
     model = load_model(folder)
@@ -142,8 +142,8 @@ def test_a_tied_head_may_stand_in_the_file_if_it_is_the_embedding(tmp_path: Path
     assert "F8_E4M3" in (load_model(tmp_path).fallback_reason or "")
 
 
-def test_a_factor_without_end_stretches_nothing(tmp_path: Path) -> None:
-    """An OverflowError reached the caller."""
+def test_an_infinite_factor_stretches_nothing(tmp_path: Path) -> None:
+    """Regression: an OverflowError reached the caller."""
     folder = save_tiny("llama", tmp_path)
     content = json.loads((folder / "config.json").read_text())
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1e308}
@@ -154,7 +154,7 @@ def test_a_factor_without_end_stretches_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 def test_a_scale_of_angles_that_is_not_finite_is_of_no_family(factor: float) -> None:
-    """Every answer was NaN."""
+    """Regression: every answer was NaN."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "attention_factor": factor}
     yarn["original_max_position_embeddings"] = 64
     content = tiny_config("llama").to_dict() | {"rope_parameters": yarn}
@@ -167,20 +167,18 @@ def test_a_scale_of_angles_that_is_not_finite_is_of_no_family(factor: float) -> 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
 def test_weights_that_are_not_finite(name: str, dtype: str, value: float, tmp_path: Path) -> None:
-    """The advice was another dtype, which changes nothing."""
+    """Regression: the error suggested another dtype, which changes nothing."""
     folder = save_tiny("llama", tmp_path)
     edit_weights(folder, lambda w: w[name].view(-1)[-1:].fill_(value))
-    told = f"{name} has weights that are not finite in the file itself"
+    message = f"{name} has weights that are not finite in the file itself"
     for weights in ("auto", "int8"):
-        with pytest.raises(DamagedModelError, match=told):
+        with pytest.raises(DamagedModelError, match=message):
             load_model(folder, dtype, weights=weights)
 
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
-def test_a_damaged_embedding_is_told_by_its_name_in_the_file(
-    saved: torch.dtype, tmp_path: Path
-) -> None:
-    """With a shared LM head the error named the head, which is not in the file."""
+def test_a_damaged_embedding_is_named_as_in_the_file(saved: torch.dtype, tmp_path: Path) -> None:
+    """Regression: with a shared LM head the error named the head, which is not in the file."""
     config = LlamaConfig(**tiny_config("llama").to_dict() | {"tie_word_embeddings": True})
     tiny_model(config).to(saved).save_pretrained(tmp_path)
     name = "model.embed_tokens.weight"
@@ -200,7 +198,7 @@ def test_large_weights_are_finite_where_their_dtype_holds_them(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "lm_head"])
 def test_weights_that_bfloat16_makes_infinite_are_refused(name: str, tmp_path: Path) -> None:
-    """Where the kernels pack them they were looked at before they were rounded."""
+    """Regression: with packing kernels, weights were checked before they were rounded."""
     folder = save_tiny("llama", tmp_path)
     edit_weights(folder, lambda w: w[f"{name}.weight"].fill_(3.4e38))
     with pytest.raises(UnsupportedModelError, match=rf"{name}.* not finite in torch\.bfloat16"):
@@ -212,20 +210,20 @@ def test_weights_that_bfloat16_makes_infinite_are_refused(name: str, tmp_path: P
 def test_weights_too_large_to_be_quantized_are_refused(
     name: str, weights: str, tmp_path: Path
 ) -> None:
-    """Their scales are near the largest float: what int4 made of them was infinite."""
+    """Regression: with scales near the largest float, int4 made infinite weights."""
     folder = save_tiny("llama", tmp_path)
     edit_weights(folder, lambda w: w[f"{name}.weight"][3, 5:7].fill_(3e38))
     kind = "int8" if name == "lm_head" else "int5" if weights == "int4" else weights
     with pytest.raises(UnsupportedModelError, match=rf"{name}\.weight .* too large for {kind};"):
         load_model(folder, "float32", weights=weights)
     edit_weights(folder, lambda w: w[f"{name}.weight"][3, 5:7].fill_(1e25))
-    made = load_model(folder, "float32", weights=weights).weight(name)
-    assert made is not None and torch.isfinite(made).all()
+    weight = load_model(folder, "float32", weights=weights).weight(name)
+    assert weight is not None and torch.isfinite(weight).all()
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8", "int5", "int4"])
 def test_weights_of_64_bits_that_are_too_large(weights: str, tmp_path: Path) -> None:
-    """Where they were quantized, they were read, and every logit was NaN."""
+    """Regression: with quantization they were loaded, and every logit was NaN."""
     folder, name = save_tiny("llama", tmp_path), "model.layers.1.mlp.up_proj.weight"
     edit_weights(folder, lambda w: w.update({name: w[name].double().fill_(1e300)}))
     with pytest.raises(UnsupportedModelError, match=f"{name} has weights that are not finite"):
@@ -235,7 +233,7 @@ def test_weights_of_64_bits_that_are_too_large(weights: str, tmp_path: Path) -> 
 def test_weights_in_bfloat16_stay_so_under_float32(
     tmp_path: Path, use_kernels: Callable[..., None]
 ) -> None:
-    """Where the CPU has AVX2 and the kernels are built; the numbers are the same everywhere."""
+    """If the CPU has AVX2 and the kernels are built; the numbers are equal everywhere."""
     TINY["qwen3"]().to(torch.bfloat16).save_pretrained(tmp_path)
     own = load_model(tmp_path, "float32")
     use_kernels("0")
@@ -249,7 +247,9 @@ def test_weights_in_bfloat16_stay_so_under_float32(
         assert torch.equal(own.weight(part), plain.weight(part))
 
 
-def test_no_memory_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_is_reported_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_tiny("llama", tmp_path)
     monkeypatch.setattr(SafetensorsCheckpoint, "tensor", lambda *_: torch.empty(1 << 50))  # a PiB
     with pytest.raises(OutOfMemoryError, match="not enough memory for the model in"):
@@ -260,14 +260,14 @@ def test_no_memory_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_configuration_without_memory_for_it_is_not_another_family_s(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model ran in transformers' modules, and a GGUF file was refused as unreadable."""
+    """Regression: the model ran in transformers, and a GGUF file was refused as unreadable."""
     monkeypatch.setattr(f"headstart.models.dense.{place}", Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         load_model(save_tiny("llama", tmp_path))
 
 
 def test_weights_outlive_their_file(tmp_path: Path) -> None:
-    """They are copies: cutting the file ends no process that has loaded it."""
+    """They are copies: truncating the file ends no process that has loaded it."""
     folder = save_tiny("llama", tmp_path)
     model = load_model(folder)
     before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
@@ -304,7 +304,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_is_in_memory_twice(dtype: str, large: Path, tmp_path: Path) -> None:
-    """The most resident at any time, against what stays; the file's mapped pages count too."""
+    """Compare peak resident memory with what remains; mapped pages of the file count too."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the kernel does not tell a process's peak")
     small = save_tiny("llama", tmp_path / "small")
@@ -318,7 +318,7 @@ def test_nothing_is_in_memory_twice(dtype: str, large: Path, tmp_path: Path) -> 
 def test_files_that_are_replaced_while_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a model of two files, or one whose K/V go by the other's name."""
+    """Otherwise a model could mix two files, or its K/V could have the name of another one."""
     folder, other = save_tiny("llama", tmp_path / "a"), tmp_path / "b"
     shutil.copytree(folder, other)
     edit_weights(other, lambda w: w["lm_head.weight"].add_(1))
@@ -351,7 +351,7 @@ def test_files_that_are_damaged_while_they_are_read(
         load_model(folder)
 
 
-def test_weights_whose_files_were_replaced_later_have_no_one_s_fingerprint(tmp_path: Path) -> None:
+def test_weights_whose_files_were_replaced_later_have_no_fingerprint(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     model, same = load_model(folder), load_model(folder)
     known = same.fingerprint()
@@ -361,7 +361,7 @@ def test_weights_whose_files_were_replaced_later_have_no_one_s_fingerprint(tmp_p
     assert same.fingerprint() == known
 
 
-def test_matrices_tell_the_dtype_where_the_configuration_does_not(
+def test_matrices_determine_the_dtype_without_a_configured_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU that is slow in bfloat16; norms may be wider than matrices."""

@@ -50,7 +50,7 @@ def test_layers_of_each_kind_are_counted(name: str, model: DecoderModel) -> None
 
 @pytest.mark.usefixtures("computed_by")
 class TestStates(StateTests):
-    """Tests of our own modules, with kernels and without."""
+    """Tests of headstart's modules, with kernels and without."""
 
 
 @pytest.mark.usefixtures("computed_by")
@@ -67,8 +67,8 @@ def test_quantized_weights_stay_near(weights: str, name: str, tmp_path: Path) ->
     model = load_model(save_tiny(name, tmp_path), "float32", weights=weights)
     tokens = random_tokens(LENGTH)
     expected = expected_logits(name, tokens)
-    found = Stepper(model).step({0: Part(tokens, 0, -1, 0)})
-    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    actual = Stepper(model).step({0: Part(tokens, 0, -1, 0)})
+    error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(error.median()) < (0.12 if weights == "int8" else 0.4)
 
 
@@ -119,8 +119,8 @@ def test_the_decoder_of_a_model_with_vision(tmp_path: Path) -> None:
     save_file(tensors | {"mtp.fc.weight": torch.ones(2, 2)}, file, {"format": "pt"})
     model, tokens = load_model(tmp_path, "float32"), random_tokens(LENGTH)
     assert model.fallback_reason is None and not model.takes_images
-    found = Stepper(model).step({0: Part(tokens, 0, -1, 0)})
-    check(found, expected_logits("qwen3_5_text", tokens))
+    actual = Stepper(model).step({0: Part(tokens, 0, -1, 0)})
+    check(actual, expected_logits("qwen3_5_text", tokens))
     assert "model.language_model.layers.0.linear_attn.out_proj" in model.linear_widths()
 
 
@@ -147,10 +147,10 @@ def test_an_adapter_of_the_decoder_or_of_the_whole_model(
     save_file(renamed, file)
     pattern = body.replace(".", r"\\.")
     config.write_text(config.read_text().replace(r"model\\.layers", rf"{pattern}layers"))
-    found = read_weights(path, model, 64)
-    names = {name.replace("language_model.", "") for name in found.pairs}
-    assert names == expected.pairs.keys() and found.pairs.keys() <= model.linear_widths().keys()
-    assert (found.digest == expected.digest) is not is_whole
+    weights = read_weights(path, model, 64)
+    names = {name.replace("language_model.", "") for name in weights.pairs}
+    assert names == expected.pairs.keys() and weights.pairs.keys() <= model.linear_widths().keys()
+    assert (weights.digest == expected.digest) is not is_whole
     assert len(names) == 4
 
 

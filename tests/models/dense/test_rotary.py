@@ -16,8 +16,8 @@ def test_positions_beyond_the_table_are_computed() -> None:
     assert torch.equal(table(far[:1])[0], cos[:1])
 
 
-def test_positions_that_are_covered_ahead_are_computed_once() -> None:
-    """The first long step of a process waited for their memory (60 ms, in a virtual machine)."""
+def test_prepared_positions_are_computed_once() -> None:
+    """Regression: the first long step of a process waited for their memory (60 ms in a VM)."""
     frequencies = Frequencies(torch.tensor([1.0, 0.25]), 1.5)
     table, other = AngleTable(frequencies, torch.empty(0)), AngleTable(frequencies, torch.empty(0))
     table.extend(3_000)

@@ -148,11 +148,12 @@ def write_gguf(
     words: tuple[list[str], list[str]] | None = None,
     methods: Mapping[str, Any] = {},
 ) -> Path:
-    """The model as llama.cpp converts it, its matrices in one format.
+    """Write the model as llama.cpp converts it, with its matrices in one format.
 
-    factors: what it divides the frequencies of rotary positions by. files: of how many it is one.
-    pre: the split of texts. words: tokens in bytes' letters, behind 3 control tokens, and merges.
-    methods: in place of those of the writer, for a file that no converter writes.
+    factors: what it divides the frequencies of rotary positions by. files: the number of files of
+    which it is one. pre: the split of texts. words: tokens in bytes' letters, after 3 control
+    tokens, and merges. methods: replacements for methods of the writer, for a file that no
+    converter writes.
     """
     config = model.config
     writer = type("Writer", (gguf.GGUFWriter,), {**methods})(file, architecture)
@@ -233,7 +234,7 @@ def write_gguf(
 
 
 def _convert_granite(tensors: dict[str, Any], config: Any) -> dict[str, Any]:
-    """The tensors of Granite 4 H as the converter changes them."""
+    """Return the tensors of Granite 4 H as the converter changes them."""
     converted = {}
     for name, tensor in tensors.items():
         layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
@@ -254,7 +255,7 @@ def _convert_granite(tensors: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _convert_qwen35(name: str, data: Any, config: Any) -> tuple[str, Any]:
-    """The name and numbers of a tensor of Qwen3.5 as the converter changes them."""
+    """Return the name and numbers of a tensor of Qwen3.5 as the converter changes them."""
     heads, width = config.linear_num_value_heads, config.linear_value_head_dim
     per_key = heads // config.linear_num_key_heads
 
@@ -282,7 +283,7 @@ def _convert_qwen35(name: str, data: Any, config: Any) -> tuple[str, Any]:
 
 
 def _add_own_keys(writer: Any, architecture: str, config: Any) -> None:
-    """Add what the converter's class of an architecture writes besides."""
+    """Add the other keys that the converter's class of an architecture writes."""
     if architecture.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
     if architecture == "gemma2":

@@ -1,4 +1,4 @@
-"""GGUF files: written by the package `gguf`, read by headstart, held to the model they are of."""
+"""GGUF files written by the package `gguf`, read by headstart, and compared with their model."""
 
 import sys
 from pathlib import Path
@@ -36,7 +36,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_a_file_of_floats_is_the_model(architecture: str, tmp_path: Path) -> None:
+def test_a_file_of_floats_equals_the_model(architecture: str, tmp_path: Path) -> None:
     original = make_model(architecture)
     file = write_gguf(tmp_path / "tiny.gguf", architecture, original, "F32")
     model = load_model(file, "float32")
@@ -66,7 +66,7 @@ def test_a_file_of_floats_is_the_model(architecture: str, tmp_path: Path) -> Non
 def test_weights_are_those_of_the_file(
     architecture: str, kind: str, wanted: str | None, apart: float, tmp_path: Path
 ) -> None:
-    """4, 5 and 8 bits are kept, of a head and of an embedding that shares its weight, too."""
+    """4, 5 and 8 bits are preserved, also of a head and of an embedding that shares its weight."""
     original = make_model(architecture)
     file = write_gguf(tmp_path / "tiny.gguf", architecture, original, kind)
     model = load_model(file, "float32")
@@ -74,9 +74,9 @@ def test_weights_are_those_of_the_file(
     for name in model.linear_widths():
         weight, layer = original.get_submodule(name).weight.detach().numpy(), model.layer(name)
         data = gguf.quants.dequantize(gguf.quants.quantize(weight, number), number)
-        expected, found = torch.from_numpy(data).float(), model.weight(name)
-        assert found is not None
-        assert float((found - expected).norm()) <= apart * float(expected.norm())
+        expected, loaded = torch.from_numpy(data).float(), model.weight(name)
+        assert loaded is not None
+        assert float((loaded - expected).norm()) <= apart * float(expected.norm())
         assert getattr(matrix_of(layer), "kind", None) == wanted
         own: Any = layer.bias
         bias = original.get_submodule(name).bias
@@ -91,8 +91,8 @@ def test_weights_are_those_of_the_file(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_a_model_knows_the_weights_of_its_file(kind: str, dtype: str, tmp_path: Path) -> None:
-    """An adapter with a copy of the LM head, as the package reads it, was refused."""
+def test_a_model_recognizes_the_weights_of_its_file(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Regression: an adapter with a copy of the LM head, as the package reads it, was refused."""
     file = write_gguf(tmp_path / "tiny.gguf", "qwen2", make_model("qwen2"), kind)
     model = load_model(file, dtype)
     with GGUFCheckpoint(gguf_folder(file)) as opened:
@@ -103,8 +103,8 @@ def test_a_model_knows_the_weights_of_its_file(kind: str, dtype: str, tmp_path: 
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_floats_are_kept_as_in_a_checkpoint_of_floats(architecture: str, tmp_path: Path) -> None:
-    """They were copied to float32 and multiplied by torch, although kernels support them."""
+def test_floats_are_stored_as_in_a_checkpoint_of_floats(architecture: str, tmp_path: Path) -> None:
+    """Regression: they were copied to float32 and multiplied by torch despite the kernels."""
     original = make_model(architecture).to(torch.bfloat16).float()
     original.tie_weights()
     kinds: dict[str, tuple[str, type]] = {"float32": ("BF16", Bf16Weight)}
@@ -116,13 +116,13 @@ def test_floats_are_kept_as_in_a_checkpoint_of_floats(architecture: str, tmp_pat
         expected = layer if native.avx2_library() is not None else torch.nn.Linear
         for part in ("model.layers.1.mlp.up_proj", "lm_head"):
             assert isinstance(matrix_of(model.layer(part)), expected)
-            found = model.weight(part)
-            assert found is not None
-            assert torch.equal(found.float(), original.get_submodule(part).weight)
+            weight = model.weight(part)
+            assert weight is not None
+            assert torch.equal(weight.float(), original.get_submodule(part).weight)
 
 
-def test_floats_beside_blocks_run_with_them_as_one_call(tmp_path: Path) -> None:
-    """An embedding in blocks becomes float32, and so did all floats in bfloat16 of the file."""
+def test_floats_and_blocks_run_in_one_call(tmp_path: Path) -> None:
+    """Regression: an embedding in blocks became float32, and so did all bfloat16 floats."""
     own = gguf.GGUFWriter.add_tensor
 
     def add(self: Any, name: str, data: Any, raw_dtype: Any = None) -> None:
@@ -140,14 +140,14 @@ def test_floats_beside_blocks_run_with_them_as_one_call(tmp_path: Path) -> None:
         down = model.layer("model.layers.1.mlp.down_proj")
         assert isinstance(matrix_of(down), Bf16Weight)
         assert model._compiled is not None
-    found = logits(model)
+    actual = logits(model)
     model.calls_each_layer = True
-    torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, logits(model), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_blocks_of_any_bytes(kind: str) -> None:
-    """Against the package's own dequantizing, for bytes that no quantizer would write."""
+    """Compared with the package's dequantization, for bytes that no quantizer would write."""
     generator = np.random.default_rng(0)
     number = gguf.GGMLQuantizationType[kind]
     per_block, size = gguf.GGML_QUANT_SIZES[number]
@@ -159,10 +159,10 @@ def test_blocks_of_any_bytes(kind: str) -> None:
     expected = torch.from_numpy(gguf.quants.dequantize(data, number))
     matrix = GroupedWeight(read_weight(data, kind, gguf))
     assert matrix.kind == FORMATS[kind]
-    found = matrix.unpack()
+    unpacked = matrix.unpack()
     # Q4_K and Q5_K: a step and a start are products, which are rounded to 11 bits.
     limit = expected.view(40, -1, 32).abs().amax(-1, keepdim=True) * 0.002
-    apart = (found - expected).abs().view(40, -1, 32)
+    apart = (unpacked - expected).abs().view(40, -1, 32)
     assert (apart <= limit + 1e-6).all()
 
 
@@ -179,23 +179,25 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     file = write_gguf(tmp_path / "a.gguf", "qwen35", original, "F32", methods=methods)
     with torch.no_grad():
         expected = original(TOKENS[None], use_cache=False).logits[0]
-    found = logits(load_model(file, "float32"))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    actual = logits(load_model(file, "float32"))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_groups_of_inputs_in_another_order(kind: str) -> None:
-    """Qwen3.5's heads of values lie in another order: a block of 256 spans two of them."""
+    """Qwen3.5's heads of values have another order: a block of 256 spans two of them."""
     number = gguf.GGMLQuantizationType[kind]
     per_block, size = gguf.GGML_QUANT_SIZES[number]
     data = np.random.default_rng(0).integers(0, 60, (16, 512 // per_block * size), dtype=np.uint8)
     order = np.random.default_rng(1).permutation(16)
     plain = GroupedWeight(read_weight(data, kind, gguf)).unpack()
-    found = GroupedWeight(read_weight(data, kind, gguf, order)).unpack()
-    assert torch.equal(found.view(16, 16, 32), plain.view(16, 16, 32)[:, torch.from_numpy(order)])
+    unpacked = GroupedWeight(read_weight(data, kind, gguf, order)).unpack()
+    assert torch.equal(
+        unpacked.view(16, 16, 32), plain.view(16, 16, 32)[:, torch.from_numpy(order)]
+    )
 
 
-def test_a_weight_in_several_pieces_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_in_several_pieces_equals_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     data = np.random.default_rng(0).integers(0, 60, (65, 34), dtype=np.uint8)
     whole = read_weight(data, "Q8_0", gguf)
     assert reading._OUTPUTS % 16 == 0
@@ -206,8 +208,8 @@ def test_a_weight_in_several_pieces_is_that_of_one(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much of a file is in memory")
-def test_pages_of_the_file_are_given_back(tmp_path: Path) -> None:
-    """A load took half as much memory again: the whole file was resident at its end."""
+def test_pages_of_the_file_are_released(tmp_path: Path) -> None:
+    """Regression: the whole file was resident at the end of a load (1.5 times the memory)."""
     file = write_gguf(tmp_path / "model.gguf", "llama", make_model("llama"), "Q8_0")
 
     def resident() -> int:
@@ -225,10 +227,10 @@ def test_pages_of_the_file_are_given_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_memory_that_was_written_to_is_not_given_back(
+def test_memory_that_was_written_to_is_not_released(
     is_mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the package reads a file, or maps it to be changed, its pages cannot be read again."""
+    """Pages of files that are read, or mapped to be changed, cannot be read again."""
     file = write_gguf(tmp_path / "model.gguf", "llama", make_model("llama"), "Q8_0")
     held = np.memmap(file, mode="c") if is_mapped else np.empty(1 << 20, dtype=np.uint8)
     held.fill(7)
@@ -239,14 +241,16 @@ def test_memory_that_was_written_to_is_not_given_back(
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_pages_are_given_back_after_the_embedding_each_layer_and_the_head(
+def test_pages_are_released_after_the_embedding_each_layer_and_the_head(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given_back: list[int] = []
-    monkeypatch.setattr(reading, "drop_pages", lambda start, size: given_back.append(size))
+    dropped_sizes: list[int] = []
+    monkeypatch.setattr(reading, "drop_pages", lambda start, size: dropped_sizes.append(size))
     file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q8_0")
     model = load_model(file, weights=weights)
-    assert given_back == [file.stat().st_size] * (1 + len(model.layouts) + 1 + 1)  # and at its end
+    assert dropped_sizes == [file.stat().st_size] * (
+        1 + len(model.layouts) + 1 + 1
+    )  # and at its end
 
 
 def test_a_file_answers_and_brings_its_tokenizer(tmp_path: Path, cache: Path) -> None:
@@ -279,8 +283,8 @@ def test_other_architectures_and_other_files_are_refused(tmp_path: Path) -> None
         load_model(tmp_path / "broken.gguf")
 
 
-def test_one_of_several_files_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    """The error was about layers after the file's last layer, which have no shape."""
+def test_one_of_several_files_is_refused_with_advice(tmp_path: Path) -> None:
+    """Regression: the error was about layers after the file's last layer, which have no shape."""
     model = make_model("llama")
     file = write_gguf(tmp_path / "a-00001-of-00002.gguf", "llama", model, "F32", files=2)
     with pytest.raises(UnsupportedModelError, match=r"one of 2 files.*llama-gguf-split --merge"):
@@ -297,12 +301,12 @@ def test_a_format_that_the_package_does_not_read_is_named(tmp_path: Path) -> Non
 
 
 def test_formats_of_few_bits_become_int4() -> None:
-    """IQ2_XXS, of 2 bits, became int8."""
+    """Regression: IQ2_XXS, of 2 bits, became int8."""
     assert {kind.name for kind in gguf.quants._type_traits if kind.name[:2] == "IQ"} <= _NARROW
 
 
 @pytest.mark.parametrize("scaling", ["linear", "yarn", "longrope"])
-def test_scaled_positions_are_refused_and_not_left_out(scaling: str, tmp_path: Path) -> None:
+def test_scaled_positions_are_refused(scaling: str, tmp_path: Path) -> None:
     """transformers reads these keys for one architecture alone."""
     model = make_model("llama")
     file = write_gguf(tmp_path / "tiny.gguf", "llama", model, "F32", scaling)
@@ -311,8 +315,11 @@ def test_scaled_positions_are_refused_and_not_left_out(scaling: str, tmp_path: P
     load_model(write_gguf(tmp_path / "plain.gguf", "llama", model, "F32", "none"))
 
 
-def test_frequencies_are_the_file_s(tmp_path: Path) -> None:
-    """Files of Llama 3.1 and later were refused. Against transformers' own Llama 3.1."""
+def test_frequencies_are_read_from_the_file(tmp_path: Path) -> None:
+    """Regression: files of Llama 3.1 and later were refused.
+
+    Compared with Llama 3.1 of transformers.
+    """
     angles = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0}
     angles |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     angles["original_max_position_embeddings"] = 16
@@ -325,14 +332,14 @@ def test_frequencies_are_the_file_s(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", "llama", model, "F32", factors=factors)
     places = torch.arange(len(TOKENS))
     expected = forward_rows(model, TOKENS, places, places)
-    found = logits(load_model(file, "float32"))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    actual = logits(load_model(file, "float32"))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     without = logits(load_model(write_gguf(tmp_path / "b.gguf", "llama", model, "F32"), "float32"))
     assert float((without - expected).abs().max()) > 1e-2, "the factors change nothing"
 
 
 @pytest.mark.parametrize("factor", [0.0, float("nan"), float("inf"), -1.0, None])
-def test_frequencies_that_cannot_be_are_refused(factor: float | None, tmp_path: Path) -> None:
+def test_impossible_frequencies_are_refused(factor: float | None, tmp_path: Path) -> None:
     factors = torch.ones(7 if factor is None else 8)
     if factor is not None:
         factors[3] = factor
@@ -341,7 +348,7 @@ def test_frequencies_that_cannot_be_are_refused(factor: float | None, tmp_path: 
         load_model(file)
 
 
-def test_a_cache_folder_that_is_damaged_is_made_anew(tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_cache_folder_is_rebuilt(tmp_path: Path, cache: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", "gemma2", make_model("gemma2"), "F32")
     load_model(file)
     [folder] = cache.iterdir()
@@ -355,7 +362,7 @@ def test_a_cache_folder_that_is_damaged_is_made_anew(tmp_path: Path, cache: Path
     assert list(cache.iterdir()) == [folder]
 
 
-def test_caps_are_the_file_s(tmp_path: Path) -> None:
+def test_caps_are_read_from_the_file(tmp_path: Path) -> None:
     caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     original = make_model("gemma2", Gemma2Config(**BASE, sliding_window=8, **caps))
     file = write_gguf(tmp_path / "tiny.gguf", "gemma2", original, "F32")
@@ -433,7 +440,7 @@ def test_relatives_of_a_family_are_refused(
 def test_ends_of_turns_end_a_reply(
     keys: dict[str, int], texts: dict[int, str], ends: set[int], tmp_path: Path
 ) -> None:
-    """Only `eos_token_id` was read, so that a chat went on behind its turn."""
+    """Regression: only `eos_token_id` was read, so that a chat continued after its turn."""
     own = gguf.GGUFWriter.add_token_list
 
     def add(self: Any, tokens: list[str]) -> None:
@@ -469,8 +476,8 @@ def test_gemma_4_splits_texts_as_transformers_does(tmp_path: Path) -> None:
     )
     tokenizer = load_tokenizer(gguf_folder(file))
     assert tokenizer is not None
-    found = tokenizer.convert_ids_to_tokens(tokenizer.encode("ab c  ab!", add_special_tokens=False))
-    assert found == ["ab", "\u2581", "c", "\u2581", "\u2581ab", "<0x21>"]
+    parts = tokenizer.convert_ids_to_tokens(tokenizer.encode("ab c  ab!", add_special_tokens=False))
+    assert parts == ["ab", "\u2581", "c", "\u2581", "\u2581ab", "<0x21>"]
     assert tokenizer.decode(tokenizer.encode("ab c  ab!"), skip_special_tokens=True) == "ab c  ab!"
 
 

@@ -1,4 +1,4 @@
-"""The split of text that a GGUF file names, against llama.cpp."""
+"""The split of a text that a GGUF file names, compared with llama.cpp."""
 
 import json
 import urllib.request
@@ -56,7 +56,7 @@ def split(pre: str, text: str, folder: Path) -> list[str]:
     ],
 )
 def test_a_text_is_split_as_the_file_says(pre: str, expected: str, tmp_path: Path) -> None:
-    """All but a few names were read as GPT-2's split."""
+    """Regression: all but a few names were read as GPT-2's split."""
     assert split(pre, "a  1234.5\n\nIt'S", tmp_path) == expected.replace("\\n", "\n").split("|")
 
 
@@ -67,7 +67,7 @@ def test_an_unknown_split_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "smollm"])
 def test_bos_begins_a_text_of_llama_3(pre: str, tmp_path: Path) -> None:
-    """Its files do not say so: llama.cpp derives it from the name of the split."""
+    """Its files do not contain it: llama.cpp derives it from the name of the split."""
     file = write_gguf(tmp_path / "a.gguf", "llama", make_model("llama"), "F32", pre=pre)
     loaded: Any = load_tokenizer(file)
     assert loaded.encode("ab") == ([1] if pre == "llama-bpe" else []) + [159]
@@ -75,7 +75,7 @@ def test_bos_begins_a_text_of_llama_3(pre: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def words() -> tuple[list[str], list[str]]:
-    """A vocabulary whose merges cross words, so that every cut shows in the tokens."""
+    """Return a vocabulary whose merges cross words, so that every cut shows in the tokens."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trained.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""GGUF files that are damaged, or would be read wrongly: refused with a reason."""
+"""GGUF files that are damaged, or would be read wrongly, are refused with a reason."""
 
 import errno
 import logging
@@ -46,9 +46,11 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("damage", HEADERS)
-def test_counts_are_not_believed(damage: str, tmp_path: Path) -> None:
-    """The package reads the elements of an array one by one, past the end of the file too: a file
-    of 60 bytes took all memory."""
+def test_counts_are_checked(damage: str, tmp_path: Path) -> None:
+    """Regression: a file of 60 bytes took all memory.
+
+    The package reads the elements of an array one by one, past the end of the file too.
+    """
     data, said = HEADERS[damage]
     (tmp_path / "tiny.gguf").write_bytes(data)
     with pytest.raises(ModelError, match=said):
@@ -59,10 +61,10 @@ NO_MEMORY = [MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))]
 
 
 @pytest.mark.parametrize("error", NO_MEMORY)
-def test_want_of_memory_is_no_damage(
+def test_a_lack_of_memory_is_not_damage(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file was refused as unreadable: a user would have downloaded it again."""
+    """Regression: the file was refused as unreadable, and a user would have downloaded it again."""
     file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q4_0")
 
     def full(*args: Any, **options: Any) -> None:
@@ -83,7 +85,7 @@ def test_want_of_memory_is_no_damage(
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
 def test_scales_that_are_not_finite_are_refused(kind: str, scale: float, tmp_path: Path) -> None:
-    """They were read, and every request ended with an error."""
+    """Regression: they were read, and every request ended with an error."""
     file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), kind)
     [place] = (t.data_offset for t in gguf.GGUFReader(file).tensors if t.name == UP)
     data = bytearray(file.read_bytes())
@@ -115,7 +117,7 @@ def write_with(file: Path, add: Any) -> Path:
         ("add_bool", "attention.causal", False, "attention is not causal"),
     ],
 )
-def test_keys_that_change_answers_are_not_left_out(
+def test_keys_that_change_answers_are_not_ignored(
     method: str,
     key: str,
     value: Any,
@@ -134,10 +136,10 @@ def test_keys_that_change_answers_are_not_left_out(
 @pytest.mark.parametrize(
     ("architecture", "name"), [("gemma3", "block_count"), ("phi3", "rope_dimension_count")]
 )
-def test_numbers_of_what_the_file_does_not_have_are_refused(
+def test_counts_of_missing_entries_are_refused(
     architecture: str, name: str, tmp_path: Path
 ) -> None:
-    """A list was made of so many entries, which took all memory."""
+    """Regression: a list of this many entries took all memory."""
     add = getattr(gguf.GGUFWriter, f"add_{name}")
     methods = {f"add_{name}": lambda self, _: add(self, 2**31)}
     model = make_model(architecture)
@@ -146,8 +148,8 @@ def test_numbers_of_what_the_file_does_not_have_are_refused(
         load_model(file)
 
 
-def test_two_tensors_for_one_are_refused(tmp_path: Path) -> None:
-    """The last one was read."""
+def test_duplicate_tensors_are_refused(tmp_path: Path) -> None:
+    """Regression: the last one was read."""
     name, zeros = "model.norm.weight", np.zeros(BASE["hidden_size"], np.float32)
     file = write_with(tmp_path / "a.gguf", lambda w: w.add_tensor(name, zeros))
     with pytest.raises(UnsupportedModelError, match=rf"two tensors for {name}"):
@@ -156,10 +158,10 @@ def test_two_tensors_for_one_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "F32"])
 @pytest.mark.parametrize("left", [-90, 10, 13, 0.5, -1])
-def test_a_file_that_was_cut_off_is_said_to_be_that(left: float, kind: str, tmp_path: Path) -> None:
-    """numpy's errors were shown: an array of size 10 cannot be reshaped, a view needs a divisor.
+def test_a_truncated_file_is_reported_as_such(left: float, kind: str, tmp_path: Path) -> None:
+    """Regression: errors of numpy were shown (cannot reshape an array, a view needs a divisor).
 
-    90 bytes before the first tensor the list of them ends.
+    90 bytes before the first tensor the list of tensors ends.
     """
     file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), kind)
     data, start = file.read_bytes(), min(t.data_offset for t in gguf.GGUFReader(file).tensors)
@@ -170,8 +172,8 @@ def test_a_file_that_was_cut_off_is_said_to_be_that(left: float, kind: str, tmp_
         load_model(file)
 
 
-def test_a_file_that_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
-    """To read a mapped file beyond its end ended the process, without a word."""
+def test_a_file_that_is_truncated_while_it_is_read(tmp_path: Path) -> None:
+    """Regression: reading a mapped file beyond its end crashed the process without a message."""
     file = write_gguf(tmp_path / "model.gguf", "llama", make_model("llama"), "Q4_0")
     with checkpoint.GGUFCheckpoint(tmp_path) as opened:
         os.truncate(file, file.stat().st_size - 1)
@@ -191,15 +193,15 @@ def test_a_file_that_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
         ("add_token_merges", r"tokenizer\.ggml\.merges"),
     ],
 )
-def test_a_key_that_is_missing_is_named(method: str, key: str, tmp_path: Path) -> None:
-    """transformers took a default (an epsilon of 1e-6), or raised `KeyError: 'scores'`."""
+def test_a_missing_key_is_named(method: str, key: str, tmp_path: Path) -> None:
+    """Regression: transformers took a default (epsilon 1e-6), or raised `KeyError: 'scores'`."""
     model, methods = make_model("llama"), {method: lambda self, *_: None}
     file = write_gguf(tmp_path / "tiny.gguf", "llama", model, "Q4_0", methods=methods)
     with pytest.raises(DamagedModelError, match=rf"its metadata has no {key};"):
         load_model(file)
 
 
-def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     def add(self: Any, name: str, *more: Any, **named: Any) -> None:
         if name != UP:
             gguf.GGUFWriter.add_tensor(self, name, *more, **named)
@@ -210,10 +212,8 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
         load_model(file)
 
 
-def test_another_architecture_is_told_before_anything_is_converted(
-    tmp_path: Path, cache: Path
-) -> None:
-    """For Mamba the error listed values of `model_type`, which a GGUF file does not have."""
+def test_another_architecture_is_refused_before_any_conversion(tmp_path: Path, cache: Path) -> None:
+    """Regression: for Mamba, the error listed values of `model_type`, which a GGUF file lacks."""
     (tmp_path / "a.gguf").write_bytes(metadata(ARCHITECTURE, struct.pack("<IQ", 8, 5), b"mamba"))
     with pytest.raises(UnsupportedModelError, match=r"its architecture is mamba; allowed: llama,"):
         load_model(tmp_path / "a.gguf")
@@ -235,12 +235,12 @@ ARCHITECTURE = struct.pack("<Q", 20) + b"general.architecture"
         ("qwen2", "14 {0} rounded again to int4, 1 {0} rounded again to int8"),
     ],
 )
-def test_what_becomes_of_a_file_is_logged(
+def test_the_conversion_of_a_file_is_logged(
     architecture: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head that is rounded again was counted among what is kept. It is int8, and has its row.
+    """Regression: a head that is rounded again counted as unchanged. It is int8, and has a line.
 
-    And that numbers change was a line of INFO, which commands do not show.
+    That numbers change was logged at INFO, which commands do not show.
     """
     own, name = gguf.GGUFWriter.add_tensor, "IQ4_NL" if "again" in said else "Q4_0"
 
@@ -251,7 +251,7 @@ def test_what_becomes_of_a_file_is_logged(
 
     lines: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        checkpoint._log, "log", lambda level, text, *told: lines.append((level, text % told))
+        checkpoint._log, "log", lambda level, text, *args: lines.append((level, text % args))
     )
     original = make_model(architecture)
     methods = {"add_tensor": add}
@@ -259,8 +259,8 @@ def test_what_becomes_of_a_file_is_logged(
     model = load_model(file, "float32")
     [(level, line)] = lines
     assert level == (logging.WARNING if "again" in said else logging.INFO)
-    _, _, told = line.partition(" F32 stored as float, ")
-    assert told == said.format(name)
+    _, _, formats = line.partition(" F32 stored as float, ")
+    assert formats == said.format(name)
     head = model.layer("lm_head")
     assert isinstance(head, Linear)
     assert head.matrix.kind == ("int8" if "again" in said else "int4")
@@ -271,5 +271,5 @@ def test_what_becomes_of_a_file_is_logged(
     )
     if architecture == "qwen2":
         bias = original.model.layers[1].self_attn.k_proj.bias
-        found: Any = model.layer("model.layers.1.self_attn.k_proj").bias
-        assert torch.equal(found, bias)
+        loaded_bias: Any = model.layer("model.layers.1.self_attn.k_proj").bias
+        assert torch.equal(loaded_bias, bias)

@@ -56,9 +56,9 @@ _MORE: dict[str, dict[str, Any]] = {
 def save_small(
     folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
-    """Write the checkpoint; returns its model, in float32."""
-    given = {"attention_bias": True} if name in ("llama", "granite") else {}
-    config = CONFIG_MAPPING[name](**{**BASE, **given, **_MORE.get(name, {}), **changes})
+    """Write the checkpoint; return its model, in float32."""
+    defaults = {"attention_bias": True} if name in ("llama", "granite") else {}
+    config = CONFIG_MAPPING[name](**{**BASE, **defaults, **_MORE.get(name, {}), **changes})
     model = tiny_model(config)
     with torch.no_grad():
         for part, parameter in model.named_parameters():

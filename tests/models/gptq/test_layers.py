@@ -1,4 +1,4 @@
-"""A layer over whole windows is transformers' layer, and units change no output."""
+"""A layer over whole windows equals that of transformers, and units change no output."""
 
 from pathlib import Path
 
@@ -37,8 +37,8 @@ def test_layers_are_transformers_and_units_change_nothing(name: str, tmp_path: P
     units = apply_units(layer, about.shape, sizes, torch.bfloat16)
     torch.testing.assert_close(layer(rows, step), before, rtol=1e-4, atol=1e-4)
     for one in heads:
-        _, found = collect_inputs(layer, [one], rows, step, stop=True)
-        torch.testing.assert_close(found[one] * units[one], inputs[one], rtol=1e-3, atol=1e-4)
+        _, collected = collect_inputs(layer, [one], rows, step, stop=True)
+        torch.testing.assert_close(collected[one] * units[one], inputs[one], rtol=1e-3, atol=1e-4)
     changed = [
         one for one in heads if not torch.equal(weights[one], layer.get_submodule(one).weight)
     ]

@@ -49,15 +49,15 @@ def logits(folder: Path, **options: Any) -> torch.Tensor:
 
 
 def loaded_by_transformers(folder: Path) -> Any:
-    """In floats: in 4 bits the library expects zero points unlike those that it writes itself."""
+    """Load in floats: in 4 bits the library expects other zero points than it writes."""
     floats = CompressedTensorsConfig(dequantize=True)
-    given: Any = {"quantization_config": floats, "dtype": torch.float32}
+    options: Any = {"quantization_config": floats, "dtype": torch.float32}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of two configurations
-        return AutoModelForCausalLM.from_pretrained(folder, **given).eval()
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
-def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def apart(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,11 @@ def test_transformers_and_headstart_read_the_same_model(
 
 def test_an_llm_answers_from_one_file_per_layer(text: Path, tmp_path: Path) -> None:
     save_small(tmp_path / "float")
-    told: list[int] = []
-    quantize(plan_quantization(tmp_path / "float", tmp_path / "small", text), told.append)
-    assert told == [1, 2]
+    finished_layers: list[int] = []
+    quantize(
+        plan_quantization(tmp_path / "float", tmp_path / "small", text), finished_layers.append
+    )
+    assert finished_layers == [1, 2]
     shards = sorted(path.name for path in (tmp_path / "small").glob("*.safetensors"))
     assert shards == [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
     with torch.no_grad():
@@ -106,7 +108,7 @@ def test_an_llm_answers_from_one_file_per_layer(text: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_nothing_stays_of_what_is_interrupted(
+def test_an_interrupt_leaves_no_files(
     error: type[BaseException], text: Path, tmp_path: Path
 ) -> None:
     save_small(tmp_path / "float")
@@ -123,10 +125,10 @@ def test_nothing_stays_of_what_is_interrupted(
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_nothing_stays_of_what_a_signal_ends(
+def test_a_signal_leaves_no_files(
     name: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`systemctl stop`, or a terminal that was closed, left a hidden folder of gigabytes."""
+    """Regression: `systemctl stop`, or closing a terminal, left a hidden folder of gigabytes."""
     number = getattr(signal, name, None)
     if number is None:
         pytest.skip(f"there is no {name} here")
@@ -150,10 +152,10 @@ def test_nothing_stays_of_what_a_signal_ends(
     assert seen and seen[0] != before == sorted(tmp_path.iterdir())
 
 
-def test_a_signal_that_is_ignored_stays_so(
+def test_an_ignored_signal_stays_ignored(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`nohup` has it so."""
+    """`nohup` ignores it."""
     save_small(tmp_path / "float")
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
     set_anew: list[int] = []
@@ -169,29 +171,29 @@ def test_a_signal_that_is_ignored_stays_so(
     assert set(set_anew) <= {signal.SIGINT}
 
 
-def test_the_command_says_what_it_wrote_and_how_to_use_it(text: Path, tmp_path: Path) -> None:
+def test_the_command_prints_what_it_wrote_and_how_to_use_it(text: Path, tmp_path: Path) -> None:
     save_small(tmp_path / "float")
     target = tmp_path / "small"
     called = ["models", "quantize", str(tmp_path / "float"), str(target), "--text", str(text)]
     result = CliRunner().invoke(main, called)
     assert result.exit_code == 0, result.stderr
-    told = " ".join(result.stderr.split())
-    assert f"headstart run --model {target}" in told and f"tokens of {text}" in told
+    output = " ".join(result.stderr.split())
+    assert f"headstart run --model {target}" in output and f"tokens of {text}" in output
     again = CliRunner().invoke(main, called)
     assert again.exit_code == 2 and "exists already" in again.stderr
 
 
-def test_a_log_tells_how_far_it_is(text: Path, tmp_path: Path) -> None:
-    """Without a terminal it was silent for the minutes that it takes."""
+def test_progress_is_logged(text: Path, tmp_path: Path) -> None:
+    """Regression: without a terminal it was silent for the minutes that it takes."""
     save_small(tmp_path / "float", num_hidden_layers=3)
     called = ["models", "quantize", str(tmp_path / "float"), str(tmp_path / "small")]
     result = CliRunner().invoke(main, [*called, "--text", str(text)])
     assert result.exit_code == 0, result.stderr
-    found = re.findall(r"quantized \d of \d layers", result.stderr)
-    assert found == [f"quantized {number} of 3 layers" for number in range(4)]
+    lines = re.findall(r"quantized \d of \d layers", result.stderr)
+    assert lines == [f"quantized {number} of 3 layers" for number in range(4)]
 
 
-def test_bad_input_is_told_before_any_work(text: Path, tmp_path: Path) -> None:
+def test_bad_input_is_refused_before_any_work(text: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "float", tmp_path / "small"
     save_small(source)
     with pytest.raises(ModelNotFoundError):
@@ -216,7 +218,10 @@ def test_bad_input_is_told_before_any_work(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_is_refused_before_it_is_read(text: Path, tmp_path: Path) -> None:
-    """Its tokenizer was converted first, for minutes; one in bfloat16 "is quantized already"."""
+    """Regression: its tokenizer was converted first, for minutes.
+
+    A file in bfloat16 was refused as "already quantized".
+    """
     (tmp_path / "some.gguf").write_bytes(b"not even GGUF")
     with pytest.raises(
         UnsupportedModelError, match=r"some\.gguf is a GGUF file; allowed: a floating-point check"
@@ -260,7 +265,7 @@ def test_a_model_without_a_tokenizer_is_refused(text: Path, tmp_path: Path) -> N
         plan_quantization(tmp_path / "float", tmp_path / "small", text)
 
 
-def test_the_default_text_comes_with_python(tmp_path: Path) -> None:
+def test_the_default_text_is_part_of_python(tmp_path: Path) -> None:
     save_small(tmp_path / "float")
     plan = plan_quantization(tmp_path / "float", tmp_path / "small")
     assert plan.text == "Python's help topics" and plan.tokens.numel() >= 16_000

@@ -1,4 +1,4 @@
-"""Windows of text: from all over it, and begun as the model knows texts to begin."""
+"""Windows of a text come from all over it, and begin as the model expects texts to begin."""
 
 import torch
 from tokenizers.processors import TemplateProcessing

@@ -1,4 +1,4 @@
-"""PEFT's files, read strictly: what cannot be applied whole is refused, and says why."""
+"""PEFT's files are read strictly: an adapter that cannot be applied whole is refused."""
 
 import json
 import shutil
@@ -29,8 +29,8 @@ Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-class Made:
-    """A loaded model and an adapter for it that is right; copies of it are then spoiled."""
+class Sample:
+    """A loaded model and a correct adapter for it; tests damage copies of it."""
 
     def __init__(self, folder: Path) -> None:
         self.base = save_tiny("llama", folder / "llama")
@@ -47,7 +47,7 @@ class Made:
         config: dict[str, Any] | None = None,
         tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
     ) -> Path:
-        """The adapter with some fields and tensors changed."""
+        """Return a copy of the adapter with some fields and tensors changed."""
         shutil.copytree(self.path, folder)
         content = json.loads((folder / CONFIG).read_text()) | (config or {})
         (folder / CONFIG).write_text(json.dumps(content))
@@ -57,8 +57,8 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made(tmp_path_factory.mktemp("lora"))
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    return Sample(tmp_path_factory.mktemp("lora"))
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     ],
 )
 def test_a_configuration_that_cannot_be_followed_is_refused(
-    made: Made, tmp_path: Path, config: dict[str, Any], error: type[AdapterError], reason: str
+    sample: Sample, tmp_path: Path, config: dict[str, Any], error: type[AdapterError], reason: str
 ) -> None:
-    path = made.copy(tmp_path / "copy", config)
+    path = sample.copy(tmp_path / "copy", config)
     with pytest.raises(error, match=reason):
-        made.read(path)
+        sample.read(path)
 
 
 def drop(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
@@ -157,66 +157,68 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Te
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
-    made: Made, tmp_path: Path, tensors: Any, error: type[AdapterError], reason: str
+    sample: Sample, tmp_path: Path, tensors: Any, error: type[AdapterError], reason: str
 ) -> None:
-    path = made.copy(tmp_path / "copy", tensors=tensors)
+    path = sample.copy(tmp_path / "copy", tensors=tensors)
     with pytest.raises(error, match=reason):
-        made.read(path)
+        sample.read(path)
 
 
-def test_missing_and_broken_files(made: Made, tmp_path: Path) -> None:
+def test_missing_and_broken_files(sample: Sample, tmp_path: Path) -> None:
     with pytest.raises(AdapterNotFoundError, match="is not a folder"):
-        made.read(tmp_path / "nowhere")
+        sample.read(tmp_path / "nowhere")
     with pytest.raises(AdapterNotFoundError, match=r"has no adapter_config\.json"):
-        made.read(tmp_path)
-    path = made.copy(tmp_path / "copy")
+        sample.read(tmp_path)
+    path = sample.copy(tmp_path / "copy")
     whole = (path / WEIGHTS).read_bytes()
     for size in (0, 7, 100, len(whole) - 1):
         (path / WEIGHTS).write_bytes(whole[:size])
         with pytest.raises(DamagedAdapterError, match="truncated or not a safetensors file"):
-            made.read(path)
+            sample.read(path)
     (path / WEIGHTS).rename(path / "adapter_model.bin")
     with pytest.raises(DamagedAdapterError, match=r"_model\.safetensors; .* not read .*\.bin"):
-        made.read(path)
+        sample.read(path)
     for text, reason in (("{", "not readable JSON"), ("[]", "is a list")):
         (path / CONFIG).write_text(text)
         with pytest.raises(DamagedAdapterError, match=reason):
-            made.read(path)
+            sample.read(path)
 
 
-def test_an_adapter_of_another_model_is_refused(made: Made, tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_is_refused(sample: Sample, tmp_path: Path) -> None:
     other = save_tiny("gpt2", tmp_path / "gpt2")
     path = make_adapter(other, tmp_path / "adapter", target_modules=["c_attn"])
     with pytest.raises(UnsupportedAdapterError, match=r"for another model.*c_attn"):
-        made.read(path)
+        sample.read(path)
 
 
-def test_identity_is_what_the_adapter_does(made: Made, tmp_path: Path) -> None:
-    """Not its name, its place, its base's name or how it was trained; but scale and weights."""
+def test_identity_depends_on_the_effect_of_the_adapter(sample: Sample, tmp_path: Path) -> None:
+    """It depends on scale and weights, not on name, place, base name or training."""
     same: dict[str, Any] = {"lora_dropout": 0.5, "base_model_name_or_path": "x", "revision": "y"}
-    assert made.read(made.copy(tmp_path / "same", same)) == made.digest
+    assert sample.read(sample.copy(tmp_path / "same", same)) == sample.digest
     spelt = {"target_modules": r".*\.(q|v)_proj", "use_rslora": False, "lora_alpha": 16}
-    assert made.read(made.copy(tmp_path / "spelt", spelt)) == made.digest  # 16 / 4 = 8 / sqrt(4)
-    one = next(iter(load_file(made.path / WEIGHTS)))
+    assert (
+        sample.read(sample.copy(tmp_path / "spelt", spelt)) == sample.digest
+    )  # 16 / 4 = 8 / sqrt(4)
+    one = next(iter(load_file(sample.path / WEIGHTS)))
 
     def nudged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors[one].view(-1)[5] = tensors[one].view(-1)[5].nextafter(torch.tensor(9.0))
         return tensors
 
     others = [
-        made.read(made.copy(tmp_path / "alpha", {"lora_alpha": 9})),
-        made.read(made.copy(tmp_path / "plain", {"use_rslora": False})),
-        made.read(made.copy(tmp_path / "pattern", {"alpha_pattern": {"layers.2.*": 1}})),
-        made.read(made.copy(tmp_path / "nudged", tensors=nudged)),
+        sample.read(sample.copy(tmp_path / "alpha", {"lora_alpha": 9})),
+        sample.read(sample.copy(tmp_path / "plain", {"use_rslora": False})),
+        sample.read(sample.copy(tmp_path / "pattern", {"alpha_pattern": {"layers.2.*": 1}})),
+        sample.read(sample.copy(tmp_path / "nudged", tensors=nudged)),
     ]
-    assert len({made.digest, *others}) == 5
+    assert len({sample.digest, *others}) == 5
 
 
 def test_a_file_that_is_overwritten_after_reading_changes_nothing(
-    made: Made, tmp_path: Path
+    sample: Sample, tmp_path: Path
 ) -> None:
-    path = made.copy(tmp_path / "copy")
-    weights = read_weights(path, made.model, 64)
+    path = sample.copy(tmp_path / "copy")
+    weights = read_weights(path, sample.model, 64)
     before = {name: pair.down.clone() for name, pair in weights.pairs.items()}
     size = (path / WEIGHTS).stat().st_size
     with (path / WEIGHTS).open("r+b") as file:
@@ -242,13 +244,13 @@ FIELDS += ["init_lora_weights", "of_a_later_peft"]
 @example(text=b'{"a":' * 100_000)
 @example(text=b"1" * 5000)
 @given(text=st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_any_bytes_in_place_of_the_configuration(made: Made, text: bytes) -> None:
-    path = made.path / CONFIG
+def test_any_bytes_in_place_of_the_configuration(sample: Sample, text: bytes) -> None:
+    path = sample.path / CONFIG
     whole = path.read_bytes()
     try:
         path.write_bytes(text)
         with pytest.raises(AdapterError):
-            made.read(made.path)
+            sample.read(sample.path)
     finally:
         path.write_bytes(whole)
 
@@ -258,13 +260,13 @@ def test_any_bytes_in_place_of_the_configuration(made: Made, text: bytes) -> Non
 @example(name="alpha_pattern", value={"q_proj": 10**400})
 @example(name="r", value=10**400)
 @given(name=st.sampled_from(FIELDS), value=JSON)
-def test_any_value_in_the_configuration(made: Made, name: str, value: object) -> None:
-    path = made.path / CONFIG
+def test_any_value_in_the_configuration(sample: Sample, name: str, value: object) -> None:
+    path = sample.path / CONFIG
     whole = path.read_bytes()
     try:
         path.write_text(json.dumps(json.loads(whole) | {name: value}))
         try:
-            assert len(made.read(made.path)) == 64
+            assert len(sample.read(sample.path)) == 64
         except AdapterError:
             return
     finally:
@@ -273,8 +275,8 @@ def test_any_value_in_the_configuration(made: Made, name: str, value: object) ->
 
 @FUZZ
 @given(data=st.data())
-def test_any_header_in_the_weight_file(made: Made, data: st.DataObject) -> None:
-    path = made.path / WEIGHTS
+def test_any_header_in_the_weight_file(sample: Sample, data: st.DataObject) -> None:
+    path = sample.path / WEIGHTS
     whole = path.read_bytes()
     header = bytearray(whole[: 8 + int.from_bytes(whole[:8], "little")])
     for _ in range(data.draw(st.integers(1, 3))):
@@ -282,7 +284,7 @@ def test_any_header_in_the_weight_file(made: Made, data: st.DataObject) -> None:
     try:
         path.write_bytes(bytes(header) + whole[len(header) :])
         try:
-            assert len(made.read(made.path)) == 64
+            assert len(sample.read(sample.path)) == 64
         except AdapterError:
             return
     finally:
@@ -292,9 +294,9 @@ def test_any_header_in_the_weight_file(made: Made, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "dtype", ["F8_E4M3", "F8_E5M2", "F4", "F6_E2M3", "C64", "BOOL", "U16", "X"]
 )
-def test_other_dtypes_are_refused(made: Made, tmp_path: Path, dtype: str) -> None:
-    """Some are known to the file format and not to us, or not to torch."""
-    path = made.copy(tmp_path / "copy")
+def test_other_dtypes_are_refused(sample: Sample, tmp_path: Path, dtype: str) -> None:
+    """Some exist in the file format but not in headstart, or not in torch."""
+    path = sample.copy(tmp_path / "copy")
     whole = (path / WEIGHTS).read_bytes()
     length = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + length])
@@ -308,4 +310,4 @@ def test_other_dtypes_are_refused(made: Made, tmp_path: Path, dtype: str) -> Non
     data = whole[8 + length :]
     (path / WEIGHTS).write_bytes(len(changed).to_bytes(8, "little") + changed + data)
     with pytest.raises(AdapterError):
-        made.read(path)
+        sample.read(path)

@@ -1,4 +1,4 @@
-"""Adapters on the rows of a flat batch, against PEFT's own logits, merged and unmerged."""
+"""Adapters on the rows of a flat batch compared with PEFT's logits, merged and unmerged."""
 
 from pathlib import Path
 from typing import Any
@@ -100,11 +100,11 @@ def test_logits_are_those_of_peft(files: Files, batch: str, merged: bool) -> Non
     for sequence, name, prompt in zip(sequences, names, prompts, strict=True):
         expected = files.expect(name, prompt, merged=merged)
         scale = float(expected.abs().max())
-        found = torch.stack(sequence.logits)
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5 * scale)
+        actual = torch.stack(sequence.logits)
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-5 * scale)
 
 
-def test_a_step_without_adapters_runs_what_was_there_before(files: Files) -> None:
+def test_a_step_without_adapters_runs_the_original_modules(files: Files) -> None:
     adapted, plain = files.open(), Paged(TINY[files.architecture]())
     prompt = draw(17, 1)
     adapted.step([(adapted.paged.add(draw(9, 2)), "wide", 9)])
@@ -123,13 +123,13 @@ def test_half_precision_stays_near_full(files: Files, dtype: torch.dtype) -> Non
     adapted.step(work)
     for sequence, name, _ in work:
         expected = files.expect(name, sequence.token_ids)
-        found = torch.stack(sequence.logits)
-        error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+        actual = torch.stack(sequence.logits)
+        error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert float(error.median()) < 10 * torch.finfo(dtype).eps
 
 
-def test_an_adapter_that_overflows_does_so_in_its_own_rows(tmp_path: Path) -> None:
-    """In one product with others', its ranks give infinity for their rows, too."""
+def test_an_adapter_overflows_only_in_its_rows(tmp_path: Path) -> None:
+    """In one product with other adapters, its ranks would make their rows infinite, too."""
     decoder = TransformersDecoder(TINY["llama"](), ())
     widths = decoder.linear_widths()["model.layers.0.self_attn.q_proj"]
     big = torch.full((2, widths.inputs), 6e4, dtype=torch.float16)
@@ -146,7 +146,7 @@ def test_an_adapter_that_overflows_does_so_in_its_own_rows(tmp_path: Path) -> No
 
 
 class Loose(nn.Module):
-    """Layers that their caller may hand any rows."""
+    """Layers to which their caller may pass any rows."""
 
     device = torch.device("cpu")
     output_layer = None
@@ -163,7 +163,7 @@ class Loose(nn.Module):
 
 
 def test_a_layer_that_gets_other_rows_than_the_batch_is_an_error() -> None:
-    """Single experts of a mixture, say: which of their rows are whose is not known."""
+    """For example single experts of a mixture: the owners of their rows are not known."""
     model = Loose()
     pair = LoraPair(torch.ones(2, 3), torch.ones(5, 2))
     layers = LoraLayers(model)
@@ -184,12 +184,12 @@ def test_siblings_may_read_different_inputs() -> None:
     with torch.inference_mode():
         plain = model.q_proj(x), model.k_proj(y)
         layers.begin_step([AdapterRun(adapter, 4, 1)])
-        found = model.q_proj(x), model.k_proj(y)
-    for base, given, adapted in zip(plain, (x, y), found, strict=True):
-        torch.testing.assert_close(adapted, base + given @ pair.down.t() @ pair.up.t())
+        outputs = model.q_proj(x), model.k_proj(y)
+    for base, inputs, adapted in zip(plain, (x, y), outputs, strict=True):
+        torch.testing.assert_close(adapted, base + inputs @ pair.down.t() @ pair.up.t())
 
 
-def test_stacks_are_made_anew_only_when_adapters_join(files: Files) -> None:
+def test_stacks_are_rebuilt_only_when_adapters_join(files: Files) -> None:
     adapted = files.open()
     sequences = [(adapted.paged.add(draw(8, seed)), name) for seed, name in enumerate(OPTIONS)]
     first, both, all_three = (sequences[:1], sequences[:2], sequences)

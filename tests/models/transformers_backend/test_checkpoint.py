@@ -1,4 +1,4 @@
-"""Configuration against weights: what does not fit is refused by name, before anything is built."""
+"""Configuration and weights that disagree are refused by name, before a model is built."""
 
 import json
 import shutil
@@ -33,13 +33,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Return a copy that a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails a test that gets as far as building a model."""
+    """Fail a test that starts to build a model."""
 
     def build(*args: Any, **options: Any) -> None:
         raise AssertionError("a model was built")
@@ -107,20 +107,20 @@ def test_parts_of_a_model_are_checked_too(folder: Path) -> None:
         ({"intermediate_size": 10**6}, r"is 1000000; .* have \d+ weights in all"),
     ],
 )
-def test_more_than_all_the_weights(folder: Path, changes: dict[str, Any], reason: str) -> None:
+def test_sizes_above_all_weights(folder: Path, changes: dict[str, Any], reason: str) -> None:
     assert len(tensor_shapes(folder)) == 30
     edit_config(folder, **changes)
     with pytest.raises(DamagedModelError, match=reason):
         load_model(folder)
 
 
-def test_every_configuration_of_ours_is_in_range(tmp_path: Path) -> None:
+def test_all_tiny_configurations_are_in_range(tmp_path: Path) -> None:
     for name in TINY:
         save_tiny(name, tmp_path)
         check_files(tmp_path)
 
 
-# Numbers that are not those of the weights, told before the model is built.
+# Numbers that differ from those of the weights, reported before the model is built.
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_every_configuration_of_ours_is_in_range(tmp_path: Path) -> None:
         ("gpt2", {"n_embd": 36}, "hidden_size is 36, and no tensor"),
     ],
 )
-def test_sizes_that_are_not_the_weights(
+def test_sizes_that_differ_from_the_weights(
     tmp_path: Path,
     name: str,
     change: dict[str, int],
@@ -179,9 +179,9 @@ def test_layers_that_only_draft_are_left_out(tmp_path: Path) -> None:
     with pytest.raises(DamagedModelError, match=r"do not belong to this model, model\.layers\.3\."):
         load_model(tmp_path)
     edit_config(tmp_path, num_nextn_predict_layers=1)
-    found = load_model(tmp_path).module.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    state = load_model(tmp_path).module.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "pytorch_model.bin"])
@@ -225,7 +225,7 @@ def test_a_weight_that_would_not_be_used(folder: Path, name: str) -> None:
         "score.weight",
     ],
 )
-def test_what_changes_no_answer_may_be_there(folder: Path, name: str) -> None:
+def test_weights_that_change_no_answer_are_allowed(folder: Path, name: str) -> None:
     edit_weights(folder, lambda weights: weights.update({name: torch.ones(8)}))
     load_model(folder)
 
@@ -246,7 +246,7 @@ def omni_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @EACH
 @pytest.mark.parametrize("part", ["thinker.model.layers", "talker.", "audio_tower", "visual"])
-def test_a_pipeline_is_not_filled_up_at_random(
+def test_a_pipeline_is_not_randomly_initialized(
     omni_folders: dict[str, Path], tmp_path: Path, name: str, part: str
 ) -> None:
     folder = Path(shutil.copytree(omni_folders[name], tmp_path / "model"))
@@ -300,9 +300,7 @@ def test_a_pipeline_s_other_shapes_and_counts(
 @pytest.mark.parametrize(
     "voices", [b"", b"no file of torch's", {"ada": {"cond": 3}}, [1], {"a": 1}]
 )
-def test_voices_that_are_none(
-    omni_folders: dict[str, Path], tmp_path: Path, voices: object
-) -> None:
+def test_invalid_voices(omni_folders: dict[str, Path], tmp_path: Path, voices: object) -> None:
     folder = Path(shutil.copytree(omni_folders["qwen2.5"], tmp_path / "model"))
     path = folder / "spk_dict.pt"
     if isinstance(voices, bytes):

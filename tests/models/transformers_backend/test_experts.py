@@ -1,4 +1,4 @@
-"""Experts that compute all rows: the same values, and bits that no other row changes."""
+"""Experts that compute all rows: equal values, and bits that no other row changes."""
 
 import pytest
 import torch
@@ -19,15 +19,15 @@ MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_give_what_they_give_in_transformers(name: str) -> None:
+def test_experts_equal_those_of_transformers(name: str) -> None:
     tokens = torch.randint(0, VOCABULARY, (29,), generator=torch.Generator().manual_seed(2))
     places = torch.arange(29)
     reference, model = TINY[name](), TINY[name]()
     reference.set_experts_implementation("eager")
     assert compute_all_rows(model) is not None
     expected = forward_rows(reference, tokens, places, places)
-    found = forward_rows(model, tokens, places, places)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    actual = forward_rows(model, tokens, places, places)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("name", TINY)

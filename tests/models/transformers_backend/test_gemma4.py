@@ -1,4 +1,4 @@
-"""Gemma 4, whose layers differ in the width of their heads, against transformers' `generate`."""
+"""Gemma 4, whose layers differ in the width of their heads, compared with `generate`."""
 
 from contextlib import closing
 from pathlib import Path
@@ -68,9 +68,9 @@ def save_gemma4(folder: Path, kind: str, has_vision: bool = False) -> Any:
 @pytest.mark.parametrize("has_vision", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gemma4_answers_as_transformers_does(tmp_path: Path, kind: str, has_vision: bool) -> None:
-    """No checkpoint could be loaded: a check read the one width of its heads, which it has not.
+    """Regression: no checkpoint could be loaded since a check read a single width of its heads.
 
-    With a vision part, one with experts failed for want of an image processor.
+    With a vision part, a checkpoint with experts failed for lack of an image processor.
     """
     model = save_gemma4(tmp_path, kind, has_vision)
     generator = torch.Generator().manual_seed(3)
@@ -92,8 +92,10 @@ def test_gemma4_answers_as_transformers_does(tmp_path: Path, kind: str, has_visi
         [answer] = output.outputs
         assert list(answer.token_ids) == wanted.sequences[0, len(prompt) :].tolist()
         likeliest = [row[0].log_softmax(-1).max() for row in wanted.logits]
-        found = [next(iter(entry.values())).logprob for entry in answer.logprobs or ()]
-        torch.testing.assert_close(torch.tensor(found), torch.stack(likeliest), rtol=0, atol=1e-4)
+        logprobs = [next(iter(entry.values())).logprob for entry in answer.logprobs or ()]
+        torch.testing.assert_close(
+            torch.tensor(logprobs), torch.stack(likeliest), rtol=0, atol=1e-4
+        )
 
 
 def test_an_error_of_a_configuration_names_the_model(

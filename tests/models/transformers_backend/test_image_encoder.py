@@ -1,4 +1,4 @@
-"""Loading a model that sees: its processor must be there, and must fit its tower."""
+"""Loading a model with vision: its processor must exist, and fit its tower."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from headstart.errors import DamagedModelError, UnsupportedModelError
 from tests.tiny_vision import save_tiny_vision
 
 
-def test_without_pillow_the_error_says_what_to_install(
+def test_without_pillow_the_error_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -33,7 +33,7 @@ def test_without_a_processor(tmp_path: Path) -> None:
 
 
 def test_a_processor_that_does_not_fit_the_tower(tmp_path: Path) -> None:
-    """Its pixels make two more rows and columns of patches than config.json has placeholders."""
+    """Its pixels give two more rows and columns of patches than config.json has placeholders."""
     folder = save_tiny_vision("idefics3", tmp_path)
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     settings["max_image_size"] = {"longest_edge": 48}

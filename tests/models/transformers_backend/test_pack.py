@@ -1,4 +1,4 @@
-"""Packed weights in every architecture: the same answers, and none where they are wrong."""
+"""Packed weights in every architecture give equal answers, and none where they are wrong."""
 
 from collections import Counter
 from pathlib import Path
@@ -43,13 +43,13 @@ def logits(model: PreTrainedModel) -> Tensor:
     return out
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
-    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+def apart(actual: Tensor, expected: Tensor) -> float:
+    return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_every_architecture_packed(name: str) -> None:
-    """Through transformers' own attention, and through ours."""
+    """Through attention of transformers, and through that of headstart."""
     expected = logits(tiny(name))
     model = tiny(name)
     pack_linears(model)
@@ -64,7 +64,7 @@ def test_every_architecture_packed(name: str) -> None:
 
 
 class ReadsItsHead(LlamaForCausalLM):
-    """A model whose own code takes a weight without calling the module."""
+    """A model whose code takes a weight without calling the module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -103,8 +103,8 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="maps are listed by Linux alone")
-def test_a_loaded_model_lets_its_file_go(tmp_path: Path) -> None:
-    """A norm that is a view of the mapped file would keep all weights in memory a second time."""
+def test_a_loaded_model_releases_its_file(tmp_path: Path) -> None:
+    """A norm that is a view of the mapped file would hold all weights in memory a second time."""
     tiny("qwen2").save_pretrained(tmp_path)
     model = load_transformers(tmp_path, torch.bfloat16, torch.device("cpu")).module
     assert kinds(model)[Linear] == 22

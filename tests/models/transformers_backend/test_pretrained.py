@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "where", [loader.AutoConfig, loader.AutoModelForCausalLM], ids=["config", "weights"]
 )
-def test_no_memory_is_said_to_be_that(
+def test_a_lack_of_memory_is_reported_as_such(
     folder: Path, monkeypatch: pytest.MonkeyPatch, where: Any, fail: Any
 ) -> None:
     monkeypatch.setattr(where, "from_pretrained", fail)
@@ -64,7 +64,7 @@ def test_any_other_error_is_a_damaged_model(
 
 
 @pytest.mark.parametrize("part", ["", "text_config"])
-def test_a_method_of_the_text_part_is_looked_at_too(part: str, tmp_path: Path) -> None:
+def test_a_method_of_the_text_part_is_checked_too(part: str, tmp_path: Path) -> None:
     """transformers takes it from there, and loads integers without their scales."""
     about = {"quantization_config": {"quant_method": "modelopt"}}
     text = {"model_type": "llama"}

@@ -1,4 +1,4 @@
-"""The probe lets every model through that works, and none that does not."""
+"""The probe accepts every model that works, and none that does not."""
 
 import math
 from collections.abc import Callable
@@ -108,7 +108,7 @@ def test_good_models_pass_in_every_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def test_the_model_is_left_with_transformers_own_attention() -> None:
+def test_the_probe_restores_transformers_attention() -> None:
     model = TINY["llama"]()
     before = set(register.AttentionInterface._global_mapping)
     probe_model(model)
@@ -142,7 +142,7 @@ def without(option: str) -> Callable[[LayerCall], AttentionOptions]:
     ],
     ids=str,
 )
-def test_attention_that_ignores_an_option_is_found(
+def test_attention_that_ignores_an_option_is_detected(
     name: str, option: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = TINY[name]().to(dtype)
@@ -151,10 +151,10 @@ def test_attention_that_ignores_an_option_is_found(
         probe_model(model)
 
 
-def test_a_window_that_the_layer_does_not_pass_on_is_found(
+def test_a_window_that_the_layer_does_not_pass_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also one far wider than the prompt of the check: it is read off the mask's own rule."""
+    """Also one far wider than the prompt of the check: it is read from the mask's rule."""
     config = tiny_config("mistral")
     config.sliding_window = 100
     model = type(TINY["mistral"]())(config).eval()
@@ -166,8 +166,8 @@ def test_a_window_that_the_layer_does_not_pass_on_is_found(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_state_beside_keys_and_values_is_found(dtype: torch.dtype) -> None:
-    """A token shift, as RWKV has it: a row takes half of the row before it in the batch."""
+def test_state_besides_keys_and_values_is_detected(dtype: torch.dtype) -> None:
+    """A token shift, as in RWKV: a row takes half of the row before it in the batch."""
 
     class Shift(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def test_state_beside_keys_and_values_is_found(dtype: torch.dtype) -> None:
         probe_model(model.to(dtype))
 
 
-def test_a_mask_with_a_rule_of_its_own_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_with_a_custom_rule_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def every_other(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return (row - column) % 64 != 63  # beyond the prompt of the check
 
@@ -191,7 +191,7 @@ def test_a_mask_with_a_rule_of_its_own_is_found(monkeypatch: pytest.MonkeyPatch)
         probe_model(TINY["llama"]())
 
 
-def test_logits_that_are_not_finite_are_found() -> None:
+def test_logits_that_are_not_finite_are_detected() -> None:
     model = TINY["llama"]()
     with torch.no_grad():
         model.lm_head.weight[3, 3] = math.inf
@@ -199,8 +199,8 @@ def test_logits_that_are_not_finite_are_found() -> None:
         probe_model(model)
 
 
-def test_weights_that_are_nan_are_told_by_name() -> None:
-    """The advice was another dtype, which changes nothing."""
+def test_weights_that_are_nan_are_named() -> None:
+    """Regression: the error suggested another dtype, which changes nothing."""
     model = TINY["llama"]()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 3] = math.nan
@@ -208,8 +208,8 @@ def test_weights_that_are_nan_are_told_by_name() -> None:
         probe_model(model)
 
 
-def test_a_near_tie_of_experts_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few rows may differ as much as they like, many may not."""
+def test_a_near_tie_of_experts_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows may differ by any amount, many may not."""
     differences = paged_kv.relative_errors
 
     def few(logits: Tensor, expected: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
 
 
 def full_attention_llama4(max_length: int, dtype: torch.dtype) -> PreTrainedModel:
-    """Every other layer has no rotary angles and scales its queries by rows, 40 at a time."""
+    """Return a model with rotary-free layers that scale their queries by rows, 40 at a time."""
     config = Llama4TextConfig(
         **SMALL | {"max_position_embeddings": max_length},
         intermediate_size_mlp=48,
@@ -300,8 +300,8 @@ def full_attention_llama4(max_length: int, dtype: torch.dtype) -> PreTrainedMode
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_queries_that_are_scaled_by_their_row_are_found(dtype: torch.dtype) -> None:
-    """Rows of 24 tokens show nothing of it: the scale is 1 up to position 38."""
+def test_queries_that_are_scaled_by_their_row_are_detected(dtype: torch.dtype) -> None:
+    """Rows of 24 tokens do not show it: the scale is 1 up to position 38."""
     reason = r"queries of layer 1 from the index of a row.*at positions 61 to 63"
     with pytest.raises(UnsupportedModelError, match=reason):
         probe_model(full_attention_llama4(64, dtype))
@@ -309,8 +309,8 @@ def test_queries_that_are_scaled_by_their_row_are_found(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_a_length_that_the_model_cannot_reach_is_found(name: str) -> None:
-    """Tables of learned positions end where they end; angles are computed for any position."""
+def test_a_length_that_the_model_cannot_reach_is_detected(name: str) -> None:
+    """Tables of learned positions end; angles are computed for any position."""
     model = TINY[name]()
     model.config.max_position_embeddings = 300
     if name == "llama":
@@ -321,7 +321,7 @@ def test_a_length_that_the_model_cannot_reach_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
-def test_angles_that_depend_on_the_length_pass_up_to_where_they_change(kind: str) -> None:
+def test_angles_that_depend_on_the_length_pass_until_they_change(kind: str) -> None:
     config = tiny_config("llama")
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
     rope["original_max_position_embeddings"] = 100
@@ -333,7 +333,7 @@ def test_angles_that_depend_on_the_length_pass_up_to_where_they_change(kind: str
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_refused_by_the_model_itself(name: str) -> None:
-    """None of these needs its configuration read to be found out."""
+    """No configuration needs to be read to detect these models."""
     build, reason = UNSUPPORTED[name]
     with pytest.raises(UnsupportedModelError, match=reason):
         probe_model(build().eval())

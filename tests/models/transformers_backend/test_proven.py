@@ -1,4 +1,4 @@
-"""A model that passed the checks is not run through them again while its files stay as they are."""
+"""A model that passed the checks does not run through them again while its files stay equal."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.tiny_models import save_tiny
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtypes of the models that are run through the checks from now on."""
+    """Record the dtypes of models that run through the checks from now on."""
     seen: list[torch.dtype] = []
     probe_model = proven.probe_model
 
@@ -28,7 +28,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
 
 def write_weight(folder: Path, value: float) -> None:
-    """Change one weight, so that the file keeps its size, and its time as well."""
+    """Change one weight so that the file has the same size and the same time."""
     file = folder / "model.safetensors"
     before = file.stat()
     weights = load_file(file)
@@ -58,7 +58,7 @@ def test_another_dtype_or_other_modules_are_another_model(
 
 
 def test_files_that_changed_are_tested_again(probes: list[torch.dtype], tmp_path: Path) -> None:
-    """Also those whose size and time were kept, and a model that was good before."""
+    """Also those whose size and time are unchanged, and a model that was good before."""
     folder = save_tiny("starcoder2", tmp_path)
     load_model(folder)
     write_weight(folder, float("inf"))

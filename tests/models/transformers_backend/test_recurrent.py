@@ -46,7 +46,7 @@ def model(name: str) -> DecoderModel:
     return load(name)
 
 
-def test_layers_of_each_kind_are_found(name: str, model: DecoderModel) -> None:
+def test_layers_of_each_kind_are_detected(name: str, model: DecoderModel) -> None:
     kinds = tiny_config(name).layer_types
     attention = [kind for kind in kinds if kind in ("full_attention", "hybrid")]
     assert len(model.layouts) == len(attention)
@@ -79,7 +79,7 @@ def test_half_precision_stays_near_full(name: str) -> None:
 
 
 def test_whole_blocks_have_the_same_bits_from_any_state(name: str) -> None:
-    """In deterministic mode a pass is one block, padded behind the known tokens."""
+    """In deterministic mode a pass is one block, padded after the known tokens."""
     model = load(name)
     model.fix_rows()
     tokens = random_tokens(3 * BLOCK)
@@ -105,7 +105,7 @@ def test_whole_blocks_have_the_same_bits_from_any_state(name: str) -> None:
     model.detach()
 
 
-def test_modules_are_transformers_own_after_detaching(name: str) -> None:
+def test_detaching_restores_the_modules_of_transformers(name: str) -> None:
     model = load(name)
     Stepper(model).step({0: Part(random_tokens(3), 0, -1, 0)})
     model.detach()
@@ -170,8 +170,8 @@ def test_the_text_part_of_a_checkpoint_with_vision(tmp_path: Path) -> None:
 # What goes wrong is found before a model serves.
 
 
-def test_another_state_between_tokens_is_found() -> None:
-    """A token shift in the place of an MLP keeps no state in the cache."""
+def test_another_state_between_tokens_is_detected() -> None:
+    """A token shift in the place of an MLP stores no state in the cache."""
 
     class Shift(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def test_a_mixer_that_needs_more_than_its_rows_is_refused() -> None:
         probe_model(model)
 
 
-def test_a_mixer_that_drops_its_state_is_found() -> None:
+def test_a_mixer_that_drops_its_state_is_detected() -> None:
     model = tiny_model(tiny_config("qwen3_next"))
     layer = model.model.layers[2].linear_attn
 

@@ -38,9 +38,9 @@ class OmniModel:
     Makes the pipeline's stages, and prepares prompts for these stages.
 
     kind: the model's class in transformers. audio, codes: the outputs with the waveform and the
-    codes. spelling: placeholder texts, by the kind of item ("audio" or "image"). A request's option
-    `voice` for the stage `talker` selects its voice. Embeddings of audio and images are cached in
-    `cache`, and in the thinker's tiers if it has any. Raises ConfigError or ModelError.
+    codes. placeholder_texts: by the kind of item ("audio" or "image"). A request's option `voice`
+    for the stage `talker` selects its voice. Embeddings of audio and images are cached in `cache`,
+    and in the thinker's tiers if it has any. Raises ConfigError or ModelError.
     """
 
     kind: Any
@@ -51,7 +51,7 @@ class OmniModel:
     sample_rate = 24_000
     text_params = SamplingParams(max_tokens=1024, temperature=0.0)
     speech_params: SamplingParams
-    spelling: Mapping[str, str]
+    placeholder_texts: Mapping[str, str]
     factories: Mapping[str, Factory]
 
     def __init__(self, folder: Path, dtype: str, device: str, cache: OutputCache) -> None:

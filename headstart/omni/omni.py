@@ -83,7 +83,7 @@ class Omni:
         """Default sampling parameters of the text."""
         self.speech_params = self._model.speech_params
         """Default sampling parameters of speech."""
-        self.spelling = self._model.spelling
+        self.placeholder_texts = self._model.placeholder_texts
         """Placeholder texts of a prompt, by the kind of item: "audio" or "image"."""
         self.tokenizer = self._model.tokenizer
         """The model's tokenizer; None if the model has none."""

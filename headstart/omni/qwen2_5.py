@@ -132,7 +132,7 @@ class Qwen25Omni(OmniModel):
     speech_params = SamplingParams(
         max_tokens=4096, temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05
     )
-    spelling = MappingProxyType(
+    placeholder_texts = MappingProxyType(
         {
             "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
             "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",

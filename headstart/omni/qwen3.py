@@ -365,7 +365,7 @@ class Qwen3Omni(OmniModel):
     speech_params = SamplingParams(
         max_tokens=4096, temperature=0.9, top_k=50, top_p=1.0, repetition_penalty=1.05
     )
-    spelling = MappingProxyType(
+    placeholder_texts = MappingProxyType(
         {
             "audio": "<|audio_start|><|audio_pad|><|audio_end|>",
             "image": "<|vision_start|><|image_pad|><|vision_end|>",

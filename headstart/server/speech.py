@@ -214,7 +214,7 @@ class _Media:
                 f"the sounds of the conversation have {seconds:,.0f} s together; "
                 f"allowed: {MAX_ALL_SECONDS:,}"
             )
-        return self._omni.spelling["audio"]
+        return self._omni.placeholder_texts["audio"]
 
     def _add_image(self, url: str) -> str:
         _check_count("images", self.images)
@@ -226,7 +226,7 @@ class _Media:
                 f"the images of the conversation have {pixels:,} pixels together; "
                 f"allowed: {MAX_ALL_PIXELS:,}"
             )
-        return self._omni.spelling["image"]
+        return self._omni.placeholder_texts["image"]
 
 
 def _check_count(name: str, items: Sequence[Any]) -> None:

@@ -57,7 +57,7 @@ def read(parts: list[dict[str, Any]]) -> Any:
     """Read the prompt of a conversation, with a stub of a model."""
     omni: Any = SimpleNamespace(
         sound_rate=RATE,
-        spelling={"audio": "<a>", "image": "<i>"},
+        placeholder_texts={"audio": "<a>", "image": "<i>"},
         tokenizer=SimpleNamespace(
             apply_chat_template=lambda flat, **_: flat[0]["content"],
             get_chat_template=lambda *_: "",

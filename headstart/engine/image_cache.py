@@ -318,7 +318,7 @@ class EncoderCache:
             entry.rows, entry.image = rows, None
             self.num_loaded += 1
             return
-        begun = time.perf_counter()
+        start = time.perf_counter()
         rows = self._encoder.encode(entry.image)
         if len(rows) != entry.num_rows:
             raise ValueError(
@@ -327,7 +327,7 @@ class EncoderCache:
         entry.rows, entry.image = rows, None
         self.num_encoded += 1
         if self._store is not None and entry.is_stored:
-            self._store.save(entry.key, rows, time.perf_counter() - begun)
+            self._store.save(entry.key, rows, time.perf_counter() - start)
 
     def clear(self) -> None:
         """Forget every image without users."""

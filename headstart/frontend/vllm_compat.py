@@ -353,20 +353,20 @@ def add_flags(
             help_text = str(_CONFIG[name].metadata["help"]).replace("%", "%%")
         default = argparse.SUPPRESS if given_only else _default_of(name)
         add = partial(group.add_argument, dest=name, default=default, help=help_text)
-        spelled = [flag, *option.short.split()]
+        option_strings = [flag, *option.short.split()]
         if option.kind == "switch":  # add --no-x, and --disable-x for --enable-x or vice versa
             inverse = flag.replace("--enable-", "--disable-")
             if inverse == flag:
                 inverse = flag.replace("--disable-", "--enable-")
             others = {f"--no-{flag.removeprefix('--')}", inverse} - set(flags.values())
-            add(*spelled, action="store_true")
+            add(*option_strings, action="store_true")
             add(*sorted(others), action="store_false")
             continue
         kind = str if option.kind in ("text", "texts") else read_value
         if option.kind in ("list", "texts"):
-            add(*spelled, type=kind, nargs="+", action="extend" if given_only else "store")
+            add(*option_strings, type=kind, nargs="+", action="extend" if given_only else "store")
         else:
-            add(*spelled, type=kind)
+            add(*option_strings, type=kind)
     return parser
 
 

@@ -192,21 +192,21 @@ def after_reasoning(
     kind, text, whitespace = form.constraint
     if kind != "json":
         return None
-    spelling: dict[str, Any] = {"whitespace_flexible": whitespace != ""}
+    whitespace_options: dict[str, Any] = {"whitespace_flexible": whitespace != ""}
     if whitespace:
-        spelling["whitespace_pattern"] = whitespace
+        whitespace_options["whitespace_pattern"] = whitespace
     rules = [
         f"start: {_REASONING}answer",
-        f"answer: {_json(json.loads(text), spelling)}",
+        f"answer: {_json(json.loads(text), whitespace_options)}",
         *_reasoning_rules(special),
     ]
     return StructuredOutputsParams(grammar="\n".join(rules))
 
 
-def _json(schema: Mapping[str, Any], spelling: Mapping[str, Any]) -> str:
+def _json(schema: Mapping[str, Any], whitespace_options: Mapping[str, Any]) -> str:
     try:
         adapted = adapt_schema(schema)
-        return "%json " + json.dumps({**adapted, "x-guidance": spelling}, allow_nan=False)
+        return "%json " + json.dumps({**adapted, "x-guidance": whitespace_options}, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"a tool's parameters are not a JSON schema: {error}") from error
 

@@ -46,7 +46,7 @@ class StateSearch:
 
     Without a state the blocks are useless. candidates: takes the number of blocks that the stores
     have, and returns the states to look for, deepest first. span: positions of the tokens that are
-    computed if no state is found. num_stored: number of blocks that the stores have. found: the
+    computed if no state is found. num_stored: number of blocks that the stores have. match: the
     deepest state that the stores have, if any. has_arrived: True if the state was loaded. block:
     the loaded state, until it is taken. rest: the states that were not looked up yet.
     """
@@ -55,7 +55,7 @@ class StateSearch:
     span: range
     block_size: int
     num_stored: int = 0
-    found: StateName | None = None
+    match: StateName | None = None
     has_arrived: bool = False
     block: LoadedBlock | None = None
     rest: Iterator[StateName] = field(default_factory=lambda: iter(()))
@@ -88,7 +88,7 @@ class LoadJob(Job):
     @property
     def has_work(self) -> bool:
         """True if there is something to load."""
-        return bool(self.count or (self.state is not None and self.state.found))
+        return bool(self.count or (self.state is not None and self.state.match))
 
     @property
     def skipped_blocks(self) -> int:
@@ -96,7 +96,7 @@ class LoadJob(Job):
         state = self.state
         if state is None:
             return self.count
-        return state.count_blocks(state.found.position) if state.found is not None else 0
+        return state.count_blocks(state.match.position) if state.match is not None else 0
 
 
 class Loader:
@@ -248,18 +248,18 @@ class Loader:
         if state is None:
             job.count = job.choose(num_stored)
             return
-        state.found, job.count = None, 0
+        state.match, job.count = None, 0
         assert self._states is not None
         while job.time_left() > 0 and (names := list(islice(state.rest, STATES_AT_ONCE))):
             index = self._states.first([name.name for name in names], job)
             if index == len(names):
                 continue
             state.rest = chain(names[index + 1 :], state.rest)
-            state.found = names[index]
+            state.match = names[index]
             if job.choose(job.skipped_blocks) > 0:
-                job.count = state.found.num_blocks
+                job.count = state.match.num_blocks
             else:
-                state.found = None
+                state.match = None
             return
 
     def _limit(self, blocks: int) -> float:
@@ -291,8 +291,8 @@ class Loader:
         If a state cannot be loaded, try the next deepest state that the stores have.
         """
         assert self._states is not None
-        while state.found is not None and not state.has_arrived:
-            chunks = self._states.load([state.found.name], job)
+        while state.match is not None and not state.has_arrived:
+            chunks = self._states.load([state.match.name], job)
             if (chunk := next(chunks, None)) is None:
                 self._choose(job, state.num_stored)
                 continue

@@ -259,13 +259,13 @@ class Load:
     def position(self) -> int:
         """Number of tokens before the state; 0 without a state."""
         state = self.job.state
-        return state.found.position if state is not None and state.found is not None else 0
+        return state.match.position if state is not None and state.match is not None else 0
 
     @property
     def state_name(self) -> BlockHash | None:
         """The name of the state that was written to the pool."""
         state = self.job.state if self.state_tier is not None else None
-        return state.found.name if state is not None and state.found is not None else None
+        return state.match.name if state is not None and state.match is not None else None
 
     def segments(self, block_size: int) -> list[tuple[str, range]]:
         """Return the ranges of tokens that were written to the pool, with their tiers."""
@@ -352,7 +352,7 @@ class Loads:
             search = search_states(computed, num_tokens, hashes, size, has_tail=has_tail)
 
             def choose(num_skipped: int) -> int:
-                count = search.found.num_blocks if search.found is not None else 0
+                count = search.match.num_blocks if search.match is not None else 0
                 nbytes = states.payload.nbytes + count * self.payload.nbytes
                 return self.choose(num_skipped, nbytes)
 

@@ -19,7 +19,7 @@ class _ImportedWhenUsed:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # pytest looks for its own in everything it collects
+        if attribute.startswith("_"):  # pytest reads attributes of everything it collects
             raise AttributeError(attribute)
         return getattr(import_quietly(self._name), attribute)
 

@@ -4,13 +4,13 @@ import os
 
 # Before torch is first imported, here or in a child process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# As `import headstart` does, which may come after torch here: models load with a thread for every
+# `import headstart` sets it too, but here it may follow torch. Models load with a thread for every
 # core, and the tests keep every core busy.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# As a server does, whichever imports Ray first: a task of Ray Serve that is late for the end of a
-# test's Ray waited for that one for ever, and with it every later call.
+# Servers set it too. Otherwise a late task of Ray Serve waits forever for the Ray of a finished
+# test, and blocks all later calls.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 os.environ["HEADSTART_CACHE_DIR"] = "off"  # or commands would hit prompts of earlier tests
 
@@ -24,16 +24,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# On two noisy cores a slow example says nothing about the code.
+# On two noisy cores, a slow example does not indicate slow code.
 settings.register_profile(
     "house", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30
 )
-# `--hypothesis-profile deep`: where a test names no number of its own, for minutes and hours.
+# `--hypothesis-profile deep` runs for minutes or hours, unless a test sets its number of examples.
 settings.register_profile("deep", settings.get_profile("house"), max_examples=1000)
 settings.load_profile("house")
 
-# What is imported stays for good, and so do the tests: 4 % of the time went by looking through
-# them for garbage. A test that rests on what is collected collects it itself.
+# Imported modules and collected tests are never garbage, but the collector spent 4 % of the time on
+# them. Tests that depend on a collection call `gc.collect`.
 gc.disable()
 
 
@@ -45,12 +45,12 @@ class KeptRecords(logging.Handler):
         self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.format(record)  # which fails the test where a line does not fit what it is to say
+        self.format(record)  # which fails the test if a line cannot be formatted
         self.records.append(record)
 
 
-# In place of pytest's own plugin, which goes through all loggers, thousands of them, six times a
-# test: 1.5 % of the time.
+# It replaces pytest's plugin, which visits thousands of loggers six times per test: 1.5 % of the
+# time.
 KEPT = KeptRecords()
 logging.getLogger().addHandler(KEPT)
 
@@ -175,7 +175,7 @@ def loads_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_finish() -> None:
-    if "transformers" in sys.modules:  # not in the process that only spreads the tests
+    if "transformers" in sys.modules:  # not in the process that only distributes the tests
         from transformers import PreTrainedConfig
 
         # It formats each configuration for a log line that is never written:

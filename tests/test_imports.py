@@ -9,7 +9,7 @@ from pathlib import Path
 import headstart
 from headstart.imports import install
 
-# Garbage: an object that holds itself.
+# Garbage: an object that refers to itself.
 GARBAGE = (
     "import gc, weakref\n"
     "class Ring: pass\n"

@@ -50,7 +50,7 @@ def test_the_usage_program_runs(demo_model: Path, capsys: pytest.CaptureFixture[
     exec(compile(PROGRAM, "usage.py", "exec"), names)
     first, second = names["outputs"]
     assert first.num_cached_tokens == 0
-    shared = len(preamble + people_table() + "Question: what is the age of ")  # a byte a token
+    shared = len(preamble + people_table() + "Question: what is the age of ")  # one token per byte
     assert second.num_cached_tokens == shared
     assert capsys.readouterr().out.count("Generation time: ") == 2
     names["llm"].close()

@@ -200,7 +200,7 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_BASE,
         **_HEAD,
         **_LINEAR,
-        rms_norm_eps=0.01,  # else norms of outputs near zero enlarge every rounding
+        rms_norm_eps=0.01,  # otherwise norms of outputs near zero amplify rounding
         **_DELTA,
         **_MROPE,
     ),
@@ -380,7 +380,7 @@ _NORMED = (
     *RECURRENT,
     "gemma4_text",
     "gemma4_unified_text",
-)  # whose norms are not all alike
+)  # whose norms differ
 
 TINY: dict[str, Callable[[], PreTrainedModel]] = {
     name: _builder(name) for name in _CONFIGS if name not in {*HYBRIDS, *RECURRENT}

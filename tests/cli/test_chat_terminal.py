@@ -89,13 +89,13 @@ def no_child_is_left() -> Iterator[None]:
 
 
 def test_lines_are_edited_pasted_and_remembered(tmp_path: Path) -> None:
-    # The model has no answer to the long paste, and would go on for a thousand tokens.
+    # The model has no answer to the long paste, and would continue for a thousand tokens.
     terminal = Terminal(tmp_path, "--max-tokens", "32", columns=80)
     short, _ = terminal.ask("Hi")
     terminal.send("Hix" + LEFT * 1 + "\x1b[3~" + "\r")  # the delete key takes the x
     edited, cached = terminal.cost()
     assert cached > short and edited - cached < 2 * short
-    # Lines beyond a terminal's own limit (4,096 bytes), and their ends, arrive as one message.
+    # Lines beyond a terminal's limit (4,096 bytes) arrive complete, as one message.
     pasted = "word " * 900 + "\nand a second line"
     terminal.send(f"{PASTE}{pasted}{END_PASTE}\r")
     long, _ = terminal.cost()
@@ -134,7 +134,7 @@ def test_an_interrupted_reply_stays_in_the_history_and_is_hit(tmp_path: Path) ->
     terminal = Terminal(tmp_path, "--ignore-eos", "--max-tokens", "2000", "--max-model-len", "4096")
     terminal.send("Hello\r")
     terminal.wait("The ")
-    terminal.send("/set seed")  # stands at the next prompt, where it once was lost
+    terminal.send("/set seed")  # appears at the next prompt; regression: it was lost
     terminal.send("\x03")
     first = terminal.wait(COST)
     assert number(first[2]) == 0
@@ -245,7 +245,7 @@ def test_ctrl_c_while_a_model_loads_is_one_line(tmp_path: Path) -> None:
         (terminal, terminal, terminal),
     )
     child = fdpexpect.fdspawn(ours, encoding="utf-8", timeout=120)
-    child.expect("headstart-tiny, 8 million parameters")  # said before it loads
+    child.expect("headstart-tiny, 8 million parameters")  # shown before it loads
     child.send("\x03")
     process.join(60)
     os.close(theirs)

@@ -134,7 +134,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(body[: line.breaks_behind])
             self.wfile.flush()
             line.is_cut.set()
-            line.is_over.wait()  # the rest never comes
+            line.is_over.wait()  # the rest is never sent
             return
         self.wfile.write(body[start:])
 
@@ -190,7 +190,7 @@ def test_an_interrupted_download_is_resumed(tmp_path: Path) -> None:
 def has_bytes(file: Path) -> bool:
     try:
         return file.stat().st_size > 0
-    except FileNotFoundError:  # it is complete, and has its own name by now
+    except FileNotFoundError:  # it is complete and already renamed
         return False
 
 

@@ -94,7 +94,7 @@ def test_boolean_flags_match_vllm() -> None:
          {"chat_template": "{{ messages }}", "tokenizer": "b"}),
     ],
 )  # fmt: skip
-def test_the_engine_s_flags(
+def test_flags_of_the_engine(
     served: Served, line: str, model: str, engine: dict[str, object]
 ) -> None:
     served.read(line)
@@ -124,7 +124,7 @@ def test_the_engine_s_flags(
         ("--trust-request-chat-template", {"trust_request_chat_template": True}),
     ],
 )  # fmt: skip
-def test_the_front_end_s_flags(served: Served, line: str, changed: dict[str, object]) -> None:
+def test_flags_of_the_frontend(served: Served, line: str, changed: dict[str, object]) -> None:
     served.read(line)
     assert served.options == ServerOptions(**changed)  # type: ignore[arg-type]
 

@@ -22,7 +22,7 @@ class LossyFeeds(RuleBasedStateMachine):
         self.engines = [Engine(replica) for replica in range(REPLICAS)]
         self.index = ReplicaIndex(REPLICAS)
         self.latest: dict[int, EventBatch] = {}  # the newest that arrived, of each replica
-        self.snapshots: list[EventBatch] = []  # under way
+        self.snapshots: list[EventBatch] = []  # not delivered yet
         self.removed: set[int] = set()  # removed replicas without events since
 
     def arrive(self, batch: EventBatch | None) -> None:

@@ -140,13 +140,13 @@ def test_a_session_moves_only_when_its_replica_dies() -> None:
         assert after == before[name] if before[name] != 1 else after != 1
 
 
-def test_prefix_affinity_looks_at_nothing_else() -> None:
+def test_prefix_affinity_considers_only_prefixes() -> None:
     many = router("prefix")
     first = many.route(request("first", 1), 0.0)
     assert {many.route(request(f"r{n}", 1), 0.0) for n in range(100)} == {first}
 
 
-def test_dynamo_s_cost_by_hand() -> None:
+def test_dynamos_cost_matches_a_manual_calculation() -> None:
     """Replica 0 holds 3 of 4 blocks and decodes one request of 4: 1 + 8, against 4 + 4 of 1."""
     many = router("dynamo", 2)
     prompt = [bytes([number]) * 32 for number in range(1, 5)]
@@ -161,7 +161,7 @@ def test_dynamo_s_cost_by_hand() -> None:
     assert many.route(route_request, 0.0) == 0
 
 
-def test_sglang_s_rules() -> None:
+def test_sglangs_rules() -> None:
     many = router("sglang", 2)
     assert many.route(request("a", 1), 0.0) == 0
     assert many.route(request("b", 2), 0.0) == 1  # no match: the smaller tree

@@ -8,7 +8,7 @@ from tests.house.source import ROOT, FunctionNode, Module, read_modules
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_PARAMETERS = 8  # outside the public API, which spells out what users may pass
+MAX_PARAMETERS = 8  # outside the public API, which lists all parameters of users
 MAX_OPTION_FIELDS = 82  # of all dataclasses of options
 MAX_COMPILED_LINES = 6_000  # of C++, all files together
 
@@ -21,7 +21,7 @@ PUBLIC_API = {
     "headstart.omni.omni",
 }
 
-# What makes the model that comes with the package, in recipes/, is outside these budgets.
+# recipes/, which builds the embedded model, is outside these budgets.
 FOLDERS = ("headstart", "bench", "tools", "docs/figures_src")
 MODULES = {name: module for folder in FOLDERS for name, module in read_modules(folder).items()}
 TESTS = read_modules("tests")

@@ -18,13 +18,13 @@ PRIVATE = {
     "switched",
     "unwritten",
 }
-# Fields that a block, a node or a sequence shares its names of with other types.
+# Fields of blocks, nodes and sequences whose names other types use too.
 OF_A_LOOKUP = {
     "block_hash": {"event"},
     "blocks": {"found", "computed"},
     "writer": {"found", "computed"},
 }
-# A field that another package's own types have, too.
+# A field that types of another package have too.
 OF_A_PACKAGE = {"block_ids": "attention"}
 MAY_IMPORT_FROM = {"config", "identity"}  # the rest is imported from the package
 MAY_NOT_IMPORT = {"BlockPool", "FreeBlockQueue", "KVCacheBlock"}

@@ -148,7 +148,7 @@ def deep_code2wav() -> Qwen3OmniMoeCode2Wav:
         for name, weight in model.named_parameters():
             if weight.ndim > 1:
                 weight.normal_(0, weight[0].numel() ** -0.5)
-            elif name.endswith("gamma"):  # else a block of the upsampling adds next to nothing
+            elif name.endswith("gamma"):  # otherwise a block of the upsampling adds almost nothing
                 weight.fill_(1)
         model.decoder[-1].conv.weight.mul_(0.02)
     return model

@@ -33,7 +33,7 @@ WORDS, CODES = 6, 10
 TEXT = SamplingParams(temperature=0, max_tokens=WORDS)
 SPEECH = SamplingParams(temperature=0, max_tokens=CODES)
 ADA = OmniParams(text=TEXT, speech=SPEECH, voice="ada")
-DELAY = 6  # samples that the tiny vocoder comes late
+DELAY = 6  # samples of the tiny vocoder's delay
 
 
 def noise(seed: int, *shape: int) -> Tensor:
@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(folder: Path) -> Any:
     with silence_transformers():
         model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder).eval()
-    # Without it the talker cannot count positions where both is heard and seen (5.23).
+    # Without it the talker fails on positions with both sounds and images (5.23).
     model.talker.config.audio_config = model.thinker.config.audio_config
     return model
 

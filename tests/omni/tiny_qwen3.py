@@ -21,7 +21,7 @@ TOKENS += ("<|vision_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>")
 TOKENS += ("<|system|>", "<|user|>", "<|assistant|>")
 IDS = {text: 256 + at for at, text in enumerate(TOKENS)}
 CODEBOOK, QUANTIZERS = 32, 4
-CODES = CODEBOOK + 1024  # the last 1,024 ids are none that may be spoken, but for the end
+CODES = CODEBOOK + 1024  # of the last 1,024 ids, only the end may be spoken
 END = CODEBOOK + 3
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -158,9 +158,9 @@ def _save(folder: Path, seed: int) -> None:
         torch.manual_seed(seed)
         model: Any = Qwen3OmniMoeForConditionalGeneration(config)
         for name, weight in model.talker.named_parameters():
-            if ".experts." in name:  # which transformers leaves as the memory was (5.23)
+            if ".experts." in name:  # which transformers leaves uninitialized (5.23)
                 weight.normal_(std=0.02)
-        # Weights wide enough that what is attended to decides what is said, and that the wave
+        # The weights are large enough that attention changes the result, and that the waveform
         # fills a quarter of its range.
         for part in (model.thinker, model.talker, model.code2wav):
             for weight in part.parameters():

@@ -17,7 +17,7 @@ def path_of(name: str) -> Path:
     return path
 
 
-def test_mooncake_s_conversations() -> None:
+def test_mooncakes_conversations() -> None:
     trace = read_trace(path_of("mooncake_conversation.jsonl.gz"))
     assert len(trace.requests) == 12_031
     fleet = Fleet(4, 2_000_000, 512)

@@ -77,7 +77,7 @@ def serving(
     **app_options: Any,
 ) -> Iterator[Running]:
     """Run a server of a loaded model, and close both; `server` are the server's options."""
-    # Without keys, whatever keys the user of this machine may have.
+    # Without keys, even if the user of this machine has some.
     app = create_app(llm, name, ServerOptions(**{"api_keys": False, **server}), **app_options)
     with closing(llm), listening(app, send_buffer=send_buffer) as url:
         yield Running(url, llm, app)

@@ -259,7 +259,7 @@ def test_a_mark_of_the_whole_request_creates_all_full_blocks(client: anthropic.A
 def test_usage_splits_into_read_created_and_other_tokens(
     client: anthropic.Anthropic, server: Running
 ) -> None:
-    # Other tests' prompts may begin as these do, if only with the same token.
+    # Other tests' prompts may have a common prefix with these, such as the first token.
     httpx.post(f"{server.url}/cache/reset").raise_for_status()
 
     def send(question: str) -> Any:

@@ -75,7 +75,7 @@ def test_a_chat_shows_cached_tokens_and_the_map_their_blocks(browser, served) ->
     expect(page.locator("#tree")).to_contain_text("Anna is 31")
     expect(page.locator("#requests tr")).to_have_count(2)
     expect(page.locator("#hit-rate")).to_contain_text("%")
-    # The first cell is a block of the document: pointed at, it says so; so do the arrow keys.
+    # The first cell is a block of the document, which hovering and the arrow keys show.
     page.locator("#pool").hover(position={"x": 3, "y": 3})
     expect(page.locator("#block")).to_contain_text("tokens: ")
     page.locator("#pool").focus()
@@ -208,7 +208,7 @@ def test_an_insufficient_key_is_explained(browser, tmp_path) -> None:  # type: i
         page.press("#key", "Enter")
         expect(page.locator("#connection")).to_contain_text("--admin")
         for part in ("#numbers", "#pool", "#tree", "#requests", "#missed", "#owners"):
-            expect(page.locator(part)).to_be_hidden()  # nothing would ever be in them
+            expect(page.locator(part)).to_be_hidden()  # they would always be empty
         expect(page.locator("#ask")).to_be_visible()
         expect(page.locator("#advice")).to_contain_text("Nothing yet")
         page.close()
@@ -293,7 +293,7 @@ def test_the_reference_sends_requests(browser, tmp_path) -> None:  # type: ignor
         expect(live.locator("output")).to_contain_text("stopped")
         results = axe.Axe().run(page)
         assert results.violations_count == 0, results.generate_report()
-        page.goto(served.url)  # the key is the tab's
+        page.goto(served.url)  # the tab stores the key
         page.wait_for_selector("#connection.live")
         page.close()
 
@@ -310,7 +310,7 @@ def test_the_page_is_accessible_and_fits(browser, served, scheme: str, width: in
     assert results.violations_count == 0, results.generate_report()
     wide = page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
     assert not wide and problems == []
-    for kind in ("warm", "cold"):  # a time and its word stand in one line, and nothing behind them
+    for kind in ("warm", "cold"):  # a time and its word are in one line, with nothing after them
         label = page.locator("#first span", has_text=kind)
         assert label.evaluate("one => one.getClientRects().length") == 1
         assert re.fullmatch(rf"(–|[\d.]+ m?s) {kind}", label.text_content())

@@ -191,7 +191,7 @@ def test_a_conversation_continues(client: openai.OpenAI, server: Running) -> Non
     ):
         with pytest.raises(openai.NotFoundError, match="is not stored"):
             call()
-    third = ask(client, "And Anna?", previous_response_id=second.id)  # which has all of it
+    third = ask(client, "And Anna?", previous_response_id=second.id)  # which contains all turns
     assert third.usage is not None and third.usage.input_tokens > second.usage.input_tokens
 
 

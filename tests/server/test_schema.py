@@ -213,7 +213,7 @@ def test_no_request_fails_the_server(server: Running) -> None:
 
     for result in description.get_all_operations():
         operation = result.ok()
-        if operation.path == "/cache/live":  # which has no end
+        if operation.path == "/cache/live":  # which never ends
             with httpx.stream("GET", f"{server.url}/cache/live") as answer:
                 assert answer.status_code == 200 and next(answer.iter_lines())
             continue

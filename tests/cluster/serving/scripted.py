@@ -31,7 +31,7 @@ from headstart.frontend.vllm_compat import read_options
 
 MODEL = "headstart-tiny"
 REPLICA = "one"
-LIMIT = 20.0  # seconds until a test that waits for ever fails
+LIMIT = 20.0  # seconds until a test that waits forever fails
 HEAD = PromptResult(0, {}, None, None, 0.0)
 
 
@@ -90,7 +90,7 @@ class Handle:
         self.requests: queue.SimpleQueue[AnswerRequest] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[Stream] = queue.SimpleQueue()
         self.feed = Stream()
-        self.may_follow = threading.Event()  # until then the driver's thread is held up
+        self.may_follow = threading.Event()  # blocks the driver's thread until it is set
         self.may_follow.set()
         self.follow_called = threading.Event()
         self.answer, self.follow = _Method(self._answer), _Method(self._follow)

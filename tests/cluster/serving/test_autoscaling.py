@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from headstart.cluster.serving.cluster import ReplicaCluster
 
 pytest.importorskip("ray", reason="replicas need Ray")
-# What Ray and its dependencies warn of in this process is theirs.
+# Warnings of Ray and its dependencies in this process.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 
-# Ray Serve's own are 30 s until a replica comes, and ten minutes until it goes.
+# Ray Serve's defaults are 30 s until a replica is added, and ten minutes until it is removed.
 QUICK = {
     "upscale_delay_s": 0.5,
     "downscale_delay_s": 0.5,

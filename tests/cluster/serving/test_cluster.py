@@ -24,7 +24,7 @@ from headstart.version import __version__
 from tests.cluster.serving.scripted import MODEL, Server
 
 pytest.importorskip("ray", reason="replicas need Ray")
-pytestmark = pytest.mark.filterwarnings("ignore")  # what Ray warns of is its own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of Ray
 
 
 class Fake:
@@ -345,7 +345,7 @@ def test_errors_of_ray_are_translated() -> None:
         ActorDiedError(),
         ActorUnavailableError("it does not answer", None),
         NodeDiedError("its machine died"),
-        # A large part of an answer lies on the replica's machine until it is fetched.
+        # A large part of an answer stays on the replica's machine until it is fetched.
         ObjectLostError("0" * 56, None, ""),
         OwnerDiedError("0" * 56, None, ""),
     ):

@@ -70,7 +70,7 @@ def test_invalid_options_are_refused(arguments: list[str], text: str) -> None:
     assert (done.exit_code, text in done.stderr) == (2, True), done.stderr
 
 
-@pytest.mark.filterwarnings("ignore")  # what Ray and its dependencies warn of is theirs
+@pytest.mark.filterwarnings("ignore")  # warnings of Ray and its dependencies
 @pytest.mark.parametrize(
     ("address", "text"),
     [

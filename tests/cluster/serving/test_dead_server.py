@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(240)
 MODEL = "headstart-tiny"
 OPTIONS = {"num_blocks": 512, "max_num_seqs": 4, "dtype": "float32", "debug": True}
 SILENCE = 2.0
-STREAMS, LONG, SHORT = 400, 1500, 32  # minutes of work: nothing is to end by itself
+STREAMS, LONG, SHORT = 400, 1500, 32  # minutes of work, so that no request ends by itself
 
 
 def join(silence: float) -> ReplicaCluster:
@@ -61,7 +61,7 @@ def watch() -> None:
     """Run another server, which prints when the first server's streams run and how they end."""
     from ray import serve
 
-    with closing(join(1e6)) as cluster:  # what counts is what the first one said
+    with closing(join(1e6)) as cluster:  # only the first report counts
         wait_until(lambda: read(cluster, "vllm:num_requests_running") == [4, 4])
         print("streams run", flush=True)
         wait_until(lambda: read(cluster, "vllm:num_requests_running") == [0, 0])
@@ -70,7 +70,7 @@ def watch() -> None:
         assert len(ask(cluster)) == SHORT
     with closing(join(1e6)) as cluster:
         assert len(ask(cluster)) == SHORT
-        # Else Ray, when it is ended, waits half a minute for these replicas.
+        # Otherwise Ray waits half a minute for these replicas on shutdown.
         serve.shutdown()
 
 

@@ -59,7 +59,7 @@ def test_a_request_aborted_before_its_task_starts_is_answered(server: Server) ->
     """A task that is cancelled before its first step runs no line, not even its `finally`."""
     server.handle.may_follow.clear()
     server.dispatcher.set_replicas([REPLICA])
-    assert server.handle.follow_called.wait(LIMIT)  # this holds up the driver's thread
+    assert server.handle.follow_called.wait(LIMIT)  # this blocks the driver's thread
     receiver = Receiver()
     server.driver.submit(server.request("a"), receiver)
     server.driver.abort("a")

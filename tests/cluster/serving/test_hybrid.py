@@ -19,7 +19,7 @@ def test_a_chat_continues_on_another_replica(tmp_path: Path) -> None:
         Replicas(folder, cache_dir=str(tmp_path / "kept"), **options) for _ in range(2)
     )
     reply = ask(first.llm, {"prompt_token_ids": PROMPT}, PARAMS).outputs[0].token_ids
-    first.close()  # saves what waits
+    first.close()  # saves pending blocks
     chat = {"prompt_token_ids": [*PROMPT, *reply, 9, 9]}
     output, expected = ask(second.llm, chat, PARAMS), ask(alone, chat, PARAMS)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -270,7 +270,7 @@ def test_a_copy_replaces_an_image_that_a_replica_has(replicas: Replicas) -> None
     assert np.array_equal(sent.pixels, np.asarray(image)), "the copy's pixels were sent"
 
 
-def test_inputs_are_forgotten_by_the_server_and_its_replicas(replicas: Replicas) -> None:
+def test_forget_inputs_drops_images_of_the_server_and_its_replicas(replicas: Replicas) -> None:
     inputs = prompt("@", make_image(1))
     ask(replicas.llm, inputs)
     assert asyncio.run(replicas.llm.reset_prefix_cache())

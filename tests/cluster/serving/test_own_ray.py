@@ -64,7 +64,7 @@ def test_a_process_that_accepts_no_connection_is_reported(monkeypatch: pytest.Mo
         args = (addresses, threading.Event(), reports.append)
         watch = threading.Thread(target=heartbeat.watch_ray, args=args, daemon=True)
         watch.start()
-        dies.accept()[0].close()  # it was looked at, and was there
+        dies.accept()[0].close()  # it was checked while it was alive
         assert not reports
         dies.close()
         watch.join(LIMIT)

@@ -100,7 +100,7 @@ def test_a_reader_that_is_too_slow_detects_the_gap_and_recovers(
         publisher, index = CachePublisher(llm), ReplicaIndex(1)
         async with aclosing(publisher.follow("a server")) as reports:
             await read(index, reports, 1)
-            await compute(llm, publisher, PROMPTS[:3])  # two of three batches find no place
+            await compute(llm, publisher, PROMPTS[:3])  # two of three batches do not fit
             assert await read(index, reports, 1) == [True]
             await compute(llm, publisher, PROMPTS[3:4])
             assert await read(index, reports, 1) == [False]

@@ -59,7 +59,7 @@ def test_an_answer_is_complete_if_intermediate_parts_are_lost(
     for part, is_lost in zip(between, lost, strict=True):
         if not is_lost:
             part.add_to(group, 0.0)
-            part.add_to(group, 0.0)  # it comes twice
+            part.add_to(group, 0.0)  # it arrives twice
     last.add_to(group, 0.0)
     [expected] = llm.generate(PROMPT, PARAMS)
     assert answers(group) == [
@@ -79,7 +79,7 @@ class _Copied(list[int]):
         return _Copied([*self, *other])
 
 
-def test_a_long_answer_s_parts_are_joined_in_one_pass() -> None:
+def test_parts_of_a_long_answer_are_joined_in_one_pass() -> None:
     """Regression: each part copied all earlier tokens; 30,000 took seconds of the event loop."""
     parts = [
         RequestDelta(None, (OutputDelta(0, i, _Copied([i]), None, None),), False) for i in range(99)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from headstart.cluster.serving.cluster import ReplicaCluster
 
 pytest.importorskip("ray", reason="replicas need Ray")
-# What Ray and its dependencies warn of in this process is theirs.
+# Warnings of Ray and its dependencies in this process.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 
 MODEL = "headstart-tiny"
@@ -90,11 +90,11 @@ def ask(server: Running, question: str, **options: Any) -> Any:
         return list(response) if options.get("stream") else response
 
 
-def test_a_client_sees_one_server_and_a_prefix_stays_where_it_is(server: Running) -> None:
+def test_a_client_sees_one_server_and_a_prefix_stays_on_one_replica(server: Running) -> None:
     questions = [f"How old is {name}?" for name in ("Ben", "Anna", "Carl", "Dora")]
     answers = [ask(server, question) for question in questions]
     cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
-    shared = answers[0].usage.prompt_tokens - 24  # the question, and what the template puts behind
+    shared = answers[0].usage.prompt_tokens - 24  # the question and the end of the template
     assert cached[0] == 0 and min(cached[1:]) >= shared
     streamed = ask(server, questions[0], stream=True, stream_options={"include_usage": True})
     text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
@@ -102,7 +102,7 @@ def test_a_client_sees_one_server_and_a_prefix_stays_where_it_is(server: Running
     assert streamed[-1].usage.prompt_tokens_details.cached_tokens >= shared
 
 
-def test_salts_hold_over_all_replicas(server: Running) -> None:
+def test_salts_apply_to_all_replicas(server: Running) -> None:
     def cached(salt: str) -> int:
         response = ask(server, "How old is Ben?", extra_body={"cache_salt": salt})
         return int(response.usage.prompt_tokens_details.cached_tokens)
@@ -125,7 +125,7 @@ def test_tenants_share_a_public_prefix_and_nothing_after_it(server: Running) -> 
     assert cached("tenant a") > len(prefix)
 
 
-def test_answers_and_log_probabilities_are_those_of_one_engine(server: Running) -> None:
+def test_answers_and_log_probabilities_match_one_engine(server: Running) -> None:
     params = SamplingParams(max_tokens=12, temperature=0, logprobs=2, n=2, stop=["."])
     alone = AsyncLLM(MODEL, **OPTIONS)
     outputs = [asyncio.run(last(llm, DOCUMENT, params)) for llm in (alone, server.llm)]
@@ -243,7 +243,7 @@ def test_a_dead_replica_ends_only_its_streams(
 
     async def answer(llm: AsyncLLM, row: int) -> list[int] | ReplicaLostError:
         kind = RequestOutputKind.CUMULATIVE if row in streams else RequestOutputKind.FINAL_ONLY
-        # So many that none has ended when the last has begun.
+        # Enough that none has ended when the last one starts.
         count = 4 * LONG
         params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, output_kind=kind)
         try:

@@ -11,7 +11,7 @@ from headstart.cluster.serving.messages import Follow
 from tests.cluster.serving.test_replica import ASKED
 
 pytest.importorskip("ray", reason="replicas need Ray")
-pytestmark = pytest.mark.filterwarnings("ignore")  # what Ray warns of is its own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of Ray
 
 MOST = 1000
 """Choices that Ray requests in one loop before a test considers the loop endless."""

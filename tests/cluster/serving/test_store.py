@@ -19,7 +19,7 @@ from tests.cluster.serving.test_dispatch import router_of
 from tests.cluster.tables import holders
 
 pytest.importorskip("ray", reason="replicas need Ray")
-# What Ray and its dependencies warn of in this process is theirs.
+# Warnings of Ray and its dependencies in this process.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 
 MODEL = "headstart-tiny"

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from headstart.cluster.serving.cluster import ReplicaCluster
 
 pytest.importorskip("ray", reason="replicas need Ray")
-# What Ray and its dependencies warn of in this process is theirs.
+# Warnings of Ray and its dependencies in this process.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 
 OPTIONS = {"num_blocks": 256, "dtype": "float32", "debug": True}
 NAME = "llava"
-# So much that a second question is worth the replica that has it: see the router's slack.
+# Long enough that the router prefers the replica that cached it, despite its slack.
 DOCUMENT = "Anna is 31. Ben is 45. Carl is 28. Dora is 52. " * 8
 
 
@@ -96,7 +96,7 @@ def _answer(reply: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("api", [_chat, _messages, _responses])
-def test_an_api_answers_as_with_one_engine(servers: Servers, api: Any) -> None:
+def test_each_api_matches_one_engine(servers: Servers, api: Any) -> None:
     """A second question about an image hits the first one's blocks."""
     counts = []
     for question in ("What is it?", "Who is shown?"):

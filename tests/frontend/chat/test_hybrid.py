@@ -8,7 +8,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 from headstart import LLM, SamplingParams
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
-# As templates of models that think: earlier turns lose what the generation prompt began with.
+# Like templates of reasoning models: earlier turns lose the start of the generation prompt.
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}<assistant> <think> {% endif %}"

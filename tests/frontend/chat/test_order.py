@@ -85,7 +85,7 @@ def test_a_strict_template_gets_an_accepted_order(name: str) -> None:
             before = rendered.removesuffix("</>").removesuffix("\n</system>")
             if messages[end - 1].get("tool_calls"):
                 before = before[: before.rindex(messages[end - 1]["content"])]
-            before = before.removesuffix("</><user>")  # the empty turn behind system messages alone
+            before = before.removesuffix("</><user>")  # the empty turn after only system messages
 
 
 def test_a_lenient_template_gets_messages_unchanged() -> None:

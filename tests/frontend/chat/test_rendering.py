@@ -13,7 +13,7 @@ BYTES = TINY_TOKENIZERS["byte_level"]()
 MESSAGES = [{"role": "user", "content": "hello there"}]
 
 
-def test_a_conversation_is_rendered_by_the_model_s_template() -> None:
+def test_a_conversation_is_rendered_by_the_models_template() -> None:
     memory = ConversationMemory(BYTES)
     system = {"role": "system", "content": "be kind"}
     assert memory.render([system, *MESSAGES]) == (
@@ -23,7 +23,7 @@ def test_a_conversation_is_rendered_by_the_model_s_template() -> None:
     )
 
 
-def test_text_parts_are_put_together_on_lines() -> None:
+def test_text_parts_are_joined_by_line_feeds() -> None:
     memory = ConversationMemory(BYTES)
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert memory.render([{"role": "user", "content": parts}]) == memory.render(

@@ -20,7 +20,7 @@ from tests.tiny_tokenizers import END_OF_TURN, TINY_TOKENIZERS
 
 MakeLLM = Callable[..., LLM]
 Messages = list[dict[str, str]]
-# Among the twenty likeliest tokens are only those that the model has a taste for.
+# The twenty likeliest tokens are among those that the model prefers.
 PARAMS = SamplingParams(temperature=1.0, top_k=20, seed=3, max_tokens=30)
 
 
@@ -155,7 +155,7 @@ def test_the_tokens_of_an_aborted_answer_are_remembered(make_llm: MakeLLM) -> No
     assert len(output.prompt_token_ids) + 2 <= later.num_cached_tokens <= len(last_ids)
 
 
-def test_a_stream_may_be_aborted_before_it_begins(make_llm: MakeLLM) -> None:
+def test_a_stream_may_be_aborted_before_it_starts(make_llm: MakeLLM) -> None:
     stream = make_llm().stream_chat(ask("hello there"), PARAMS)
     stream.abort()
     *_, output = stream
@@ -302,7 +302,7 @@ def test_an_invalid_conversation_is_refused_before_any_work(
     assert llm.engine.manager.stats.requests == 0
 
 
-def test_a_conversation_streamed_must_have_a_message(make_llm: MakeLLM) -> None:
+def test_a_streamed_conversation_must_have_a_message(make_llm: MakeLLM) -> None:
     with pytest.raises(RequestError, match="empty"):
         next(make_llm().stream_chat([], PARAMS))
 

@@ -52,7 +52,7 @@ def test_scenes_with_one_difference_are_not_copies(seed: int) -> None:
 @pytest.mark.parametrize("name", COPIES)
 @pytest.mark.parametrize("draw", [draw_screens, draw_scenes])
 def test_copies_are_found(draw: object, name: str) -> None:
-    # In other pictures a codec erases a faint point, which refuses.
+    # In other pictures a codec erases a faint point, so copies are refused.
     picture = draw(90 + len(name), SIZE).picture  # type: ignore[operator]
     copy = COPIES[name](picture)
     assert taken(picture, copy)
@@ -87,7 +87,7 @@ def test_a_dot_anywhere_is_seen(x: int, y: int, step: int, grain: int, quality: 
     pixels = np.clip(random.normal(128, grain, (128, 128, 3)), 30, 225).astype(np.uint8)
     picture = Image.fromarray(pixels)
     copy = picture if quality is None else saved(picture, format="jpeg", quality=quality)
-    if grain == 0 or quality is None:  # of grain a codec may erase something, which refuses
+    if grain == 0 or quality is None:  # a codec may erase some grain, so that copies are refused
         assert are_same(picture, copy)
     edited = np.asarray(copy).astype(int)
     edited[y : y + 2, x : x + 2] += step

@@ -147,7 +147,7 @@ def test_other_formats_are_refused(name: str) -> None:
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_a_size_is_refused_before_uprightare_decoded(width: int, height: int, message: str) -> None:
+def test_a_size_is_refused_before_pixels_are_decoded(width: int, height: int, message: str) -> None:
     """Earlier, a strip was decoded, and its scaling failed after seconds."""
     with pytest.raises(RequestError, match=message):
         reader().read(png_header(width, height))

@@ -72,7 +72,7 @@ def test_indented_json_is_allowed(indent: int | str | None) -> None:
     assert matcher.is_accepting()
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
         compiler.matcher(OutputConstraint("regex", "a"))
 
 
-# How a form is given, and compiled
+# Types and compilation of constraints
 
 
 class Person(pydantic.BaseModel):
@@ -251,7 +251,7 @@ def test_a_constraint_is_compiled_once_and_in_another_thread(
     assert threading.stack_size() == 0, "threads of others have the stack that they had"
 
 
-# When an answer ends
+# Ends of answers
 
 
 def test_an_answer_ends_when_no_token_can_follow(writer: LLM) -> None:

@@ -18,7 +18,7 @@ from tests.engine.tiny_llm import save_smallest
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 PLAIN = SamplingParams(max_tokens=1)
-PATIENCE = 30.0  # seconds, which only a failing test takes
+PATIENCE = 30.0  # seconds, which only a failing test needs
 
 
 class Gate:
@@ -66,7 +66,7 @@ def threads_of_forms(before: set[threading.Thread]) -> list[threading.Thread]:
     return [thread for thread in new if thread.name.startswith("headstart-grammars")]
 
 
-def test_texts_are_tokenized_while_forms_compile(
+def test_texts_are_tokenized_while_constraints_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier, eight slow constraints occupied all threads that tokenize texts and read images."""

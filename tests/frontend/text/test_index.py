@@ -13,7 +13,7 @@ from headstart.frontend.chat.conversation import ENTRY_BYTES, TextIndex
 
 NAMESPACES = st.builds(Namespace, st.none(), st.sampled_from([None, "a"]))
 TEXTS = st.text(st.sampled_from("abé"), max_size=5)
-# A turn: its ids, and the texts that its first ids spell.
+# A turn: its ids, and the texts of its first ids.
 TURNS = st.tuples(
     st.lists(st.integers(0, 99), max_size=300), st.lists(TEXTS, min_size=1, max_size=3), NAMESPACES
 )

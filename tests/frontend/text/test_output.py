@@ -21,7 +21,7 @@ TEXTS = st.text(
     st.sampled_from("the wor, \n日本語👍🏽é\u0301\u200d👩👧🇩🇪\u064b\u0e33")
     | st.characters(exclude_categories=["Cs"])
 )
-# Few letters, so that stop strings are often begun and sometimes finished.
+# Few letters, so that stop strings often begin and sometimes end.
 LETTERS = st.text("abé👍", max_size=40)
 STOPS = st.lists(st.text("abé👍", min_size=1, max_size=4), min_size=1, max_size=3)
 

@@ -41,7 +41,7 @@ def test_queried_and_served_metrics_match(tmp_path: Path) -> None:
         tiers = server.llm.engine.tiers
         assert tiers is not None
         tiers.stats.loaded_tokens["disk"] += 0  # a tier is reported once it has loaded tokens
-        tiers._faults.note("a load failed", "on purpose")  # and a fault when there was one
+        tiers._faults.note("a load failed", "on purpose")  # and faults once one has occurred
         labels = served(server)
     for name in ("lfm2", "gemma3"):  # with states of recurrent layers, and with window blocks
         with running(save_chatting(name, tmp_path / name), num_blocks=256) as server:

@@ -215,7 +215,7 @@ def test_the_timeout_includes_reading_the_sounds(
     omni: AsyncOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr(middleware, "_GRACE", 1e6)  # only the chat itself can end it
+    monkeypatch.setattr(middleware, "_GRACE", 1e6)  # only the chat can end it
     monkeypatch.setattr(speech, "read_prompt", lambda *_: released.wait(60) and {"prompt": "a"})
     options = ServerOptions(api_keys=False, request_timeout=0.1)
     try:

@@ -309,7 +309,7 @@ def test_concurrent_answers_match_single_ones(speaking: Speaking) -> None:
         assert message.audio.transcript == alone.text
         samples = np.frombuffer(base64.b64decode(message.audio.data)[44:], "<i2").astype(int)
         wanted = np.frombuffer(alone.pcm16(), "<i2").astype(int)
-        assert np.abs(samples - wanted).max() <= 2  # products of several rows round otherwise
+        assert np.abs(samples - wanted).max() <= 2  # products of several rows round differently
 
 
 def test_a_disconnected_client_ends_its_request(speaking: Speaking) -> None:

@@ -225,7 +225,7 @@ def test_advice_covers_only_a_tenants_prompts(tmp_path: Path) -> None:
             assert advice(headers("bob")) == nothing | {"memory": None}
         for minute in range(10, 13):
             ask("dora", minute, cache_salt="x")
-        for minute in range(10, 12):  # a cause of a tenant is one, whatever its salts
+        for minute in range(10, 12):  # a tenant's cause is counted once for all salts
             ask("dora", minute, cache_salt="y")
         own, group = advice(headers("alice")), advice(headers("eve"))
         assert (own["prompts"], group["prompts"]) == (4, 5)

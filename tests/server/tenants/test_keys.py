@@ -355,7 +355,7 @@ def test_without_keys_the_bodys_salt_is_used_unchanged() -> None:
     assert everybody.is_admin
 
 
-# Who holds blocks
+# Owners of blocks
 
 
 def test_administrators_see_the_owners_of_blocks_by_key_names(tmp_path: Path) -> None:

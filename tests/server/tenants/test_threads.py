@@ -84,9 +84,9 @@ def test_one_tenants_grammars_do_not_occupy_all_threads() -> None:
                 held = [threads.submit(lambda: may_continue.wait(SECONDS)) for _ in range(4)]
             with calls.call(Tenant("b", "key", None)):
                 job = threads.submit(lambda: 7)
-            assert job.result(SECONDS) == 7 and not any(task.done() for task in held)
+            assert job.result(SECONDS) == 7 and not any(future.done() for future in held)
             may_continue.set()
-            assert all(task.result(SECONDS) for task in held)
+            assert all(future.result(SECONDS) for future in held)
         finally:
             may_continue.set()
             threads.shutdown()
@@ -131,7 +131,7 @@ def test_an_error_is_raised_to_its_caller(error: BaseException) -> None:
         threads.submit(answer)
 
 
-def test_arguments_of_a_failed_taskare_freed_at_once() -> None:
+def test_arguments_of_a_failed_job_are_freed_at_once() -> None:
     """Regression: a refused body stayed in memory until the next garbage collection."""
 
     class Argument:
@@ -153,7 +153,7 @@ def test_arguments_of_a_failed_taskare_freed_at_once() -> None:
         gc.enable()
 
 
-def test_a_taskrefused_after_shutdown_does_not_run() -> None:
+def test_a_job_refused_after_shutdown_does_not_run() -> None:
     """Regression: a thread ran a job whose submission had raised."""
     may_continue = threading.Event()
     ran: list[int] = []
@@ -166,7 +166,7 @@ def test_a_taskrefused_after_shutdown_does_not_run() -> None:
     assert not ran
 
 
-def test_an_abandoned_queue_ends_every_taskwith_the_error() -> None:
+def test_an_abandoned_queue_ends_every_job_with_the_error() -> None:
     """A running job cannot be stopped, but its future fails at once."""
     has_started, may_continue = threading.Event(), threading.Event()
     ran: list[int] = []

@@ -219,7 +219,7 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     folder = folder_for_text(model, adapter)
     prefixes = make_prefix_folder(sorted_options.engine)
     with closing(announce_and_open(model, prefixes.options)) as llm:
-        params = chat_sampling(sorted_options.given, folder)
+        params = chat_sampling(sorted_options.user_sampling, folder)
         # Line editing needs prompt_toolkit, which takes half a second to import.
         terminal = load_module("headstart.cli.chat")
         name = llm.load_adapter(adapter.name or "adapter", adapter).name if adapter else None

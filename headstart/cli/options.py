@@ -156,13 +156,13 @@ class GroupedCommand(click.Command):
 class Options(NamedTuple):
     """Options of the engine, and sampling parameters.
 
-    given: the sampling options that the user has set. sampling: these options, completed with
-    defaults.
+    user_sampling: the sampling options that the user has set. sampling: these options, completed
+    with defaults.
     """
 
     engine: dict[str, Any]
     sampling: SamplingParams
-    given: dict[str, Any]
+    user_sampling: dict[str, Any]
 
 
 def model_option(command: Command) -> Command:

@@ -257,7 +257,7 @@ def test_flags_keep_the_types_of_their_fields() -> None:
     assert options.engine == {"deduplicate": False, "kv_cache_fraction": 0.5, "num_blocks": 7}
     assert options.sampling.stop == ["x"]
     assert (options.sampling.max_tokens, options.sampling.temperature) == (256, 0.0)
-    assert options.given == {"stop": ["x"]}
+    assert options.user_sampling == {"stop": ["x"]}
 
 
 def test_the_error_of_an_environment_value_names_its_variable() -> None:

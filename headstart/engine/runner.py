@@ -1,8 +1,8 @@
 """The runner, which turns batches into tensors, runs the model, and chooses tokens.
 
 By default a step is one forward pass over all its tokens. With `deterministic` each pass computes
-one whole block of one sequence, padded after the known tokens. Then every matrix product has the
-same shape. Neither other requests nor cached blocks change the shape, and it is the same for prompt
+one whole block of one sequence, padded after its tokens. Then every matrix product has the same
+shape. Neither other requests nor cached blocks change the shape, and it is the same for prompt
 tokens and generated tokens. So results are equal bit for bit. When decoding fills a block, the last
 pass over this block makes the same computation as a prefill of the block.
 """
@@ -42,25 +42,25 @@ Answer = TypeVar("Answer")
 class _Rows(NamedTuple):
     """Rows of the flat batch that belong to one sequence: positions `start` to `stop - 1`.
 
-    known: the position where padding begins. wanted: number of rows, from the end, that need
+    end: the position where padding begins. num_logits: number of rows, from the last, that need
     logits. extras: None if the prompt has only token ids.
     """
 
     sequence: TokenSequence
     start: int
     stop: int
-    known: int
-    wanted: int
+    end: int
+    num_logits: int
     extras: PromptExtras | None
     draft: tuple[int, ...] = ()
 
     def tokens(self) -> list[int]:
         """Return the tokens of the rows, including drafted tokens and padding."""
-        tokens = self.sequence.token_ids[self.start : self.known]
+        tokens = self.sequence.token_ids[self.start : self.end]
         if self.draft:
             length = len(self.sequence.token_ids)
-            tokens += self.draft[max(0, self.start - length) : max(0, self.known - length)]
-        return tokens + [PADDING_TOKEN] * (self.stop - self.known)
+            tokens += self.draft[max(0, self.start - length) : max(0, self.end - length)]
+        return tokens + [PADDING_TOKEN] * (self.stop - self.end)
 
 
 class StepLogits(NamedTuple):
@@ -116,15 +116,15 @@ class Runner:
         greedy_only = not self._deterministic
         for request, start, stop, samples, draft in batch.scheduled:
             group, needs_prompt = request.group, request.needs_prompt_logits
-            wanted = stop - start if needs_prompt else samples + len(draft)
+            num_logits = stop - start if needs_prompt else samples + len(draft)
             end = stop + len(draft)
-            parts.append(_Rows(request.sequence, start, end, end, wanted, group.extras, draft))
+            parts.append(_Rows(request.sequence, start, end, end, num_logits, group.extras, draft))
             if needs_prompt or (samples and not request.sampling.is_masked_argmax):
                 greedy_only = False
             if draft and request.sampling.processors:  # each drafted token changes the next mask
                 greedy_only = False
-            masks += (request.sampling.masks,) * wanted
-        counts = [rows.wanted for rows in parts]
+            masks += (request.sampling.masks,) * num_logits
+        counts = [rows.num_logits for rows in parts]
         logits = StepLogits(None, counts)
         if self._deterministic:
             blocks = [block for rows in parts for block in self._forward_blocks(rows)]
@@ -156,12 +156,12 @@ class Runner:
         """Compute each block of the rows from its first token; yield the rows' logits by block."""
         size = self._memory.block_size
         for start in range(rows.start // size * size, rows.stop, size):
-            known = min(start + size, rows.stop)
-            first = max(start, rows.stop - rows.wanted)
-            wanted = size if first < known else 0  # the LM head gets a whole block too, or nothing
-            block = rows._replace(start=start, stop=start + size, known=known, wanted=wanted)
+            end = min(start + size, rows.stop)
+            first = max(start, rows.stop - rows.num_logits)
+            num_logits = size if first < end else 0  # the LM head gets a whole block or nothing
+            block = rows._replace(start=start, stop=start + size, end=end, num_logits=num_logits)
             logits = self._forward([block], self._model.forward)
-            yield logits[first - start : known - start] if wanted else logits
+            yield logits[first - start : end - start] if num_logits else logits
 
     def _forward(self, parts: list[_Rows], compute: Callable[..., Answer]) -> Answer:
         """Run one pass of the model; `compute` is its `forward` or `choose`."""
@@ -171,19 +171,19 @@ class Runner:
         slots: list[int] = []
         spans = []
         for rows in parts:
-            sequence, start, stop, _, wanted, _, draft = rows
+            sequence, start, stop, _, num_logits, _, draft = rows
             first = len(tokens)
             spans.append(Span(first, stop - start, stop, sequence.block_table()))
             slots += sequence.slots(start, stop, self._memory.block_size, self._memory.scratch_slot)
             if stop - start == 1 and not draft:  # the common case, decoding
                 tokens.append(sequence.token_ids[start])
                 positions.append(start)
-                if wanted:
+                if num_logits:
                     logit_rows.append(first)
                 continue
             tokens += rows.tokens()
             positions += range(start, stop)
-            logit_rows += range(len(tokens) - wanted, len(tokens))
+            logit_rows += range(len(tokens) - num_logits, len(tokens))
         embeddings, position_ids = None, self._tensor(positions)
         if any(rows.extras is not None for rows in parts):
             embeddings = self._extras(parts)
@@ -198,7 +198,7 @@ class Runner:
         try:
             uses_adapters = any(rows.sequence.namespace.adapter for rows in parts)
             self._adapters.begin_step(
-                [(r.sequence.namespace.adapter, r.stop - r.start, r.wanted) for r in parts]
+                [(r.sequence.namespace.adapter, r.stop - r.start, r.num_logits) for r in parts]
                 if uses_adapters
                 else []
             )
@@ -245,9 +245,9 @@ class Runner:
             is_later_pass = rows.start > state.step_start
             source = state.slot if is_later_pass else state.read_slot
             sources.append(source if rows.start else -1)
-            targets.append(state.slot if rows.known == rows.stop else memory.scratch_slot)
+            targets.append(state.slot if rows.end == rows.stop else memory.scratch_slot)
             for save in state.saves:
-                if rows.start < save.position <= rows.known:
+                if rows.start < save.position <= rows.end:
                     saves.append((first + save.position - rows.start - 1, save.slot))
             first += rows.stop - rows.start
         starts = np.cumsum([0, *(rows.stop - rows.start for rows in parts)])
@@ -262,8 +262,8 @@ class Runner:
             return
         first = 0
         for rows in parts:
-            known = range(first, first + rows.known - rows.start)
-            if (row := next((row for row in bad if row in known), None)) is not None:
+            unpadded = range(first, first + rows.end - rows.start)
+            if (row := next((row for row in bad if row in unpadded), None)) is not None:
                 self._nonfinite.setdefault(rows.sequence, rows.start + row - first)
             first += rows.stop - rows.start
 
@@ -276,8 +276,8 @@ class Runner:
         """
         for rows in parts:
             state = pool.of(rows.sequence)
-            slots = [s.slot for s in state.saves if rows.start < s.position <= rows.known]
-            if not rows.wanted and rows.stop == rows.known:
+            slots = [s.slot for s in state.saves if rows.start < s.position <= rows.end]
+            if not rows.num_logits and rows.stop == rows.end:
                 slots.append(state.slot)
             if not all(map(memory.is_finite, slots)):
                 self._nonfinite.setdefault(rows.sequence, rows.start)
@@ -311,7 +311,7 @@ class Runner:
         first = 0
         for rows in parts:
             if rows.extras is not None and rows.extras.embeddings is not None:
-                for position, part in rows.extras.embeddings.between(rows.start, rows.known):
+                for position, part in rows.extras.embeddings.between(rows.start, rows.end):
                     row = first + position - rows.start
                     row_ids += range(row, row + len(part))
                     values.append(part.to(self._device))  # embeddings from a tier are on the CPU

@@ -216,9 +216,9 @@ class Load:
     """The load of one prefix.
 
     key: identifies the prefix to load. first: index in the prompt of the first block that the job
-    loads. start: number of tokens that would hit without the load. known: number of tokens whose
-    K/V the pool has; more than `start` if the pool has K/V beyond its deepest state. next: index of
-    the block that is written to the pool next. written: the tiers of the blocks written so far.
+    loads. start: number of tokens that would hit without the load. known_tokens: number of tokens
+    whose K/V the pool has; more than `start` if the pool has K/V beyond its deepest state. next:
+    index of the block that is written to the pool next. written: the tiers of the blocks so far.
     state_tier: the tier of the state that was written to the pool. sequence: holds the blocks; None
     before anything has arrived. requests: the requests that wait for the load. lacks_space: too few
     blocks are free for `request`.
@@ -228,7 +228,7 @@ class Load:
         self.request = request
         self.key = key
         self.first = self.next = len(computed.blocks)
-        self.start, self.known = computed.num_tokens, computed.known_tokens
+        self.start, self.known_tokens = computed.num_tokens, computed.known_tokens
         self.job = job
         self.state_tier: str | None = None
         self.sequence: TokenSequence | None = None
@@ -553,7 +553,7 @@ class Loads:
         if state is None or self.states is None or not load.job.done:
             return
         end = (load.first + state.num_stored) * self.manager.block_size
-        if end > load.known and end - load.position >= self.states.min_gain:
+        if end > load.known_tokens and end - load.position >= self.states.min_gain:
             for request in load.requests:
                 request.sequence.forks = (*request.sequence.forks, end)
 

@@ -63,7 +63,7 @@ def test_the_answer_matches_masked_logits(
 
     monkeypatch.setattr(llm.engine.model, "choose", spy)
     assert ask(llm, *kinds) == expected
-    assert len(masks) >= 8  # every step, prefill included
+    assert len(masks) >= 5  # every step, prefill included; drafts save a few steps
     assert (masks[0] is None) == (kinds == ["none"])
 
 

@@ -59,7 +59,7 @@ each_product = pytest.mark.parametrize(
     ],
     indirect=["bf16_products"],
 )
-# Every way to attend, and the dtype that it keeps K and V in.
+# Every attention path, and the dtype in which it stores K and V.
 PATHS = {
     "torch fp32": torch.float32,
     "torch fp16": torch.float16,

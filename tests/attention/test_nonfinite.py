@@ -58,7 +58,7 @@ class Step:
             values[slot, :, 5] = fill if value else 0
         memory = PagedKVMemory([self.layout], NUM_BLOCKS, BLOCK, PATHS[self.path], "cpu")
         memory.write(0, torch.arange(len(keys)), keys, values)
-        own = plan.slots  # what the step itself writes
+        own = plan.slots  # slots that the step writes
         memory.write(0, own, torch.zeros_like(keys[own]), torch.zeros_like(values[own]))
         backend = make_backend(self.path, memory)
         backend.begin_step(plan)
@@ -126,7 +126,7 @@ def test_a_position_that_is_not_seen_has_no_influence(
         check(Step(path, forest), poison, fill, name, gather)
 
 
-# Other widths change how rows are loaded, and nothing of what the options change.
+# Other widths change how rows are loaded; options do not depend on them.
 WIDTHS = [(name, LAYOUT) for name in OPTIONS]
 WIDTHS += [
     (name, layout)

@@ -106,7 +106,7 @@ def test_scratch_rows_are_not_stored() -> None:
     before = memory.keys[0][:-1].clone(), memory.values[0][:-1].clone()
     plan = StepPlan(torch.tensor([memory.scratch_slot] * 2), (Span(0, 2, 10, tuple(a.blocks)),))
     backend.begin_step(plan)
-    # Other keys than those in memory: what is read must be what the blocks hold.
+    # Other keys than those in memory: the rows that are read must be those of the blocks.
     out = backend.attend(0, a.q[8:], torch.randn(2, 2, 8), torch.randn(2, 2, 8), OPTIONS["plain"])
     check(a, out, OPTIONS["plain"])
     assert torch.equal(memory.keys[0][:-1], before[0])
@@ -155,7 +155,7 @@ def test_bits_of_contiguous_gather_do_not_depend_on_block_ids_or_neighbors(
     a = Sequence(31, layout, 6, [13, 2, 9, 0, 4, 11, 15, 6])
     b = Sequence(12, layout, 6, [5, 1, 14])
     memory = PagedKVMemory([layout], 16, BLOCK, torch.float32, "cpu")
-    # What earlier owners left behind, in blocks that the rows of this sequence do not fill yet.
+    # Rows of earlier owners, in blocks that this sequence has not filled.
     for tensor in (*memory.keys, *memory.values):
         tensor.normal_(0.0, 100.0)
     backend = TorchAttention(memory)

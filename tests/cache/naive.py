@@ -98,7 +98,7 @@ class NaiveEngine:
         """Return the blocks that the last allocation took."""
         return self._policy.taken
 
-    # What a lookup should find
+    # Expected results of lookups
 
     def full_blocks(self) -> dict[int, int]:
         """Return the number of each full prefix that is cached, and a block that holds it."""
@@ -148,7 +148,7 @@ class NaiveEngine:
         writer = self.announced.get(rows[end - 1]) if end <= len(rows) else None
         assert match.writer == (writer.request_id if writer is not None else None)
 
-    # Operations, each with what it should do
+    # Operations, each with its expected effect
 
     def free_ids(self) -> list[int]:
         return [block.block_id for block in self.manager.pool.free]
@@ -173,7 +173,7 @@ class NaiveEngine:
         if allocation is None:
             return None
         taken = self.taken[:count] if count else []
-        # The room of partial blocks has changed, or whose blocks go first depends on who asks.
+        # The limit of partial blocks has changed, or the eviction order depends on the owner.
         depends = {"adaptive-lru": partial is not None, "fair-lru": True}
         if not depends.get(self.config.eviction):
             assert taken == free[:count]
@@ -204,7 +204,7 @@ class NaiveEngine:
         assert grown == (count <= len(free))
         if grown:
             taken = self.taken[:count] if count > 0 else []
-            if self.config.eviction != "fair-lru":  # whose blocks go first depends on who asks
+            if self.config.eviction != "fair-lru":  # the eviction order depends on the owner
                 assert taken == free[: max(count, 0)]
             self._take(taken)
             own += taken
@@ -367,7 +367,7 @@ class NaiveEngine:
         for block in self.manager.pool.blocks:
             at, valid = block.block_id, self.valid[block.block_id]
             if block.node is not None:
-                assert valid > 0, f"{block} is cached, and its rows are not there"
+                assert valid > 0, f"{block} is cached, but its rows are not in memory"
             elif valid:
                 assert self._has_twin(at, valid), f"{block} was dropped for nothing"
                 self.valid[at] = 0

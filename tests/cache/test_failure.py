@@ -98,7 +98,7 @@ def test_the_blocks_of_a_discarded_request_are_not_cached() -> None:
     manager.check()
     manager.commit_step()
     assert (poisoned.block_ids, manager.sequences) == ([], (other,))
-    assert hits(manager, [*PROMPT[:9], 1, 2, 3, 4]) == 4  # what it hit itself
+    assert hits(manager, [*PROMPT[:9], 1, 2, 3, 4]) == 4  # blocks that it hit itself
     assert hits(manager, [5] * 9) == 8
     with pytest.raises(CacheError, match="'poisoned' holds no blocks"):
         manager.discard([poisoned])

@@ -64,7 +64,7 @@ class CacheMachine(RuleBasedStateMachine):
         names = BlockHasher(config.block_size, digest=self.digest)
         self.now = 0.0
         self.manager = KVCacheManager(config, names, lambda: self.now)
-        self.manager.shares.set("s", 2.0)  # an owner beside nobody; other salts are nobody's
+        self.manager.shares.set("s", 2.0)  # the only declared owner; other salts have none
         self.engine = NaiveEngine(self.manager, public)
         self.public = PublicBlocks()
         for prefix in public:

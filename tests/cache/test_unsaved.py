@@ -29,7 +29,7 @@ class Engine:
         self.public = names.public
         self.unsaved = UnsavedBlocks(names, with_tokens=True)
         self.random = random.Random(seed)
-        self.rows: dict[int, bytes] = {}  # by block id: the name of what is written there
+        self.rows: dict[int, bytes] = {}  # by block id: the name of the written content
         self.saved: set[bytes] = set()
         self.written: set[bytes] = set()
         self.running: list[TokenSequence] = []
@@ -112,7 +112,7 @@ def test_blocks_passed_to_the_tier_are_in_memory_and_none_is_omitted(
     cached = {name for name in engine.written if name in engine.rows.values()}
     assert len(engine.unsaved) == 0
     assert engine.saved <= engine.written
-    assert len(cached - engine.saved) == 0, "a block that lies in the pool was never handed on"
+    assert len(cached - engine.saved) == 0, "a block of the pool was never passed to the tier"
 
 
 def test_no_block_remains_unsaved_after_a_reset() -> None:
@@ -139,7 +139,7 @@ def test_the_cost_of_passing_blocks_does_not_grow_with_the_pool() -> None:
     unsaved.note(manager.take_events(), 0)
     manager.commit_step()
     unsaved.commit()
-    manager.discard(sequences[:1])  # whose blocks are gone, and nobody was told yet
+    manager.discard(sequences[:1])  # its blocks are removed, and the tier does not know it yet
     unsaved._pending = walked = Walked(unsaved._pending)
     for at in (1, 2):
         few = unsaved.pending(3)

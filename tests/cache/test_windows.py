@@ -240,7 +240,7 @@ class WindowMachine(StateMachine):
     @precondition(lambda self: self.running)
     @rule(pick=PICK, discards=st.booleans())
     def end(self, pick: int, discards: bool) -> None:
-        is_alone = len(self.stepping) == 1  # others of the step may have hit what it writes
+        is_alone = len(self.stepping) == 1  # other requests of the step may have hit its blocks
         super().end(pick, discards and (is_alone or not self.stepping))
 
 

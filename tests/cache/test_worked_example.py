@@ -149,6 +149,6 @@ def test_deduplication_switches_to_the_cached_block() -> None:
     decode(manager, second, H)
     assert second.block_ids == [0, 1]
     assert manager.pool.blocks[1].ref_cnt == 2
-    assert free(manager)[-1] == 3  # given back, least recently used last
+    assert free(manager)[-1] == 3  # released, least recently used last
     decode(manager, second, J)
     assert second.block_ids == [0, 1, 4]

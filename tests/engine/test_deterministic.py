@@ -96,7 +96,7 @@ def test_logits_are_bitwise_equal_with_the_cache_on_and_off(
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     generator = torch.Generator().manual_seed(1)
-    # All answers go on from one block into the next.
+    # All answers continue from one block into the next.
     first = torch.randint(3, 131, (44,), generator=generator).tolist()
     twin = first[:21] + torch.randint(3, 131, (9,), generator=generator).tolist()
     on, off = engines(**options), engines(**options, enable_prefix_caching=False)
@@ -130,7 +130,7 @@ def test_prompts_have_the_same_logprobs_alone_and_in_a_batch(engines: Any, dtype
 
 def test_the_plain_mode_is_near_but_not_bitwise(engines: Any, folder: Path) -> None:
     """Without deterministic mode a hit changes the rounding, within the dtype's tolerance."""
-    # Asked for log-probabilities, the plain mode computes all logits.
+    # With log-probabilities, the plain mode computes all logits.
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
     prompt = torch.randint(3, 131, (61,), generator=torch.Generator().manual_seed(2)).tolist()
     llm = engines(deterministic=False, dtype="float32")

@@ -248,7 +248,7 @@ def test_calls_within_a_step_are_refused(
     with pytest.raises(EngineError, match="called during its own step"):
         llm.generate(A, nested)
     assert _tokens(llm.generate(A, GREEDY)[0]) == expected[A[0]]
-    if name != "read":  # whose error closed it
+    if name != "read":  # its error closed the stream
         assert len(_tokens(list(open_stream)[-1])) == 150
     assert llm.driver.call(lambda: _is_clean(llm))
 

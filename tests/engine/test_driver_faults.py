@@ -89,7 +89,7 @@ def test_a_fault_in_the_drivers_thread(
         assert _is_clean(llm)
     llm.close()
     assert not llm.driver.is_alive
-    assert not kv_memory(llm.engine).keys, "the K/V memory is kept"
+    assert not kv_memory(llm.engine).keys, "the K/V memory is not released"
 
 
 def test_a_cancelled_an_aborted_and_a_closed_stream(folder: Path) -> None:
@@ -185,7 +185,7 @@ def interrupt(dtype):
     llm.close()
     return hits
 def interrupt_steps():
-    # A program that makes the steps itself goes on where Ctrl-C left it: each end comes once.
+    # A program that runs the steps itself continues after Ctrl-C: each request ends once.
     engine = LLMEngine(sys.argv[1], dtype="float32", num_blocks=24, num_threads=1)
     def run_steps(outputs):
         while engine.has_unfinished_requests():

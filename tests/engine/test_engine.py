@@ -14,7 +14,7 @@ from headstart.engine.engine import EngineCore
 from headstart.errors import ConfigError, EngineError, OutOfMemoryError, RequestError
 from tests.tiny_models import save_tiny
 
-MAX_TOKENS = 17  # one more than a block has: each answer goes on beyond the end of one
+MAX_TOKENS = 17  # one more than a block has: each answer crosses the end of a block
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 

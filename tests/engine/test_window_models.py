@@ -32,7 +32,7 @@ POOL: dict[str, Any] = {
 # Layers with a window are the first and the last, or the last two in one compiled call with others.
 NAMES = ("gemma2", "gemma3", "gemma4_text", "gpt_oss", "qwen2")
 each_model = pytest.mark.parametrize("name", NAMES)
-# What the engine does with the blocks of a window does not depend on the layers around it.
+# The use of window blocks does not depend on the other layers.
 two_models = pytest.mark.parametrize("name", ["gemma4_text", "qwen2"])
 each_mode = pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 

@@ -32,7 +32,7 @@ class Stepper:
         memory = PagedKVMemory(layouts, sequences * self.per_sequence, BLOCK, model.dtype, device)
         self.backend = make_backend(memory)
         self.states = StateMemory(model.state_layouts, SLOTS, device)
-        self.states.rows.fill_(torch.nan)  # a state that was not written harms what reads it
+        self.states.rows.fill_(torch.nan)  # an unwritten state makes its reader's rows NaN
         model.attach(self.backend, self.states)
 
     def step(

@@ -31,7 +31,7 @@ ANSWERS = {
 PROMPTS = [INSTRUCTION + people_table() + ASKED.format(*about) for about in ANSWERS]
 TOKENIZER = load_tokenizer(files.BUILT_IN)
 assert TOKENIZER is not None
-# Two of the prompts fit, but not what is answered to them.
+# Two of the prompts fit, but not their answers.
 TIGHT = sum(len(TOKENIZER.encode(prompt)) for prompt in PROMPTS[:2])
 
 

@@ -72,7 +72,7 @@ def test_impossible_file_names(sharded: Path, tmp_path: Path, name: str) -> None
         load_model(folder)
 
 
-# Whatever is in the files, an error is one of ours.
+# Any content of the files gives an error of headstart, or none.
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

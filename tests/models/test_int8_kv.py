@@ -58,7 +58,7 @@ def test_logits_are_those_of_rounded_rows(name: str, attention: str) -> None:
         off = (ours - expected).abs().max() / plain.abs().max()
         cost = (ours - plain).abs().max() / plain.abs().max()
         print(f"{name}: off by {off:.1e}, where 8 bits cost {cost:.1e}")
-        assert cost > 1e-3, "rounding changes nothing: the test says nothing"
+        assert cost > 1e-3, "rounding changes nothing: the test proves nothing"
         assert off < cost / 5
         largest.append(float(off))
     assert min(largest) < 1e-5

@@ -160,7 +160,7 @@ def test_context_length_stays_where_rotary_frequencies_are_constant() -> None:
     assert context_length(stretched) == 400
 
 
-# What can be wrong with the place.
+# Errors of the location.
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_names_for_other_programs_are_refused_with_advice(name: str, advice: str
 
 def test_hub_name_without_network() -> None:
     with pytest.raises(ModelNotFoundError, match=r"the hub cannot be reached: (?!Got)"):
-        load_model("nobody/no-such-model")
+        load_model("no-such-owner/no-such-model")
 
 
 def test_a_hub_name_uses_the_network_last(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_name_that_is_not_a_hub_name() -> None:
         load_model("what is this?")
 
 
-# What can be wrong with the files.
+# Errors of the files.
 
 
 def test_broken_config(folder: Path) -> None:
@@ -334,7 +334,7 @@ def test_weights_of_another_width(folder: Path) -> None:
         load_model(folder)
 
 
-# What can be wrong with the architecture, or with the call.
+# Errors of the architecture, or of the call.
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,11 @@ from headstart.native import bindings
 
 FOLDER = Path(native.__file__).parent
 BUILT = sorted(FOLDER.glob("_kernels.*"))
-INTERFACE = ("native_interface", "native_level", "native_vnni")  # asked before anything is declared
+INTERFACE = (
+    "native_interface",
+    "native_level",
+    "native_vnni",
+)  # called before any other function is declared
 SCALARS = {"int64_t": c_int64, "int": c_int, "float": c_float, "void": None}
 
 

@@ -80,16 +80,13 @@ def test_it_is_built_if_compiler_and_cpu_allow(use_kernels: Callable[..., None])
 
 
 def test_required_cpu_flags_are_those_of_the_sources() -> None:
-    """Regression:
-
-    F16C, which int4's products use, was not checked; without it, the process crashes.
-    """
+    """Regression: int4's products crashed without F16C, which was not checked."""
     flags_by_width: dict[bool, set[str]] = {False: set(), True: set()}
     for file in (*FOLDER.rglob("*.cpp"), *FOLDER.rglob("*.h")):
         for flags in re.findall(r'#pragma GCC target\("([^"]+)"\)', file.read_text()):
             if not flags.startswith("amx"):
                 flags_by_width["avx512" in flags] |= set(flags.split(","))
-    # VNNI has a question of its own, with AVX-512 or without: headstart_native_vnni().
+    # VNNI is checked separately, with AVX-512 or without: headstart_native_vnni().
     assert flags_by_width[False] - {"avxvnni"} == native.NEEDED_FOR_AVX2
     assert flags_by_width[True] - {"fma", "f16c"} == {
         flag.replace("_", "") for flag in native.NEEDED

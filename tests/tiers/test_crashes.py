@@ -89,10 +89,7 @@ def end_at(number: int, work: Callable[[], object]) -> bool:
 def test_no_block_is_damaged_wherever_a_process_ends(
     tmp_path: Path, change: Callable[[DiskStore], None]
 ) -> None:
-    """Regression:
-
-    `verify` reported blocks whose slots were overwritten before the index forgot them.
-    """
+    """Regression: `verify` reported blocks that were overwritten before the index forgot them."""
     number, ended = 0, True
     while ended:
         folder = tmp_path / str(number)
@@ -109,13 +106,13 @@ def test_no_block_is_damaged_wherever_a_process_ends(
         assert not (report.total.damaged or report.total.lost or report.total.gaps)
         with closing(disk(folder, BUDGET)) as store:
             if change is clear:
-                assert held(store, range(100, 120)) == 0, "they do not come back"
+                assert held(store, range(100, 120)) == 0, "they are not loaded"
             if change is remove:
                 assert held(store, range(100, 103)) == 3
                 assert held(store, range(108, 120)) == 12, "these were to stay"
             for first in (100, 300):
                 held(store, range(first, first + 20))
-            if change is not evict_another_model:  # whose first file the index may lack
+            if change is not evict_another_model:  # the index may lack its first file
                 assert not store.faults.counts
             assert store.save(blocks(range(400, 410), used=1e9)) == 10
             assert held(store, range(400, 410)) == 10

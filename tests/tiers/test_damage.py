@@ -84,7 +84,7 @@ def test_an_index_with_other_tables_is_rebuilt(store: DiskStore) -> None:
     "statement",
     [
         "UPDATE models SET title = CAST(x'80ff' AS TEXT)",
-        "UPDATE models SET fingerprint = 'nobody'",
+        "UPDATE models SET fingerprint = 'unknown'",
         "UPDATE models SET block_bytes = 1",
         "UPDATE models SET block_bytes = 1e18",
         "UPDATE models SET block_size = -3",

@@ -73,7 +73,7 @@ def test_an_unanswered_call_is_a_miss(
     assert store.faults.counts == {"it does not answer": 1}
     gate.reached.clear()
     clock.now += 1000.0
-    assert find(store) == count_loaded(store) == 0, "its thread is still there"
+    assert find(store) == count_loaded(store) == 0, "its thread is still running"
     assert save(store, range(3)) == 0
     call(lambda job: store.touch(names(range(3)), job))
     assert not call(store.clear)
@@ -128,7 +128,7 @@ def test_a_request_whose_load_never_arrives_continues(
         gate.reached.clear()
         assert arrived(loader, loader.start(names(range(20)), everything)) == 0
         assert find(store) == save(store, range(3)) == 0
-        assert not gate.reached.is_set(), "nothing is asked while its thread is still there"
+        assert not gate.reached.is_set(), "the store is not called while its thread is running"
         gate.opened.set()
         wait_until(lambda: not store.is_stuck)
         assert arrived(loader, loader.start(names(range(20)), everything)) == 20
@@ -160,7 +160,7 @@ def test_a_load_that_takes_longer_than_computing_ends(
     with loading(store, compute=lambda count: count / 100) as loader:
         loader.rate = rate
         job = loader.start(names(range(20)), everything)
-        assert 0 < arrived(loader, job) < (3 if rate is None else 6), "what has come is of use"
+        assert 0 < arrived(loader, job) < (3 if rate is None else 6), "arrived blocks are used"
         assert store.faults.counts == {"loading is slower than computing": 1}
         assert not store.pause.is_on and loader.rate is not None
         if rate is None:
@@ -225,7 +225,7 @@ def test_a_load_over_a_link_that_becomes_slow_ends_in_time(
         for first in range(100, 200, 20):
             job = loader.start(names(range(first, first + 20)), choose)
             assert arrived(loader, job) == 0
-        assert server.num_answers == answers, "none was asked for again"
+        assert server.num_answers == answers, "no key was read again"
         assert arrived(loader, loader.start(names(range(20)), everything)) == 20
         assert arrived(loader, loader.start(names(range(20)), choose)) == 20, "it is fast again"
 
@@ -402,7 +402,7 @@ def test_a_disk_that_blocks_delays_no_answer(
     llm = make_llm(model, cache_dir=str(tmp_path))
     assert [generate(llm) for _ in range(3)] == [alone] * 3
     assert llm.engine.tiers is not None
-    assert llm.engine.tiers.stats.late_answers == 1, "it was left alone after that"
+    assert llm.engine.tiers.stats.late_answers == 1, "it was paused after that"
     limits(last_saves=0.1)
     llm.close()
     unblocked.set()

@@ -132,7 +132,7 @@ def test_an_eviction_does_not_visit_blocks_that_must_stay(tmp_path: Path) -> Non
         assert store.save(blocks(range(9010, 9074), used=1e12)) == 64
         assert ticks < 200, "thousands of steps of SQLite"
         left = [store.find(names(range(first, first + 100))) for first in range(0, 2000, 100)]
-        assert sum(left) == 2000 - 74, "each prompt went from its end"
+        assert sum(left) == 2000 - 74, "each prompt was evicted from its end"
 
 
 def test_a_store_opens_no_files_of_other_models(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_model_is_forgotten_with_its_last_block(tmp_path: Path) -> None:
         with closing(disk(tmp_path, slots, other)) as evicting:
             new = [block(number, used=9.0, model=other) for number in range(100, 103)]
             assert evicting.save(new) == 3
-            assert models() == [other], "all of the first model's made room"
+            assert models() == [other], "all blocks of the first model were evicted"
             assert not slot_path(tmp_path, MODEL).exists()
             assert held(store, range(3)) == held(twin, range(3)) == 0
             assert evicting.remove([one.name for one in new]) == 3
@@ -247,7 +247,7 @@ def test_a_model_is_forgotten_with_its_last_block(tmp_path: Path) -> None:
             assert models() == [MODEL]
             assert again.clear() and models() == [] and not list(tmp_path.glob("*.kv"))
         assert not store.faults.counts and not twin.faults.counts
-    assert MODEL in described_models(tmp_path), "what it is stays known, for an import"
+    assert MODEL in described_models(tmp_path), "its description remains for an import"
 
 
 def test_a_rebuilt_index_has_no_models_without_blocks(tmp_path: Path) -> None:

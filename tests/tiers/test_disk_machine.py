@@ -79,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert max(after - before, default=-1) < lost, "no block is saved without those before it"
         removed = before - after
         room = self.budget - sum(SLOTS[OTHER if n >= 5000 else MODEL] for n in after)
-        if saved < len(new):  # all that is left was used as late, or is too large
+        if saved < len(new):  # all remaining blocks were used as late, or are too large
             assert room < SLOTS[model]
         if removed:
             assert room < max(SLOTS.values()) + SLOTS[model], "no more than needed"
@@ -91,7 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
     def check_ends_were_evicted_first(self, before: set[int], removed: set[int]) -> None:
         for number in removed:
             if (number + 1) % 100 and number + 1 in before:
-                assert number + 1 in removed, "a prefix goes from its end"
+                assert number + 1 in removed, "a prefix is evicted from its end"
 
     @rule(at=STORES, prompt=PROMPTS, first=st.integers(0, LENGTH))
     def load(self, at: int, prompt: int, first: int) -> None:

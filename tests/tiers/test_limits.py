@@ -140,7 +140,7 @@ def test_repeated_closes_of_an_engine_share_one_deadline(
     def close(loader: Loader, timeout: float) -> None:
         nonlocal now
         waited.append(timeout)
-        now += timeout  # its thread is in the store, for ever
+        now += timeout  # its thread never returns from the store
 
     clock = SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now, time=lambda: now)
     monkeypatch.setattr("headstart.engine.tiering.tiers.time", clock)

@@ -73,7 +73,7 @@ def test_an_object_from_a_farther_tier_is_stored_in_the_nearer_one(tmp_path: Pat
         saver.close(60)
     assert loaded(near) == SIZES
     with closing(DiskStore(near, OBJECTS, 1 << 30)) as disk:
-        assert 0 < disk.block_seconds < 1, "what it costs to make them came with them"
+        assert 0 < disk.block_seconds < 1, "their costs were stored too"
 
 
 @given(st.lists(st.tuples(st.binary(max_size=9), st.integers(0, 99)), min_size=2, unique=True))

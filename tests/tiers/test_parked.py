@@ -161,7 +161,7 @@ def test_a_load_without_space_in_the_pool_is_overtaken(
         llm.engine.step()
         large, small = submit(llm, LARGE[0]), submit(llm, SMALL)
         run_until(llm, small)
-        assert not running.finished and not large.finished, "there is no room for it yet"
+        assert not running.finished and not large.finished, "it has no space yet"
         assert small.output().num_loaded_tokens == 32
         run_until(llm, running, large)
         assert large.output().num_loaded_tokens == 208

@@ -81,7 +81,7 @@ def test_blocks_are_loaded_on_another_machine(server: Server) -> None:
         assert store.clear()
         assert store.find(names(range(40))) == 0
     with closing(RemoteStore(server.url, other)) as store:
-        assert store.find(names(range(40))) == 3, "other models keep theirs"
+        assert store.find(names(range(40))) == 3, "blocks of other models remain"
 
 
 def test_a_damaged_block_is_a_miss_and_is_forgotten(server: Server) -> None:
@@ -124,11 +124,11 @@ def test_a_server_that_is_down_causes_a_miss_and_is_tried_again(
         loading = store.load(names(range(4)))
         next(loading)
         server.stop()
-        assert len([next(loading), *loading]) == 3, "what was read is there"
+        assert len([next(loading), *loading]) == 3, "the blocks that were read are loaded"
         assert store.find(names(range(4))) == 0
         assert store.save(blocks(range(4))) == 0
         assert held(store, range(4)) == 0
-        assert sum(store.faults.counts.values()) == 1, "it is left alone for a while"
+        assert sum(store.faults.counts.values()) == 1, "it is paused"
         server.start()
         clock.now += 60
         assert store.save(blocks(range(4))) == 4

@@ -71,9 +71,7 @@ def test_a_prompt_on_disk_is_loaded_despite_a_silent_server(
         closing(Listener(drip)) as listener,
         closing(make_llm(model, cache_dir=kept, remote_cache=listener.url)) as llm,
     ):
-        assert generate(llm, 40).num_loaded_tokens == 0, (
-            "no tier has it, and the server says nothing"
-        )
+        assert generate(llm, 40).num_loaded_tokens == 0, "no tier has it, and the server is silent"
         assert llm.engine.tiers is not None
         assert llm.engine.tiers.stats.late_answers == 1
         assert generate(llm, 3).num_loaded_tokens == 96
@@ -102,4 +100,4 @@ def test_the_size_of_a_read_fits_the_rate_of_the_link(
         monkeypatch.setattr(store, "_client", SimpleNamespace(mget=mget, close=lambda: None))
         assert len(list(store.load(names(range(20))))) == 20
     assert len(taken) == {1e5: 20, 1e6: 5, 1e9: 2}[rate]
-    assert max(taken) <= max(1.01, len(kept[name(0)]) / rate), "a block comes in one answer"
+    assert max(taken) <= max(1.01, len(kept[name(0)]) / rate), "a block arrives in one answer"

@@ -273,7 +273,7 @@ def test_a_save_that_fails_is_the_only_one(method: str, error: type[BaseExceptio
             saver.touch(names(range(3)))
             assert saver.flush(FOREVER)
         assert store.saved[-10:] == names(range(10, 20))
-        assert saver.has_space(1 << 20), "what failed waits no more"
+        assert saver.has_space(1 << 20), "the failed save no longer waits"
 
 
 def test_a_saver_is_closed_while_the_store_blocks() -> None:
@@ -377,7 +377,7 @@ def test_an_emptied_queue_returns_its_memory(limits: Callable[..., None]) -> Non
     offer(saver, range(10))
     gate.opened.set()
     assert saver.flush(FOREVER)
-    assert drained == [0], "called once, when no block is held any more"
+    assert drained == [0], "called once, when all blocks are released"
     offer(saver, range(10, 12))
     assert saver.flush(FOREVER)
     assert drained == [0], "two blocks are not worth it"

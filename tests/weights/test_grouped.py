@@ -145,7 +145,7 @@ def test_the_error_of_a_weight_is_limited(outputs: int, inputs: int, bits: Liter
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_rows_are_read_by_number(form: PackedForm) -> None:
-    for seed in (0, 1):  # without what is common to outputs and inputs, and with it
+    for seed in (0, 1):  # without common factors of outputs and inputs, and with them
         layer = GroupedWeight(draw_weight(37, 70, seed, form)[0])
         numbers = torch.tensor([[36, 0, 0], [15, 16, 31]])
         rows = layer.rows(numbers)

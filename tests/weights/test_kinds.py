@@ -50,7 +50,7 @@ def in_float(folder: Path, model: DecoderModel, dtype: torch.dtype = torch.float
     """Return transformers' model with the layers' own weights, and rows rounded as they do."""
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     for name, layer in quantized(model).items():
-        # A parameter of its own, which embeddings do not share.
+        # A separate parameter, which embeddings do not share.
         module = plain.get_submodule(name)
         module.weight = nn.Parameter(layer.unpack().to(dtype))
     round_inputs(plain, model.module)

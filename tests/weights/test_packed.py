@@ -52,7 +52,7 @@ def test_products_are_those_of_float64(
     torch.set_num_threads(threads)
     out = PackedWeight(weight, added).multiply(x)
     exact = linear(x.double(), weight.double(), None if added is None else added.double())
-    size = linear(x.double().abs(), weight.double().abs())  # rounding grows with what is summed
+    size = linear(x.double().abs(), weight.double().abs())  # rounding grows with the summed numbers
     assert out.shape == (rows, outputs) and out.dtype == BF16
     assert bool(((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * size).all())
 

@@ -324,7 +324,11 @@ def test_weights_can_be_quantized_again(weights: str, tmp_path: Path) -> None:
     model = load_model(tmp_path, "float32", weights=weights)
     kinds = {matrix.kind for matrix in quantized_matrices(model.module).values()}
     more = {"int5"} if weights == "int4" else set()
-    assert kinds == {weights, "int8", *more}  # the head's, and what int4 gives more bits
+    assert kinds == {
+        weights,
+        "int8",
+        *more,
+    }  # the head's, and those of layers to which int4 gives more bits
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from headstart.weights.products import Product, WeightForm, choose_product
 
 CPU = torch.device("cpu")
 FORMS: tuple[WeightForm, ...] = ("bfloat16", "int8", "int8 in groups", "fewer bits")
-# What a weight of each form is multiplied by: rows in bfloat16, then in float32.
+# The product for a weight of each form: rows in bfloat16, then in float32.
 MACHINES: dict[str, tuple[tuple[Product, ...], tuple[Product, ...]]] = {
     "AMX": (
         ("bfloat16", "bfloat16", "integers", "bfloat16"),

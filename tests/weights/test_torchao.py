@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
 TOKENS = torch.arange(3, 23)
 LIMIT = 5e-4  # rows have 14 bits where FBGEMM multiplies; elsewhere logits are 4e-7 apart
 
-# What a configuration's weights become, value for value.
+# The weights of a configuration, value for value.
 KINDS: dict[str, tuple[Any, str]] = {
     "int8": (quantization.Int8WeightOnlyConfig(), "int8"),
     "int8, one step": (quantization.Int8WeightOnlyConfig(granularity=PER_TENSOR), "int8"),

@@ -166,7 +166,7 @@ def save(folder: Path, config: Any, scheme: dict[str, Any], quantize: Quantize) 
             tensors |= {f"{module}.{part}": content for part, content in quantize(tensor).items()}
         elif name not in tensors:
             tensors[name] = tensor.to(torch.bfloat16)
-    if hasattr(config, "use_sliding_window"):  # it has biases of its own
+    if hasattr(config, "use_sliding_window"):  # the family has biases
         tensors |= {n: t.bfloat16() for n, t in model.state_dict().items() if n.endswith("bias")}
     content = config.to_dict() | {"quantization_config": scheme, "dtype": "bfloat16"}
     content |= {"architectures": [type(model).__name__]}

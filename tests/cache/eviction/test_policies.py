@@ -164,10 +164,10 @@ def test_hits_of_partial_blocks_raise_their_limit() -> None:
         policy.release([partial(block)])
     policy.release(blocks[:7:-1])  # empty
     assert [block.block_id for block in policy] == [8, 9, 1, 2, 3, 4, 5, 6, 7, 0]
-    policy.claim([blocks[1]])  # a hit: room for four
+    policy.claim([blocks[1]])  # a hit: space for four
     policy.release([blocks[1]])
     assert [block.block_id for block in policy] == [8, 9, 2, 3, 4, 0, 5, 6, 7, 1]
-    assert policy.take(4) == [blocks[at] for at in (8, 9, 2, 3)]  # two unused: room for two
+    assert policy.take(4) == [blocks[at] for at in (8, 9, 2, 3)]  # two unused: space for two
     assert [block.block_id for block in policy] == [4, 5, 6, 0, 7, 1]
 
 
@@ -177,7 +177,7 @@ def test_partial_blocks_that_leave_the_queue_without_a_hit_keep_the_limit() -> N
     policy = make_policy("adaptive-lru", blocks)
     policy.take(10)
     policy.release([partial(blocks[0])])
-    policy.claim([blocks[0]])  # a hit: room for four
+    policy.claim([blocks[0]])  # a hit: space for four
     for block in blocks[1:]:
         policy.release([partial(block)])
     assert [block.block_id for block in policy] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -186,7 +186,7 @@ def test_partial_blocks_that_leave_the_queue_without_a_hit_keep_the_limit() -> N
     policy.withdraw([blocks[9], blocks[7]])
     assert [block.block_id for block in policy] == [1, 2, 3, 4, 5, 6, 8, 0]
     assert policy.take(4) == blocks[1:5]
-    assert [block.block_id for block in policy] == [5, 6, 8, 0]  # four were lost: no room
+    assert [block.block_id for block in policy] == [5, 6, 8, 0]  # four were lost: no space
 
 
 def room(manager: KVCacheManager) -> int:

@@ -114,7 +114,7 @@ def test_marks_retain_half_of_the_pool_and_the_first_to_expire_go_first() -> Non
     assert [pool.kept(text) for text in texts] == [0] * 17 + [4] * 3
     plain = pool.text(8)
     pool.run(plain)
-    assert pool.kept(plain) == 8, "there is room for others"
+    assert pool.kept(plain) == 8, "others have space"
 
 
 def test_a_request_that_needs_the_whole_pool_gets_it() -> None:

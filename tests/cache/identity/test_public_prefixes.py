@@ -101,7 +101,7 @@ def _common(*lists: Sequence[int]) -> int:
 @pytest.mark.parametrize(
     ("prompt", "shared"),
     [
-        ([*SYSTEM, 1, 2, 3, 4], 8),  # the third block has tokens of the tenant's own
+        ([*SYSTEM, 1, 2, 3, 4], 8),  # the third block has private tokens of the tenant
         ([*SYSTEM[:8], 9], 8),
         ([*SYSTEM[:7], 9, 9, 9], 4),  # leaves the prefix in its second block
         (SYSTEM[:7], 4),

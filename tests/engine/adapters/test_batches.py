@@ -195,7 +195,7 @@ def test_unloading_lets_running_and_waiting_requests_finish(llama: World, tmp_pa
     digest = groups[0].namespace.adapter
     engine.submit(llm.frontend.prepare(llama.prompts[1], GREEDY))
     drain(engine)
-    assert digest not in engine.adapters.resident  # its memory is given back
+    assert digest not in engine.adapters.resident  # its memory is released
     with pytest.raises(RequestError, match="no adapter 'attention'"):
         llm.unload_adapter("attention")
     llm.close()
@@ -226,7 +226,7 @@ def test_other_requests_continue_while_an_adapter_is_read_again(
     go = threading.Event()
 
     def slow(folder: Path) -> ResidentAdapter:
-        assert go.wait(10), "nobody could let it go on"
+        assert go.wait(10), "no call released the gate"
         if end == "aborted and gone" and folder == llama.adapters["one layer"]:
             raise DamagedAdapterError("gone")
         return read(folder)

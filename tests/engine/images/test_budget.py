@@ -116,7 +116,7 @@ def test_all_end_and_rows_are_there(
         try:
             added.append(bench.add_shown(name % 3, shown))
         except RequestError:
-            assert whole_blocks  # several images of one block, more than there is room for
+            assert whole_blocks  # several images of one block, which do not fit
     bench.run()
     assert all(request.finish_reason == "length" for request in added)
     assert not encoder_users(bench.cache)

@@ -83,12 +83,14 @@ def test_a_flood_of_one_tenant_leaves_another_its_share() -> None:
     shares.set("b", 1.0)
     cache = EncoderCache(Encoder(), 100, shares=shares)
     shown(cache, "a", *range(10))
-    assert kept(cache, "a") == list(range(10)), "what nobody else wants anybody may have"
+    assert kept(cache, "a") == list(range(10)), "a tenant may use all unused space"
     shown(cache, "b", *range(50))
     assert kept(cache, "a") == [5, 6, 7, 8, 9]
     assert kept(cache, "b") == [45, 46, 47, 48, 49]
     shown(cache, "a/x", *range(20, 23))
-    assert (kept(cache, "a"), kept(cache, "a/x")) == ([8, 9], [20, 21, 22]), "an owner's own go"
+    assert (kept(cache, "a"), kept(cache, "a/x")) == ([8, 9], [20, 21, 22]), (
+        "an owner's images are evicted"
+    )
 
 
 def test_a_tenant_of_more_weight_has_more_images() -> None:

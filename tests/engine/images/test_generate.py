@@ -144,7 +144,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True, "block_size": 16},
 }
 # Qwen2-VL differs from Qwen2.5-VL in its tower alone, SmolVLM from Idefics3 in its settings.
-# Positions are Qwen's own, and an image of Idefics3 is several; LLaVA's are as those of text.
+# Qwen has special positions, Idefics3 splits an image into several; LLaVA's are those of text.
 CASES = [
     (name, option)
     for name in FAMILIES
@@ -153,7 +153,7 @@ CASES = [
 ]
 
 
-# With the scope, since else pytest makes the oracle anew for every option.
+# With the scope, since otherwise pytest creates the oracle again for every option.
 @pytest.mark.parametrize(("oracle", "option"), CASES, indirect=["oracle"], scope="module")
 def test_greedy_equals_generate(oracle: Oracle, engines: Any, option: str) -> None:
     options = OPTIONS[option]

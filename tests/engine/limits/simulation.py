@@ -20,7 +20,7 @@ from headstart.engine.scheduler import Scheduler
 from headstart.frontend.text import Detokenizer, OutputText
 
 BLOCK, BLOCKS, TOKENS, RUNNING = 16, 400, 128, 16
-STEP = 20.0  # what a step costs besides its tokens
+STEP = 20.0  # the cost of a step without its tokens
 
 
 class Simulation:

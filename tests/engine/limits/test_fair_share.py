@@ -79,7 +79,7 @@ def test_steps_are_short_while_another_owner_is_active() -> None:
             running = len(simulation.scheduler.running)
             assert simulation.step() <= 64 + running
             now = [len(one.sampling.output_token_ids) for one in decoding]
-            assert now == [count + 1 for count in answered], "an answer was held up"
+            assert now == [count + 1 for count in answered], "an answer was delayed"
             assert question_request.finish_reason, f"it was not computed in step {steps}"
         assert question_request.num_cached_tokens >= 960
     assert any(one.finish_reason for one in flood), "the flood itself is starved"

@@ -144,7 +144,7 @@ def test_a_bias_comes_before_penalties_and_temperature() -> None:
     assert scores[0, 9] == logits[0, 9] + 100 - 2
 
 
-# What goes wrong ends its own row
+# Errors end only their row
 
 
 def _breaks(past: list[int], logits: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def sample_one(logits: Tensor, state: SamplingState) -> SampledToken:
     return token
 
 
-# What is drawn from
+# The distribution to draw from
 
 
 @pytest.fixture(scope="module")

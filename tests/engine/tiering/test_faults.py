@@ -72,7 +72,7 @@ def check(engine: EngineCore) -> None:
     engine.manager.check()
     living = {request.sequence for group in engine._groups.values() for request in group.requests}
     loads = {load.sequence for load in engine.tiers.loads.waiting.values()}
-    assert set(engine.manager.sequences) <= living | loads, "blocks are held for nobody"
+    assert set(engine.manager.sequences) <= living | loads, "blocks are held for no request"
     assert engine.tiers.loads.are_under_way or loader_of(engine.tiers).queued_bytes == 0
 
 

@@ -58,7 +58,7 @@ def test_a_missing_server_does_not_affect_the_disk(model: Path, tmp_path: Path) 
         stats = counted(llm)
         assert stats.saved_blocks == 6 and stats.unsaved_blocks == {"disk": 0, "remote": 6}
         assert stats.faults == {("remote", "the server does not answer"): 1}
-        assert stats.late_answers == 0, "it said at once that it is not there"
+        assert stats.late_answers == 0, "the connection is refused at once"
 
 
 def test_a_missing_folder_is_a_fault_and_its_unsaved_blocks_are_counted(

@@ -62,7 +62,7 @@ def gate(disk_loads: Callable[..., None]) -> Event:
 
     def wait(store: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
         if store.model == OBJECTS:
-            assert opened.wait(4), "somebody waits for an image within a step"
+            assert opened.wait(4), "a step waits for an image"
         yield from blocks
 
     disk_loads(wait)
@@ -75,7 +75,7 @@ def kept(model: Path, tmp_path: Path) -> tuple[Path, list[int]]:
     with closing(open_llm(model, tmp_path)) as llm:
         [answer] = run(llm, submit(llm, "One <image> and <image> two", 1, 2))
         assert counts(llm) == (2, 0)
-    for file in tmp_path.glob("*.kv"):  # of K/V nothing is left, of images all
+    for file in tmp_path.glob("*.kv"):  # no K/V remain, but all images
         if file.stat().st_size < 1 << 16:
             file.unlink()
     return tmp_path, answer
@@ -139,7 +139,7 @@ def test_an_image_found_before_a_reset_is_encoded_again(
             loads.wait(4)
         assert len(loads.lookups) == 2
         llm.engine.abort(group.request_id)
-        assert not loads.lookups, "it left, and nobody else asked for them"
+        assert not loads.lookups, "it ended, and no other request needs them"
         for image in shown.images:
             loads.is_coming(image.key)
         while loads.are_under_way:
@@ -161,11 +161,11 @@ def test_a_request_gets_an_image_that_another_no_longer_needs(
         while len(first.requests[0].sampling.output_token_ids) < 3:
             llm.engine.step()
         assert llm.frontend.images is not None
-        llm.frontend.images.cache.clear()  # as if others had needed the room
+        llm.frontend.images.cache.clear()  # as if others had needed the space
         second = submit(llm, "Of another length <image>", 1)
         tiers = llm.engine.tiers
         assert tiers is not None
-        for _ in range(20):  # each time with what there is of it
+        for _ in range(20):  # each time with the cached part of it
             if tiers.loads.are_under_way:
                 loader_of(tiers).wait(4)
             while tiers.image_loads.are_under_way:

@@ -53,13 +53,13 @@ def test_an_image_is_encoded_by_the_first_process_alone(model: Path, tmp_path: P
         assert (cache.num_encoded, cache.num_loaded) == (1, 0)
     with opened(model, tmp_path) as (llm, cache):
         answer, cached = generate(llm, "What is <image> here?", 1)
-        assert answer == alone[0][0] and cached > 4, "its K/V were kept"
+        assert answer == alone[0][0] and cached > 4, "its K/V were stored"
         assert generate(llm, "Another text: <image>", 1)[0] == alone[1][0]
         assert (cache.num_encoded, cache.num_loaded) == (0, 1)
         generate(llm, "Another text: <image>", 2)
         assert cache.num_encoded == 1, "another image is another identity"
         generate(llm, "Another text: <image>", 1, cache_salt="another")
-        assert cache.num_encoded == 2, "another tenant's is not found"
+        assert cache.num_encoded == 2, "another tenant's is not hit"
 
 
 def test_a_stored_image_and_a_new_one_stand_in_one_prompt(model: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def run(tool: str, *arguments: str | Path) -> dict[str, int]:
 
 def test_the_next_engine_answers_as_without_a_store(tmp_path: Path) -> None:
     counts = run("kill_engine.py", save_smallest(tmp_path / "model"), "--rounds", "3")
-    assert counts["cached tokens"] > 0, "nothing was kept"
+    assert counts["cached tokens"] > 0, "no block was stored"
 
 
 def test_damage_to_adapters_causes_no_wrong_answer(tmp_path: Path) -> None:

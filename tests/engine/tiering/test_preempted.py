@@ -62,7 +62,7 @@ def test_a_preempted_request_is_loaded_and_not_computed_again(
     groups = submit(llm, PROMPTS)
     assert finish(llm, groups) == oracle
     assert llm.engine.num_preemptions > 0
-    assert loaded(llm) > 0, "what was lost was computed again"
+    assert loaded(llm) > 0, "lost blocks were computed again"
     assert [group.output().num_loaded_tokens for group in groups] == [0, 0, 0], "at the first time"
     assert llm.engine.tiers is not None and not llm.engine.tiers.loads.are_under_way
     assert llm.engine.manager.num_free_blocks == NUM_BLOCKS

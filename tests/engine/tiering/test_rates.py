@@ -109,7 +109,7 @@ def test_a_new_process_reads_the_rate_of_the_previous_one(model: Path, kept: Pat
 def test_the_decision_depends_on_both_rates() -> None:
     assert is_worth_loading(1000, 10_000, compute=100.0, load=2000.0)
     assert not is_worth_loading(1000, 10_000, compute=100.0, load=999.0)
-    assert not is_worth_loading(1, 1, compute=1e6, load=1e9), "a load takes a moment of its own"
+    assert not is_worth_loading(1, 1, compute=1e6, load=1e9), "a load has a fixed cost"
     assert is_worth_loading(1, 10**9, compute=None, load=1.0), "it is tried"
 
 

@@ -60,7 +60,7 @@ def test_a_second_process_hits_what_the_first_computed(model: Path, tmp_path: Pa
         assert [output.num_loaded_tokens for output in again] == [96, 16, 16]
         assert llm.engine.tiers is not None
         assert llm.engine.tiers.stats.loaded_tokens == {"disk": 96 + 16 + 16}
-        assert llm.engine.tiers.stats.saved_blocks == 0, "it is all there"
+        assert llm.engine.tiers.stats.saved_blocks == 0, "all blocks are cached"
         counts = {(m.name, *m.labels.values()): m for m in llm.get_metrics()}
         loaded = counts["headstart:loaded_tokens", "disk"]
         assert isinstance(loaded, Counter) and loaded.value == 128
@@ -316,7 +316,7 @@ def test_a_damaged_store_costs_only_time(model: Path, tmp_path: Path) -> None:
             assert content_of(output)[0] == content_of(first)[0] and output.num_cached_tokens < 96
         with opened(model, tmp_path) as llm:
             assert generate(llm, PROMPTS[0]).num_cached_tokens == 96, (
-                "it was computed and kept again"
+                "it was computed and stored again"
             )
 
 
@@ -339,7 +339,7 @@ def test_memory_is_prefaulted_for_the_blocks_of_the_folder(
     counts: list[int] = []
     monkeypatch.setattr(PagedKVMemory, "prefault", lambda self, count: counts.append(count))
     with opened(model, None):
-        assert counts == [], "nothing is kept"
+        assert counts == [], "no block is stored"
     for blocks in (0, 6):
         with opened(model, tmp_path) as llm:
             assert counts.pop() == blocks

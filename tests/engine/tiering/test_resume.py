@@ -49,7 +49,7 @@ def test_the_next_turn_hits_what_was_generated(model: Path, tmp_path: Path) -> N
     whole = (len(output.prompt_token_ids) + len(answer.token_ids) - 1) // 16 * 16
     assert hits(model, tmp_path / "kept", conversation, recalled=True) >= whole - 16
     assert hits(model, tmp_path / "kept", conversation, recalled=False) < whole - 48, (
-        "the reply is spelled as it was generated anyway: the test says nothing"
+        "the reply is encoded as generated: the test proves nothing"
     )
 
 

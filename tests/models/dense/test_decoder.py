@@ -217,7 +217,7 @@ def run(model: DecoderModel, tokens: Tensor, first: int = 0) -> Tensor:
         backend.begin_step(StepPlan(slots, (span,)))
         rows = torch.arange(count)
         logits.append(model.forward(tokens[places], places + first, rows))
-        # The last row alone is what a prompt needs; it is the same but for rounding.
+        # A prompt needs only the last row, which is equal but for rounding.
         last = model.forward(tokens[places], places + first, rows[-1:])
         torch.testing.assert_close(last, logits[-1][-1:], rtol=0.02, atol=0.02)
         assert model.choose(tokens[places], places + first, rows) == logits[-1].argmax(-1).tolist()
@@ -349,7 +349,7 @@ def test_embeddings_are_scaled_as_in_transformers(
 
 
 OLD_STYLE: dict[str, tuple[str, dict[str, Any]]] = {
-    "a base beside": ("llama", {"rope_parameters": None, "rope_theta": 500.0}),
+    "a separate base": ("llama", {"rope_parameters": None, "rope_theta": 500.0}),
     "a kind called type": (
         "llama",
         {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}},

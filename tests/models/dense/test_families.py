@@ -176,7 +176,7 @@ def test_a_plain_configuration_is_read_as_by_transformers(
     family, content = FAMILIES[name], tiny_config(name).to_dict()
     content = {key: value for key, value in content.items() if key in KEPT} | changes
     results = []
-    for extra in ({}, {"unknown_key": 1}):  # transformers reads what has a key that we do not know
+    for extra in ({}, {"unknown_key": 1}):  # transformers reads configurations with unknown keys
         config = read_config(family, content | extra)
         assert isinstance(config, DenseConfig) is not bool(extra)
         shape = read_shape(family, config)

@@ -306,7 +306,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_is_in_memory_twice(dtype: str, large: Path, tmp_path: Path) -> None:
     """Compare peak resident memory with what remains; mapped pages of the file count too."""
     if not Path("/proc/self/clear_refs").exists():
-        pytest.skip("the kernel does not tell a process's peak")
+        pytest.skip("the kernel does not report a process's peak")
     small = save_tiny("llama", tmp_path / "small")
     done = run_program(MEASURE, small, large, dtype)
     assert done.returncode == 0, done.stderr

@@ -207,7 +207,9 @@ def test_a_weight_in_several_pieces_equals_one_piece(monkeypatch: pytest.MonkeyP
     assert pieces[2:] == whole[2:]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much of a file is in memory")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs Linux to count the resident pages of a file"
+)
 def test_pages_of_the_file_are_released(tmp_path: Path) -> None:
     """Regression: the whole file was resident at the end of a load (1.5 times the memory)."""
     file = write_gguf(tmp_path / "model.gguf", "llama", make_model("llama"), "Q8_0")
@@ -265,7 +267,7 @@ def test_a_file_answers_and_brings_its_tokenizer(tmp_path: Path, cache: Path) ->
     [folder] = cache.iterdir()
     stamp = (folder / "tokenizer.json").stat().st_mtime_ns
     load_model(file, weights="int8")
-    assert [folder] == list(cache.iterdir()), "made once"
+    assert [folder] == list(cache.iterdir()), "built once"
     assert (folder / "tokenizer.json").stat().st_mtime_ns == stamp
     write_gguf(file, "llama", make_model("llama"), "Q8_0")
     load_model(file)
@@ -277,7 +279,7 @@ def test_other_architectures_and_other_files_are_refused(tmp_path: Path) -> None
     with pytest.raises(ModelNotFoundError, match="is a file; allowed: a folder"):
         load_model(tmp_path / "note.txt")
     with pytest.raises(ModelNotFoundError, match="there is no file nowhere/a"):
-        load_model("nowhere/a.gguf")  # was asked for on the hub
+        load_model("nowhere/a.gguf")  # was looked up on the hub
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(8))
     with pytest.raises(Exception, match=r"broken\.gguf cannot be read"):
         load_model(tmp_path / "broken.gguf")

@@ -131,7 +131,7 @@ def test_a_signal_leaves_no_files(
     """Regression: `systemctl stop`, or closing a terminal, left a hidden folder of gigabytes."""
     number = getattr(signal, name, None)
     if number is None:
-        pytest.skip(f"there is no {name} here")
+        pytest.skip(f"this system has no {name}")
     save_small(tmp_path / "float")
     before, seen = sorted(tmp_path.iterdir()), []
 

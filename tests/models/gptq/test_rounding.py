@@ -25,7 +25,7 @@ def test_outputs_lose_less_than_by_plain_rounding(inputs: int) -> None:
     rows, weight = inputs_and_weight(inputs)
     known, others = rows[:800], rows[800:]
     rounded = round_weight(weight, InputStatistics(known.T @ known / len(known)), torch.float16)
-    # Inputs that have nothing in common: no error can be made up for.
+    # Uncorrelated inputs: no error can be compensated.
     plain = round_weight(weight, InputStatistics(torch.eye(inputs)), torch.float16)
     errors = [float((others @ (one.weight() - weight).T).norm()) for one in (rounded, plain)]
     assert errors[0] < 0.6 * errors[1]

@@ -226,7 +226,7 @@ def test_a_file_that_is_overwritten_after_reading_changes_nothing(
     assert all(torch.equal(weights.pairs[name].down, down) for name, down in before.items())
 
 
-# Whatever is in the files, an error is one of ours.
+# Any content of the files gives an AdapterError, or none.
 
 FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 JSON = st.recursive(

@@ -204,7 +204,7 @@ def test_layers_are_counted_after_loading(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "model.layers.0.self_attn.q_proj.bias",  # the configuration says that there is none
+        "model.layers.0.self_attn.q_proj.bias",  # the configuration has none
         "model.layers.1.self_attn.q_norm.weight",  # of another architecture
         "model.norm.bias",
         "lm_head.bias",
@@ -255,7 +255,7 @@ def test_a_pipeline_is_not_randomly_initialized(
     edit_weights(folder, lambda weights: weights.pop(missing))
     with pytest.raises(DamagedModelError, match=r" 1 parameters are missing, ") as raised:
         OMNI[name][1](folder, "auto", "cpu", OutputCache(0))
-    end = missing.split(".")[-2:]  # what stands before it has another name in transformers
+    end = missing.split(".")[-2:]  # its prefix has another name in transformers
     assert ".".join(end) in str(raised.value)
 
 

@@ -14,11 +14,11 @@ from tests.tiny_models import save_tiny
 
 
 def no_memory(*_: Any, **__: Any) -> None:
-    raise MemoryError("told by Python")
+    raise MemoryError("raised by Python")
 
 
 def no_memory_on_a_gpu(*_: Any, **__: Any) -> None:
-    raise torch.OutOfMemoryError("told by torch")
+    raise torch.OutOfMemoryError("raised by torch")
 
 
 def no_memory_for_a_tensor(*_: Any, **__: Any) -> None:

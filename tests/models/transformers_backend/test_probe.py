@@ -116,7 +116,7 @@ def test_the_probe_restores_transformers_attention() -> None:
     assert set(register.AttentionInterface._global_mapping) == before
 
 
-# What goes wrong if attention ignores one of the things that a layer asks for.
+# Errors of an attention that ignores one of a layer's options.
 
 
 def without(option: str) -> Callable[[LayerCall], AttentionOptions]:

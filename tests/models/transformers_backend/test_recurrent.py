@@ -167,7 +167,7 @@ def test_the_text_part_of_a_checkpoint_with_vision(tmp_path: Path) -> None:
     check(logits, expected_logits("qwen3_5_moe_text", random_tokens(LENGTH)))
 
 
-# What goes wrong is found before a model serves.
+# Errors are detected before a model serves.
 
 
 def test_another_state_between_tokens_is_detected() -> None:

@@ -258,7 +258,7 @@ class EngineCore:
         try:
             if self.tiers is not None:
                 self.tiers.scheduled(batch)
-            if self.images is not None and (failed := self.images.cache.encode_wanted()):
+            if self.images is not None and (failed := self.images.cache.encode_pending()):
                 return [], failed, None
             logits = self._run_model(batch)
             return choose_tokens(self._sampler, batch, logits), {}, logits

@@ -1,7 +1,7 @@
 """The encoder cache: image embeddings by salt and digest, within a budget of rows.
 
     state      users   rows present        counted   may be evicted
-    wanted     > 0     not yet encoded     yes       no
+    pending    > 0     not yet encoded     yes       no
     held       > 0     yes                 yes       no
     cached     0       yes                 yes       oldest first, of the owner with most rows
 
@@ -214,7 +214,7 @@ class EncoderCache:
         self._encoder = encoder
         # Entries without users are in the order in which they lost their last user.
         self._entries: OrderedDict[EncoderKey, _Entry] = OrderedDict()
-        self._wanted: list[_Entry] = []
+        self._pending: list[_Entry] = []
         self._awaiting: set[User] = set()  # users that wait for a lookup in the store
 
     @property
@@ -233,9 +233,9 @@ class EncoderCache:
 
     def fits(self, images: Iterable[PromptImage]) -> bool:
         """Return True if all of these images fit now. Changes nothing."""
-        wanted = {image.key: image.image.num_rows for image in images}
-        held = sum(e.num_rows for e in self._entries.values() if e.users and e.key not in wanted)
-        return held + sum(wanted.values()) <= self.capacity
+        num_rows = {image.key: image.image.num_rows for image in images}
+        held = sum(e.num_rows for e in self._entries.values() if e.users and e.key not in num_rows)
+        return held + sum(num_rows.values()) <= self.capacity
 
     def is_coming(self, user: User, image: PromptImage) -> bool:
         """Return True while the store looks the image up; the first call starts the lookup."""
@@ -256,7 +256,7 @@ class EncoderCache:
         if entry is None:
             self._evict(rows, self._shares.owner(image.salt))
             entry = self._entries[key] = _Entry(key, image.image, rows)
-            self._wanted.append(entry)
+            self._pending.append(entry)
         elif user not in entry.users:
             self.num_hits += 1
         entry.is_stored |= is_stored
@@ -292,23 +292,23 @@ class EncoderCache:
             self._entries.move_to_end(image.key)
         else:
             del self._entries[image.key]
-            self._wanted = [e for e in self._wanted if e is not entry]
+            self._pending = [e for e in self._pending if e is not entry]
 
-    def encode_wanted(self) -> dict[object, EngineError]:
+    def encode_pending(self) -> dict[object, EngineError]:
         """Encode the images that have users and no rows yet.
 
         Return the requests whose images cannot be encoded, with the reason. If there are such
         requests, the current step must not run.
         """
         failed: dict[object, EngineError] = {}
-        for entry in self._wanted:
+        for entry in self._pending:
             try:
                 if entry.rows is None:
                     self._encode(entry)
             except Exception as error:  # the vision tower failed; it must end only these requests
                 reason = engine_error("an image cannot be encoded", error)
                 failed |= {request: reason for request, _ in entry.users}
-        self._wanted = [entry for entry in self._wanted if entry.rows is None]
+        self._pending = [entry for entry in self._pending if entry.rows is None]
         return failed
 
     def _encode(self, entry: _Entry) -> None:
@@ -337,7 +337,7 @@ class EncoderCache:
     def check(self) -> None:
         """Raise AssertionError if any invariant is broken."""
         assert self.num_rows <= self.capacity
-        assert self._wanted == [entry for entry in self._entries.values() if entry.rows is None]
+        assert self._pending == [entry for entry in self._entries.values() if entry.rows is None]
         for entry in self._entries.values():
             assert entry.users or entry.rows is not None, "unused, and never encoded"
 

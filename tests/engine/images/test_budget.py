@@ -62,7 +62,7 @@ class ImageBench(Bench):
 
     def step(self) -> Batch:
         batch = self.scheduler.schedule()
-        self.cache.encode_wanted()
+        self.cache.encode_pending()
         for part in batch.scheduled:
             self.check_rows(part.request, part.start, part.stop)
         self.manager.commit_step()
@@ -141,7 +141,7 @@ def test_a_request_that_ends_early_releases_its_images(end: str) -> None:
     bench.scheduler.schedule()
     assert not bench.cache.fits([_other(9)])
     if end == "abort":
-        bench.cache.encode_wanted()
+        bench.cache.encode_pending()
         bench.manager.commit_step()
         bench.scheduler.remove(request)
     else:

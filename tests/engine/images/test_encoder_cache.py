@@ -43,7 +43,7 @@ def test_an_image_is_encoded_once_and_stays_without_a_user() -> None:
     for user in range(3):
         assert cache.fits([image(1)])
         cache.hold((user, 0), image(1))
-        cache.encode_wanted()
+        cache.encode_pending()
         cache.leave((user, 0), image(1))
     assert encoder.done == [1] and image(1).key in cache and cache.num_hits == 2
     cache.check()
@@ -53,12 +53,12 @@ def test_the_oldest_image_without_a_user_is_evicted_first() -> None:
     cache = EncoderCache(Encoder(), 30)
     for number in (1, 2, 3):
         cache.hold((0, number), image(number))
-    cache.encode_wanted()
+    cache.encode_pending()
     for number in (2, 1):
         cache.leave((0, number), image(number))
     cache.hold((0, 4), image(4))
     assert [number for number in range(1, 5) if image(number).key in cache] == [1, 3, 4]
-    cache.encode_wanted()
+    cache.encode_pending()
     cache.check()
 
 
@@ -68,7 +68,7 @@ def shown(cache: EncoderCache, salt: str | None, *numbers: int) -> None:
         one = replace(image(number), salt=salt)
         assert cache.fits([one])
         cache.hold((salt, number), one)
-        cache.encode_wanted()
+        cache.encode_pending()
         cache.leave((salt, number), one)
         cache.check()
 
@@ -117,7 +117,7 @@ def test_users_are_uses_and_not_requests() -> None:
     first, second = image(1), image(1, offset=50)
     cache.hold(("request", 0), first)
     cache.hold(("request", 1), second)
-    cache.encode_wanted()
+    cache.encode_pending()
     cache.leave(("request", 0), first)
     assert not cache.fits([image(2)])
     cache.leave(("request", 1), second)
@@ -138,7 +138,7 @@ def test_rows_from_the_middle_of_an_image() -> None:
     cache = EncoderCache(encoder, 30)
     shown = image(1, rows=6, offset=3)  # t0 t1 t2 Im0 | Im1 Im2 Im3 Im4 | Im5 t9 ...
     cache.hold((0, 0), shown)
-    cache.encode_wanted()
+    cache.encode_pending()
     cache._entries[shown.key].rows = torch.arange(6).view(6, 1)
     [part] = PromptImages((shown,), cache).between(7, 12)
     assert part.position == 7
@@ -157,7 +157,7 @@ def test_rows_of_any_span(gaps: list[int], start: int, stop: int) -> None:
     processed = ProcessedImage({}, (1,), len(positions))
     cache = EncoderCache(Encoder(), 100)
     cache.hold((0, 0), PromptImage(item, processed, positions))
-    cache.encode_wanted()
+    cache.encode_pending()
     cache._entries[EncoderKey(None, b"1")].rows = positions.view(-1, 1)  # each row has its position
     source = PromptImages((PromptImage(item, processed, positions),), cache)
     rows = {
@@ -175,7 +175,7 @@ def test_rows_of_one_salt_are_never_hit_under_another() -> None:
         shown = replace(image(1, rows=5), salt=salt)
         assert shown.key not in cache
         cache.hold((salt, 0), shown)
-        assert cache.encode_wanted() == {}
+        assert cache.encode_pending() == {}
         cache.leave((salt, 0), shown)
     assert encoder.done == [1] * 4 and cache.num_hits == 0 and cache.num_rows == 20
     cache.check()
@@ -196,7 +196,7 @@ def test_rows_of_a_request_that_is_not_stored_are_removed_with_it() -> None:
     for others, stays in ((), False), (("other",), True):
         shown = image(7)
         cache.hold(("secret", 0), shown, is_stored=False)
-        cache.encode_wanted()
+        cache.encode_pending()
         for other in others:
             cache.hold((other, 0), shown)
         cache.leave(("secret", 0), shown)

@@ -40,14 +40,14 @@ class SequenceWindow:
 
     ids: the window block of each block; 0 before block `first`, where the window begins. shared:
     indices of blocks whose window block was cached, so the sequence does not write to it. A window
-    that ends at a position in `wanted`, or at a multiple of `interval`, is evicted last.
+    that ends at a position in `planned`, or at a multiple of `interval`, is evicted last.
     """
 
-    def __init__(self, first: int, wanted: Sequence[int], interval: int) -> None:
+    def __init__(self, first: int, planned: Sequence[int], interval: int) -> None:
         self.ids = [0] * first
         self.first = first
         self.shared: set[int] = set()
-        self.wanted = wanted
+        self.planned = planned
         self.interval = interval
 
 

@@ -42,7 +42,7 @@ class SequenceState:
 
     slot: the working slot. start: the position at which the sequence resumed. source: the
     checkpoint at which it resumed; None after a step has written the working slot. is_written: True
-    if a step has written the working slot. step_start: the first token of its last step. wanted:
+    if a step has written the working slot. step_start: the first token of its last step. planned:
     positions of checkpoints, in ascending order. next_regular: the next multiple of `interval`.
     last_regular: the last multiple that is at least half an interval before the end of the prompt.
     announced: checkpoints at forks that later steps will write. Other requests can wait for them.
@@ -51,7 +51,7 @@ class SequenceState:
     """
 
     def __init__(
-        self, slot: int, source: Checkpoint | None, wanted: list[int], interval: int, length: int
+        self, slot: int, source: Checkpoint | None, planned: list[int], interval: int, length: int
     ) -> None:
         start = source.position if source is not None else 0
         self.slot = slot
@@ -59,7 +59,7 @@ class SequenceState:
         self.source = source
         self.is_written = False
         self.step_start = start
-        self.wanted = wanted
+        self.planned = planned
         self.interval = interval
         self.next_regular = (start // interval + 1) * interval
         self.last_regular = (length - 1 - interval // 2) // interval * interval
@@ -174,12 +174,12 @@ class StatePool(LayerGroup):
         length = len(sequence.token_ids)
         start = source.position if source is not None else 0
         marks = [mark.num_tokens for mark in sequence.marks]
-        wanted = {length - 1, known_tokens, *sequence.forks, *marks}
+        planned = {length - 1, known_tokens, *sequence.forks, *marks}
         if sequence.is_loaded:
-            wanted = set()
+            planned = set()
         if self.only_borders:
-            wanted = {position - position % self.block_size for position in wanted}
-        ahead = sorted(p for p in wanted if max(start, self.block_size - 1) < p < length)
+            planned = {position - position % self.block_size for position in planned}
+        ahead = sorted(p for p in planned if max(start, self.block_size - 1) < p < length)
         max_regular = self.num_slots // 8 + 1  # regular checkpoints per prompt
         interval = self.interval * -(-length // (self.interval * max_regular))
         state = SequenceState(slot, source, ahead, interval, length)
@@ -195,9 +195,9 @@ class StatePool(LayerGroup):
             return
         state = self._states[sequence]
         state.step_start = start
-        due = {position: True for position in state.wanted if position <= end}
+        due = {position: True for position in state.planned if position <= end}
         if due:
-            state.wanted = [position for position in state.wanted if position > end]
+            state.planned = [position for position in state.planned if position > end]
         while state.next_regular <= end:
             due.setdefault(state.next_regular, state.next_regular == state.last_regular)
             state.next_regular += state.interval

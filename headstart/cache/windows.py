@@ -132,11 +132,11 @@ class WindowPool(LayerGroup):
         start, known_tokens = (computed.num_tokens, computed.known_tokens) if computed else (0, 0)
         length = len(sequence.token_ids)
         marks = [mark.num_tokens for mark in sequence.marks]
-        wanted = [length - 1, known_tokens, *sequence.forks, *marks]
+        planned = [length - 1, known_tokens, *sequence.forks, *marks]
         per_window = self.width // self.block_size + 2
         max_windows = max(1, self.num_blocks // (4 * per_window))  # regular windows of a prompt
         interval = max(4 * self.width, -(-length // (max_windows + 1)))
-        window = SequenceWindow(self.first(start), wanted, interval)
+        window = SequenceWindow(self.first(start), planned, interval)
         sequence.window = self._sequences[sequence] = window
         self._fill(sequence, window, end)
 
@@ -176,7 +176,7 @@ class WindowPool(LayerGroup):
         """Return True if a block is in the window of a position where later prompts may branch."""
         start = index * self.block_size
         regular = (start // window.interval + 1) * window.interval
-        return any(start < p and self.first(p) <= index for p in (*window.wanted, regular))
+        return any(start < p and self.first(p) <= index for p in (*window.planned, regular))
 
     def compute(self, sequence: TokenSequence, start: int, end: int) -> None:
         self._attach(sequence, start // self.block_size, end // self.block_size, is_written=False)

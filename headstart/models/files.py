@@ -81,23 +81,25 @@ def choose_file(repository: str, files: Iterable[str], quantization: str | None)
     Raises `ModelNotFoundError` with the available quantizations.
     """
     labels = label_files(files)
-    wanted = quantization or _DEFAULT
+    requested = quantization or _DEFAULT
     matches = [
-        file for file, label in labels.items() if wanted.lower() in (label.lower(), file.lower())
+        file for file, label in labels.items() if requested.lower() in (label.lower(), file.lower())
     ]
     if not matches and quantization is None and len(labels) == 1:
         matches = list(labels)
     if not labels:
         raise ModelNotFoundError(f"{repository} has no GGUF file on the hub")
     if not matches:
-        problem = f"no file in {wanted}" if quantization else f"several files, none in {wanted}"
+        problem = (
+            f"no file in {requested}" if quantization else f"several files, none in {requested}"
+        )
         raise ModelNotFoundError(
             f"{repository} has {problem}; allowed: "
             + ", ".join(f"{repository}:{label}" for label in sorted(set(labels.values())))
         )
     if _PART.search(Path(matches[0]).stem):
         raise ModelNotFoundError(
-            f"{repository} has {wanted} in several files ({matches[0]}); download "
+            f"{repository} has {requested} in several files ({matches[0]}); download "
             "them and merge them with llama.cpp's llama-gguf-split --merge"
         )
     return min(matches, key=len)

@@ -103,19 +103,19 @@ def _read_role(index: int, message: Any, template: str) -> Any:
 
 def _without_billing(message: dict[str, Any]) -> dict[str, Any] | None:
     content = message.get("content")
-    left: Any = []
+    remaining: Any = []
     if isinstance(content, str):
-        left = _BILLING.sub("", content)
+        remaining = _BILLING.sub("", content)
     elif not isinstance(content, list):
         return message
     else:
         for part in content:
             text = part.get("text") if isinstance(part, Mapping) else None
             if not isinstance(text, str) or not _BILLING.match(text):
-                left.append(part)
+                remaining.append(part)
             elif rest := _BILLING.sub("", text):
-                left.append({**part, "text": rest})
-    return {**message, "content": left} if left or not content else None
+                remaining.append({**part, "text": rest})
+    return {**message, "content": remaining} if remaining or not content else None
 
 
 def check_fields(message: Mapping[str, Any], index: int, template: str) -> dict[str, Any]:

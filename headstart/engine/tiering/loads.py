@@ -508,16 +508,16 @@ class Loads:
         """
         size = self.manager.block_size
         if load.sequence is None:
-            wanted = load.request.sequence
-            length = len(wanted.token_ids)
+            original = load.request.sequence
+            length = len(original.token_ids)
             load.sequence = sequence = TokenSequence(
                 f"{load.request.group.request_id}/load",
-                wanted.token_ids,
-                adapter=wanted.namespace.adapter,
-                salt=wanted.namespace.salt,
+                original.token_ids,
+                adapter=original.namespace.adapter,
+                salt=original.namespace.salt,
                 # In a pipeline, later items may belong to tokens that have not arrived yet.
-                items=[item for item in wanted.items if item.offset + item.length <= length],
-                public=wanted.public,
+                items=[item for item in original.items if item.offset + item.length <= length],
+                public=original.public,
             )
             sequence.is_counted = False  # statistics count the waiting request
             sequence.is_loaded = True

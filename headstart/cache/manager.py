@@ -568,10 +568,10 @@ def _copy_head(
 ) -> tuple[RowCopy, ...]:
     """Return the copy of a partial hit's rows to the sequence's block `index`, if it is needed.
 
-    The rows of the window block are copied too, unless the sequence uses a cached window block. If
-    the sequence has switched to a cached block, this block has the rows already. To copy only the
-    window rows, the `RowCopy` then names the source block as its target. source_window: the window
-    block of the partial hit's block.
+    The rows of the window block are copied too, unless the sequence uses a cached window block. A
+    cached block that the sequence has switched to has the rows already. Then only the window rows
+    are copied: the `RowCopy` has the source block as its target, so copying the other rows changes
+    nothing. source_window: the window block of the partial hit's block.
     """
     source, window = partial.block.block_id, sequence.window
     target_window = window.ids[index] if window is not None and index not in window.shared else -1

@@ -23,7 +23,7 @@ FIRST_RATE = 15_000.0
 _HALF_LIFE = 20.0
 """Seconds of computing prompts after which a measurement has half its weight."""
 _TRUST = 2.0
-"""Seconds of measurement for which the mean rate of all replicas counts in a replica's rate."""
+"""Weight of the mean rate of all replicas in a replica's rate, as seconds of measurement."""
 
 COMPUTE_WEIGHT = 4.0
 """Weight of a token to compute, compared with a queued token."""

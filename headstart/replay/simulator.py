@@ -55,9 +55,10 @@ class Fleet:
         return self.prefill_replicas or self.replicas
 
     def cache_config(self, grain: int, share: int = 1, *, events: bool = False) -> CacheConfig:
-        """Return the options, in units, of a cache manager with the memory of `share` replicas.
+        """Return the options of a cache manager with the memory of `share` replicas.
 
-        Raises ConfigError for a block size that is not a multiple of `grain`, the tokens of a unit.
+        The manager counts units of `grain` tokens. Raises ConfigError for a block size that is not
+        a multiple of `grain`.
         """
         if self.block_size < grain or self.block_size % grain:
             raise ConfigError(

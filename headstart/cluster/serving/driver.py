@@ -249,7 +249,7 @@ class ReplicaDriver:
         self._frontend = frontend
         self._put = put
         self._dispatcher = dispatcher
-        self._name = uuid.uuid4().hex  # name of this server in the replicas that it follows
+        self._name = uuid.uuid4().hex  # this server, in subscriptions to the replicas' reports
         self._commands: deque[Callable[[], None]] = deque()
         self._running: dict[str, _Running] = {}  # by request id
         self._started: dict[str, _Running] = {}  # by name, until their tasks have ended

@@ -9,7 +9,7 @@ INT8_KV = "tests/models/test_int8_kv.py::test_logits_are_those_of_rounded_rows"
 # Layers with windows, sinks, experts and shared K/V, and two families in transformers' modules.
 NAMES = ("llama", "gemma4_text", "gpt_oss", "qwen3_moe", "gpt2", "deepseek_v3")
 TESTS = (
-    f"{IMAGES}::test_a_stored_image_and_a_new_one_stand_in_one_prompt",
+    f"{IMAGES}::test_a_prompt_with_a_stored_image_and_a_new_one",
     *(f"{INT8_KV}[{name}]" for name in NAMES),
     "tests/omni/test_small_voice.py",
 )

@@ -138,7 +138,7 @@ def test_blocks_are_read_and_written_as_bytes(
 def test_blocks_are_written_from_any_buffers(
     dtype: torch.dtype, ids: list[int], to: list[int], places: list[int], several: bool
 ) -> None:
-    """From one buffer, as in a file, in any order and with gaps, or from several buffers."""
+    """Sources are one buffer, as in a file, in any order and with gaps, or several buffers."""
     source, target = numbered(dtype), make_memory(dtype)
     nbytes = source.block_bytes
     slot = nbytes + 3

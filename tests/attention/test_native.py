@@ -110,7 +110,7 @@ def cases(draw: st.DrawFn) -> tuple[LayerLayout, int, AttentionOptions]:
 @each_product
 @pytest.mark.usefixtures("bf16_products")
 @given(data=st.data(), seed=st.integers(0, 5), threads=st.integers(1, 3), gather=st.booleans())
-def test_any_batch_whatever_others_left_in_the_memory(
+def test_any_batch_in_a_memory_with_stale_rows(
     dtype: torch.dtype, data: st.DataObject, seed: int, threads: int, gather: bool
 ) -> None:
     """Every slot that no row of these sequences was written to is NaN or infinite.

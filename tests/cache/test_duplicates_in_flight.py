@@ -61,7 +61,7 @@ def test_a_twin_waits_in_a_cache_that_has_seen_others() -> None:
     assert manager.get_computed_blocks(TokenSequence("second", PROMPT)).writer == "first"
 
 
-def test_tokens_that_came_later_are_waited_for() -> None:
+def test_tokens_appended_later_are_waited_for() -> None:
     manager = make_manager()
     first = start(manager, "first", PROMPT[:4])
     for token in PROMPT[4:]:

@@ -194,7 +194,7 @@ def test_the_latest_adapters_are_searched_without_visiting_deleted_ones() -> Non
     assert [root.namespace.adapter for root in recent] == [None, "b"]
 
 
-def test_adapter_counts_where_it_has_more_than_this_one() -> None:
+def test_adapter_is_the_reason_if_another_adapter_has_more() -> None:
     manager = make_manager()
     finish(manager, "base", LONG[:8])
     finish(manager, "first", LONG, adapter="lora")

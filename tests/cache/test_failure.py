@@ -158,7 +158,7 @@ def test_only_the_requests_of_the_step_fail() -> None:
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
-def test_a_failed_copy_takes_no_one_else_s_block(deduplicate: bool) -> None:
+def test_a_failed_copy_affects_no_other_block(deduplicate: bool) -> None:
     manager = make_manager(deduplicate=deduplicate)
     start(manager, "first", PROMPT)
     second = TokenSequence("second", PROMPT)

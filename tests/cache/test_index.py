@@ -158,7 +158,7 @@ def test_partial_blocks_are_not_ghosts() -> None:
     assert manager.explain(TokenSequence("probe", [1, 2, 3, 4])).reason is MissReason.EVICTED
 
 
-def test_a_namespace_is_forgotten_with_its_last_prefix() -> None:
+def test_a_namespace_is_removed_with_its_last_prefix() -> None:
     manager = make_manager(num_blocks=2, ghost_entries=0)
     for adapter, salt in [("a", "s"), ("b", "s"), ("a", None), (None, None)]:
         finish(manager, f"{adapter} {salt}", numbered(1, blocks=2), adapter=adapter, salt=salt)
@@ -167,7 +167,7 @@ def test_a_namespace_is_forgotten_with_its_last_prefix() -> None:
         manager.check()
 
 
-def test_a_partial_block_goes_with_its_namespace() -> None:
+def test_a_partial_block_is_removed_with_its_namespace() -> None:
     manager = make_manager(num_blocks=1, ghost_entries=3)
     finish(manager, "tail", [1, 2], salt="s")
     assert len(manager.pool.index.roots()) == 1

@@ -64,7 +64,7 @@ def test_a_request_preempted_in_the_first_step_of_all_is_resumed_too() -> None:
     assert (manager.stats.requests, manager.stats.resumed_requests) == (1, 1)
 
 
-def test_a_request_that_does_not_read_gets_all_its_slots_anew() -> None:
+def test_a_request_that_does_not_read_the_cache_gets_new_slots() -> None:
     manager = make_manager(deduplicate=False)
     finish(manager, "first", PROMPT)
     sequence = TokenSequence("second", PROMPT)

@@ -43,7 +43,7 @@ def test_the_head_of_a_block_is_copied() -> None:
     manager.check()
 
 
-def test_nothing_is_copied_for_the_token_that_is_computed_anyway() -> None:
+def test_the_row_of_the_computed_token_is_not_copied() -> None:
     manager = make_manager()
     finish(manager, "first", PROMPT[:8])
     for length, num_tokens in ((5, 4), (8, 7)):
@@ -105,7 +105,7 @@ def test_a_longer_partial_block_replaces_a_shorter_one() -> None:
     assert free_ids(manager)[-1] == cached_ids(manager)[0]
 
 
-def test_partial_blocks_that_differ_are_both_kept() -> None:
+def test_partial_blocks_that_differ_are_both_cached() -> None:
     manager = make_manager()
     finish(manager, "one", [1, 2])
     finish(manager, "other", [1, 3])

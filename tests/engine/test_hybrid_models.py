@@ -89,7 +89,7 @@ def test_adapters_of_recurrent_layers(name: str, targets: list[str], tmp_path: P
 
 @pytest.mark.parametrize("name", EACH_MIXER)
 def test_bits_do_not_depend_on_the_cache(name: str, tmp_path: Path) -> None:
-    """With deterministic=True, from memory and from the disk of another engine."""
+    """Bits are equal with deterministic=True, from memory and from another engine's disk."""
     folder, answers = save_tiny(name, tmp_path / "model"), []
     prompts = [TEXT[:40], TEXT[:77], [*TEXT[:60], 9, 9]]
     for options in ({"enable_prefix_caching": False}, *[{"cache_dir": str(tmp_path / "kv")}] * 2):

@@ -114,7 +114,7 @@ def test_first_come_first_served() -> None:
     assert list(dict.fromkeys(order)) == requests
 
 
-def test_a_better_hit_goes_first() -> None:
+def test_the_best_hit_is_admitted_first() -> None:
     bench = Bench(running=1)
     bench.add(prompt(1, 16))
     bench.run()
@@ -179,7 +179,7 @@ def test_all_requests_end_with_any_pool_size(shapes: list[tuple[int, int]], bloc
     assert bench.manager.num_free_blocks == blocks
 
 
-def test_the_request_admitted_last_gives_way_and_comes_back_first() -> None:
+def test_the_request_admitted_last_is_preempted_and_resumed_first() -> None:
     bench = Bench(blocks=8, tokens=64, running=2)
     first = bench.add(prompt(1, 14), max_tokens=8)
     second = bench.add(prompt(2, 14), max_tokens=8)

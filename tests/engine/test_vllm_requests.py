@@ -52,7 +52,7 @@ def join(outputs: list[RequestOutput], index: int) -> tuple[str, list[int], int]
 
 
 def test_deltas_make_the_whole(tiny: LLM) -> None:
-    """Also where text is held back, and for several answers."""
+    """Deltas add up where text is held back, and for several answers."""
     for more in ({}, {"stop": ["zq", "qz"]}, {"n": 2, "logprobs": 1}):
         params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True, **more)  # type: ignore[arg-type]
         [whole] = tiny.generate("A gentle breeze", params)
@@ -116,7 +116,7 @@ def test_all_log_probabilities_of_a_token(llm: LLM) -> None:
 
 
 def test_lower_priorities_run_first(folder: Path) -> None:
-    """With one place: in the order of priorities, and of arrival within a priority."""
+    """With one place, requests run in the order of priorities, then of arrival."""
     llm = make_llm(folder, max_num_seqs=1, debug=True)
     engine = llm.engine
     names = {"a": 0, "b": 5, "c": -1, "d": 0, "e": 5, "f": -1}
@@ -148,7 +148,7 @@ def test_the_least_urgent_request_gives_up_its_blocks(folder: Path) -> None:
     llm.close()
 
 
-def test_priorities_are_one_for_each_prompt(llm: LLM) -> None:
+def test_each_prompt_needs_a_priority(llm: LLM) -> None:
     assert len(llm.generate([[5], [6]], greedy(1), priority=[1, 0])) == 2
     with pytest.raises(RequestError, match="3 priorities for 2 prompts"):
         llm.generate([[5], [6]], greedy(1), priority=[1, 0, 2])
@@ -169,7 +169,7 @@ def test_a_request_may_skip_reading_the_cache(llm: LLM) -> None:
 
 
 def test_a_request_may_leave_nothing_in_the_cache(llm: LLM) -> None:
-    """Also with several answers and while it runs; the blocks that it hits stay."""
+    """No block stays cached, of any answer or while it runs; the blocks that it hits stay."""
     unstored = greedy(20, n=2, skip_storing_prefix_cache=True)
     assert llm.generate(PROMPT, unstored)[0].num_cached_tokens == 0
     assert llm.generate(PROMPT, greedy(20))[0].num_cached_tokens == 0

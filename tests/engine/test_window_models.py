@@ -142,7 +142,7 @@ def test_several_answers_and_beams(name: str, load: Callable[..., LLM]) -> None:
 
 
 @two_models
-def test_aborted_requests_leave_nothing_wrong(name: str, tmp_path: Path) -> None:
+def test_aborted_requests_cause_no_wrong_answer(name: str, tmp_path: Path) -> None:
     reference = make_reference(name)
     engine = LLMEngine(write_once(save, tmp_path, name), **POOL)
     for number in range(5):

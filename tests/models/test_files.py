@@ -34,7 +34,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_index_that_leaves_its_folder(sharded: Path, tmp_path: Path) -> None:
+def test_an_index_with_files_outside_its_folder_is_refused(sharded: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sharded, tmp_path / "model"))
     index = json.loads((folder / INDEX).read_text())
     first, shard = next(iter(index["weight_map"].items()))

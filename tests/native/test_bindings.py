@@ -68,7 +68,7 @@ def test_signatures_are_those_of_the_sources() -> None:
     assert signatures == declared
 
 
-def test_every_function_is_in_the_library_and_gets_its_signature(library: ctypes.CDLL) -> None:
+def test_every_function_of_the_library_gets_its_signature(library: ctypes.CDLL) -> None:
     bindings.declare_signatures(library)
     for name, arguments in bindings._FUNCTIONS.items():
         function = getattr(library, f"headstart_{name}")

@@ -266,7 +266,7 @@ def test_threads_that_cannot_be_started_fail_no_call(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("method", ["save", "touch"])
-def test_a_save_that_fails_is_the_only_one(method: str, error: type[BaseException]) -> None:
+def test_a_failed_save_affects_no_other(method: str, error: type[BaseException]) -> None:
     with saving(store := Store(fails_once(method, error))) as saver:
         for first in (0, 10):
             saver.offer(blocks(range(first, first + 10)))
@@ -384,7 +384,7 @@ def test_an_emptied_queue_returns_its_memory(limits: Callable[..., None]) -> Non
     saver.close(FOREVER)
 
 
-def test_a_worker_gives_up_no_call_of_the_worker_that_its_job_moved_to() -> None:
+def test_a_worker_abandons_no_call_of_another_worker() -> None:
     """Regression: the other worker's thread ended, and no thread did its jobs."""
     changed, moved, gate = threading.Condition(), threading.Event(), Gate("find")
     first, second = (

@@ -158,7 +158,7 @@ def test_rows_are_read_by_number(form: PackedForm) -> None:
 
 @PATHS
 @pytest.mark.parametrize("form", FORMS)
-def test_values_on_a_grid_are_kept_bit_for_bit(
+def test_values_on_a_grid_are_stored_bit_for_bit(
     path: str, form: PackedForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(path, monkeypatch)
@@ -329,7 +329,7 @@ def test_sums_of_the_largest_values_do_not_overflow(form: PackedForm) -> None:
 
 @pytest.mark.usefixtures("amx_products")
 def test_eight_bits_in_groups_take_rows_in_bfloat16() -> None:
-    """With AMX, too, by the product of rows in float32."""
+    """With AMX, they use the product of rows in float32 too."""
     layer = GroupedWeight(draw_weight(40, 70, 1, FORMS[-1])[0], rows=torch.bfloat16)
     rows = draw(3, 70, 1).bfloat16()
     assert layer.struct(torch.bfloat16) is None and torch.equal(

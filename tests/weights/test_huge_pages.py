@@ -64,7 +64,7 @@ def test_the_weights_of_a_module_do_not_change() -> None:
     sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"),
     reason="only GNU's C library caches freed memory, and can return it",
 )
-def test_memory_that_was_freed_below_what_is_in_use_goes_back() -> None:
+def test_freed_memory_below_used_memory_is_returned() -> None:
     kept = [torch.ones(1 << 16, dtype=torch.uint8) for _ in range(2000)]  # 131 MB of the heap
     del kept[:-1]
     before = anonymous_kilobytes()

@@ -30,7 +30,7 @@ def make_policy(name: str, blocks: list[KVCacheBlock]) -> EvictionPolicy:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_starts_with_all_blocks_in_order_and_takes_the_first(name: str) -> None:
+def test_a_new_policy_takes_blocks_in_order(name: str) -> None:
     blocks = [KVCacheBlock(at) for at in range(4)]
     policy = make_policy(name, blocks)
     assert len(policy) == 4
@@ -92,7 +92,7 @@ def test_an_empty_block_is_taken_before_a_cached_one_is_evicted() -> None:
     assert hits(manager, [1] * 9) == 4
 
 
-def test_the_reference_order_evicts_a_cached_block_that_is_older_than_an_empty_one() -> None:
+def test_the_reference_order_evicts_an_older_cached_block_before_an_empty_one() -> None:
     manager = make_manager(num_blocks=3, partial_hits=False, eviction="lru")
     finish(manager, "first", [1] * 8)
     finish(manager, "short", [2] * 3)
@@ -110,7 +110,7 @@ def test_the_source_of_a_copy_counts_as_used() -> None:
     assert free_ids(manager) == [3, 2, 1]
 
 
-def test_blocks_of_a_new_pool_are_handed_out_side_by_side_again() -> None:
+def test_blocks_of_a_new_pool_are_allocated_in_order_again() -> None:
     manager = make_manager(partial_hits=False, enable_prefix_caching=False)
     sequence = start(manager, "first", list(range(20)))
     assert sequence.block_ids == [0, 1, 2, 3, 4]

@@ -81,13 +81,13 @@ def test_the_reference_prompt_has_the_image_in_all_its_blocks() -> None:
     assert (b"image hash" in tail, count_tokens(tail)) == (True, 2)
 
 
-def test_an_item_touches_only_the_blocks_it_lies_in() -> None:
+def test_an_item_changes_only_the_blocks_that_contain_it() -> None:
     item = MultiModalItem(b"x", offset=4, length=4)
     sequence = TokenSequence("one", list(range(12)), items=[item])
     assert [len(key) for key in sequence.cut(4)] == [16, 16 + 16 + 1, 16]
 
 
-def test_another_image_in_the_same_place_makes_other_blocks_from_there_on() -> None:
+def test_another_image_at_the_same_position_changes_all_later_blocks() -> None:
     other = MultiModalItem(b"another hash", offset=8, length=41)
     left = TokenSequence("left", PROMPT, items=[IMAGE]).cut(16)
     right = TokenSequence("right", PROMPT, items=[other]).cut(16)
@@ -96,7 +96,7 @@ def test_another_image_in_the_same_place_makes_other_blocks_from_there_on() -> N
     assert all(a != b for a, b in zip(left, right, strict=True))
 
 
-def test_the_same_image_elsewhere_makes_other_blocks() -> None:
+def test_the_same_image_at_another_position_changes_blocks() -> None:
     moved = MultiModalItem(IMAGE.digest, offset=7, length=41)
     left = TokenSequence("left", PROMPT, items=[IMAGE]).cut(16)
     right = TokenSequence("right", PROMPT, items=[moved]).cut(16)
@@ -214,7 +214,7 @@ def test_an_item_may_be_added_to_a_growing_sequence_behind_its_cut_blocks() -> N
 
 
 @given(st.binary(min_size=1, max_size=40), st.binary(min_size=1, max_size=40))
-def test_the_common_head_of_two_keys_is_what_a_loop_finds(left: bytes, right: bytes) -> None:
+def test_the_common_head_of_two_keys_is_that_of_a_loop(left: bytes, right: bytes) -> None:
     for a, b in ((left, right), (left, left + right), (left + right, left)):
         pairs = enumerate(zip(a, b, strict=False))
         expected = next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
@@ -235,7 +235,7 @@ def test_the_common_head_needs_no_loop_over_bytes() -> None:
     )
 
 
-def test_cutting_a_block_looks_at_its_own_items_alone() -> None:
+def test_cutting_a_block_reads_only_its_items() -> None:
     def lines(num_items: int) -> int:
         tokens = [0] * (4 * num_items + 3)
         items = [MultiModalItem(b"x", 4 * at, 2) for at in range(num_items)]

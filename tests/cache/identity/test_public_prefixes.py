@@ -108,13 +108,13 @@ def _common(*lists: Sequence[int]) -> int:
         ([9, *SYSTEM], 0),
     ],
 )
-def test_what_another_tenant_hits(prompt: list[int], shared: int) -> None:
+def test_hits_of_another_tenant(prompt: list[int], shared: int) -> None:
     public, manager = make_public(SYSTEM), make_manager()
     run(manager, TokenSequence("one", [*SYSTEM, 1, 2, 3, 4, 5], salt="a", public=public))
     assert run(manager, TokenSequence("two", prompt, salt="b", public=public)) == shared
 
 
-def test_a_tenant_hits_its_own_rows_behind_the_prefix_token_for_token() -> None:
+def test_a_tenant_hits_its_rows_after_the_prefix_to_the_token() -> None:
     public, manager = make_public(SYSTEM), make_manager()
     prompt = [*SYSTEM, 1, 2, 3, 4, 5]
     run(manager, TokenSequence("one", prompt, salt="a", public=public))

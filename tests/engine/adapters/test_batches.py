@@ -120,7 +120,7 @@ def test_drafts_do_not_change_answers(llama: World) -> None:
     ids=lambda options: "-".join(options) or "plain",
 )
 def test_one_batch_answers_as_peft_does(world: World, options: dict[str, Any]) -> None:
-    """Cached or not, in chunks, preempted, with fewer places than adapters; cold, then warm."""
+    """Prompts are cached or not, chunked, preempted, and have fewer places than adapters."""
     llm = world.open(**options)
     for _ in range(2):
         assert answers(llm, world.prompts, NAMES) == world.expected

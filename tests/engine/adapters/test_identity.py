@@ -124,7 +124,7 @@ OPERATIONS = st.one_of(
 
 @settings(max_examples=60)
 @given(st.lists(OPERATIONS, min_size=4, max_size=30))
-def test_no_mix_of_adapters_and_prompts_hits_anothers_block(
+def test_no_request_hits_a_block_of_another_adapter(
     watched: Watched, operations: list[tuple[Any, ...]]
 ) -> None:
     """Adapters are loaded, reloaded, unloaded and evicted while requests run, stop and resume."""

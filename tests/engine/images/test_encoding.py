@@ -169,7 +169,7 @@ def test_an_image_that_cannot_be_encoded_ends_the_requests_that_show_it(folder: 
 def test_the_others_are_answered_in_any_configuration(
     folder: Path, options: dict[str, Any]
 ) -> None:
-    """In chunks, waiting for space, uncached, in whole blocks, in few; two answers to a prompt."""
+    """Options: chunks, too little space, no cache, whole blocks, few blocks, and two answers."""
     llm = LLM(folder, **({"num_blocks": 96, "block_size": 8, "debug": True} | options))
     engine, images = llm.engine, llm.frontend.images
     assert images is not None

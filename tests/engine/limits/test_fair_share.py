@@ -12,7 +12,9 @@ from tests.engine.limits.simulation import BLOCK, BLOCKS, RUNNING, TOKENS, Flood
 
 
 @pytest.mark.parametrize("flood", [(50, 4), (450, 4), (450, 4, 26), (2000, 4), (20, 200)])
-def test_a_flood_leaves_another_owner_its_hits_and_its_time(flood: tuple[int, ...]) -> None:
+def test_a_flood_does_not_affect_the_hits_and_waits_of_another_owner(
+    flood: tuple[int, ...],
+) -> None:
     hits_alone, wait_alone = run(flood=None, owners=("a", "b"))
     hits, wait = run(flood=flood, owners=("a", "b"))
     print(f"flood {flood}: hits {hits:.3f} of {hits_alone:.3f}, p99 {wait:.0f} of {wait_alone:.0f}")
@@ -21,7 +23,7 @@ def test_a_flood_leaves_another_owner_its_hits_and_its_time(flood: tuple[int, ..
 
 
 @pytest.mark.parametrize("flood", [(300, 300), (100, 400)])
-def test_a_flood_of_long_answers_leaves_it_too(flood: tuple[int, ...]) -> None:
+def test_a_flood_of_long_answers_does_not_affect_them(flood: tuple[int, ...]) -> None:
     """The flood gets its share when the requests before the other owner's have ended.
 
     Regression: the answers took every block, and the hit rate fell from 0.62 to 0.04. When only

@@ -69,7 +69,7 @@ def test_the_same_memory_holds_more_blocks(engines: Any, dtype: str, more: float
 
 
 def test_a_hit_answers_as_if_computed(engines: Any) -> None:
-    """Also for a part of a block, whose rows are copied with their scales."""
+    """The rows of a partial block are copied with their scales."""
     first, twin = random_prompt(90, 1), [*random_prompt(90, 1)[:75], *random_prompt(20, 2)]
     llm, cold = engines(), engines(enable_prefix_caching=False)
     expected = answers(generate(cold, [first]) + generate(cold, [twin]))
@@ -93,7 +93,7 @@ def test_preempted_requests_continue_unchanged(engines: Any) -> None:
     assert answers(outputs) == answers(expected)
 
 
-def test_a_tier_gives_back_the_same_bytes(engines: Any, tmp_path: Path) -> None:
+def test_a_tier_loads_the_same_bytes(engines: Any, tmp_path: Path) -> None:
     """The pool after loading has the bytes that the first process wrote, scales included."""
     prompt = random_prompt(100, 3)
     held = []

@@ -62,7 +62,7 @@ def test_an_image_is_encoded_by_the_first_process_alone(model: Path, tmp_path: P
         assert cache.num_encoded == 2, "another tenant's is not hit"
 
 
-def test_a_stored_image_and_a_new_one_stand_in_one_prompt(model: Path, tmp_path: Path) -> None:
+def test_a_prompt_with_a_stored_image_and_a_new_one(model: Path, tmp_path: Path) -> None:
     text = "<image> and <image>"
     with opened(model, None) as (llm, _):
         alone, _ = generate(llm, text, 2, 1)

@@ -75,7 +75,7 @@ def test_hits_of_another_request_s_load_count_as_loaded(
         assert llm.engine.tiers.stats.loaded_tokens == {"disk": 96}
 
 
-def test_an_output_says_which_tier_its_tokens_came_from(
+def test_an_output_names_the_tier_of_its_tokens(
     kept: tuple[Path, str], disk_loads: Callable[..., None]
 ) -> None:
 

@@ -49,7 +49,7 @@ def content_of(output: RequestOutput) -> tuple[Any, Any]:
     return output.outputs[0].token_ids, output.outputs[0].logprobs
 
 
-def test_a_second_process_hits_what_the_first_computed(model: Path, tmp_path: Path) -> None:
+def test_a_second_process_hits_blocks_of_the_first(model: Path, tmp_path: Path) -> None:
     with opened(model, None) as llm:
         alone = [generate(llm, tokens) for tokens in PROMPTS]
     with opened(model, tmp_path) as llm:

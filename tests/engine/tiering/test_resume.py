@@ -36,7 +36,7 @@ def hits(model: Path, folder: Path, conversation: Conversation, *, recalled: boo
     return output.num_cached_tokens
 
 
-def test_the_next_turn_hits_what_was_generated(model: Path, tmp_path: Path) -> None:
+def test_the_next_turn_hits_generated_tokens(model: Path, tmp_path: Path) -> None:
     llm = open_llm(model, tmp_path / "kept")
     [output] = llm.chat([QUESTION], DRAWN, use_tqdm=False)
     llm.close()

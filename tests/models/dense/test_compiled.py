@@ -240,7 +240,7 @@ NEAR = 0.1  # a few in a hundred draws are more than TOLERANCE apart, and those 
 def test_layers_are_those_of_float64_and_of_their_modules(
     shape: DecoderShape, counts: list[int], seed: int, threads: int
 ) -> None:
-    """Over this step's rows and earlier ones, in a memory whose other slots are not finite."""
+    """Attention reads rows of this step and earlier ones; other slots are not finite."""
     pair = Pair(shape, "bfloat16", torch.float32, seed)
     exact = Exact(pair.layers, shape)
     with on_threads(threads):

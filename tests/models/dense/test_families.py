@@ -304,7 +304,7 @@ def test_phi3_may_rotate_a_part_of_a_head(part: float, is_plain: bool) -> None:
     assert results[0] == results[1]
 
 
-def test_gemma3_takes_a_kind_called_type() -> None:
+def test_gemma3_accepts_the_key_type_for_a_kind() -> None:
     changes = {"rope_parameters": {"full_attention": {"type": "linear", "factor": 8.0}}}
     content = tiny_config("gemma3").to_dict() | changes
     config = read_config(FAMILIES["gemma3_text"], content)

@@ -233,7 +233,7 @@ def test_weights_of_64_bits_that_are_too_large(weights: str, tmp_path: Path) -> 
 def test_weights_in_bfloat16_stay_so_under_float32(
     tmp_path: Path, use_kernels: Callable[..., None]
 ) -> None:
-    """If the CPU has AVX2 and the kernels are built; the numbers are equal everywhere."""
+    """They do if the CPU has AVX2 and the kernels are built; the numbers are equal everywhere."""
     TINY["qwen3"]().to(torch.bfloat16).save_pretrained(tmp_path)
     own = load_model(tmp_path, "float32")
     use_kernels("0")
@@ -364,7 +364,7 @@ def test_weights_whose_files_were_replaced_later_have_no_fingerprint(tmp_path: P
 def test_matrices_determine_the_dtype_without_a_configured_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU that is slow in bfloat16; norms may be wider than matrices."""
+    """The CPU is slow in bfloat16; norms may be wider than matrices."""
     TINY["llama"]().to(torch.bfloat16).save_pretrained(tmp_path)
     edit_weights(tmp_path, lambda w: w.update({n: x.float() for n, x in w.items() if x.dim() < 2}))
     path = tmp_path / "config.json"

@@ -255,7 +255,7 @@ def test_pages_are_released_after_the_embedding_each_layer_and_the_head(
     )  # and at its end
 
 
-def test_a_file_answers_and_brings_its_tokenizer(tmp_path: Path, cache: Path) -> None:
+def test_a_file_answers_and_has_its_tokenizer(tmp_path: Path, cache: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q4_1")
     llm = LLM(str(file), dtype="float32", num_blocks=24, num_threads=1)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -55,7 +55,7 @@ def split(pre: str, text: str, folder: Path) -> list[str]:
         ("default", r"a| | |123|4|.|5|\n|\n|It|'|S"),
     ],
 )
-def test_a_text_is_split_as_the_file_says(pre: str, expected: str, tmp_path: Path) -> None:
+def test_a_text_is_split_by_the_rule_of_the_file(pre: str, expected: str, tmp_path: Path) -> None:
     """Regression: all but a few names were read as GPT-2's split."""
     assert split(pre, "a  1234.5\n\nIt'S", tmp_path) == expected.replace("\\n", "\n").split("|")
 

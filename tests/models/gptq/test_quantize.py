@@ -171,7 +171,7 @@ def test_an_ignored_signal_stays_ignored(
     assert set(set_anew) <= {signal.SIGINT}
 
 
-def test_the_command_prints_what_it_wrote_and_how_to_use_it(text: Path, tmp_path: Path) -> None:
+def test_the_command_prints_the_written_folder_and_its_use(text: Path, tmp_path: Path) -> None:
     save_small(tmp_path / "float")
     target = tmp_path / "small"
     called = ["models", "quantize", str(tmp_path / "float"), str(target), "--text", str(text)]

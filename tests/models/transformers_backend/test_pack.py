@@ -73,7 +73,7 @@ class ReadsItsHead(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_that_reads_a_weight_itself_gets_all_back(tied: bool) -> None:
+def test_a_model_that_reads_a_weight_itself_is_restored(tied: bool) -> None:
     config = tiny_config("llama")
     config.tie_word_embeddings = tied
     torch.manual_seed(3)

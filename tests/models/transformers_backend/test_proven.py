@@ -58,7 +58,7 @@ def test_another_dtype_or_other_modules_are_another_model(
 
 
 def test_files_that_changed_are_tested_again(probes: list[torch.dtype], tmp_path: Path) -> None:
-    """Also those whose size and time are unchanged, and a model that was good before."""
+    """Size and time may be unchanged, and the model was good before."""
     folder = save_tiny("starcoder2", tmp_path)
     load_model(folder)
     write_weight(folder, float("inf"))

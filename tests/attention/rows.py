@@ -93,7 +93,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Ten
     `k` and `v` have the shape `[context, kv_heads, dim]`.
     """
     group = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), *(kept.double().repeat_interleave(group, 1) for kept in (k, v))
+    q, k, v = q.double(), *(rows.double().repeat_interleave(group, 1) for rows in (k, v))
     keys = torch.arange(len(k))
     positions = keys[len(k) - len(q) :].unsqueeze(1)
     hidden = keys > positions
@@ -114,7 +114,7 @@ def row_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.int8 else dtype
 
 
-def as_kept(rows: Tensor, dtype: torch.dtype) -> Tensor:
+def as_stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Round K or V `[tokens, heads, width]` as a memory of this dtype does, to `row_dtype`."""
     if dtype != torch.int8:
         return rows.to(dtype)
@@ -184,7 +184,7 @@ class Sequence:
     def to(self, dtype: torch.dtype) -> "Sequence":
         """Round the sequence as a memory of this dtype rounds it."""
         self.q = self.q.to(row_dtype(dtype))
-        self.k, self.v = as_kept(self.k, dtype), as_kept(self.v, dtype)
+        self.k, self.v = as_stored(self.k, dtype), as_stored(self.v, dtype)
         return self
 
     def slots(self, start: int, end: int) -> list[int]:

@@ -21,7 +21,7 @@ from headstart.errors import EngineError
 from tests.attention.rows import (
     LIBRARIES,
     TOLERANCE,
-    as_kept,
+    as_stored,
     each_kernel,
     kernels,
     reference,
@@ -59,7 +59,7 @@ def test_block_sizes_of_any_kind_give_the_right_result(size: int, dtype: torch.d
     assert size in (1, 8) or isinstance(backend, TorchAttention)
     table = torch.randperm(60).tolist()[: -(-50 // size)]
     q, k, v = torch.randn(50, 6, 16), torch.randn(50, 2, 16), torch.randn(50, 2, 12)
-    q, k, v = q.to(row_dtype(dtype)), as_kept(k, dtype), as_kept(v, dtype)
+    q, k, v = q.to(row_dtype(dtype)), as_stored(k, dtype), as_stored(v, dtype)
     for start, end in ((0, 30), (30, 49), (49, 50)):
         slots = torch.tensor([table[p // size] * size + p % size for p in range(start, end)])
         backend.begin_step(StepPlan(slots, (Span(0, end - start, end, table),)))

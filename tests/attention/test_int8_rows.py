@@ -33,12 +33,12 @@ def rows(
 def test_every_element_is_off_by_half_a_step_at_most(numbers: np.ndarray) -> None:
     codes, scales = quantize_rows(torch.from_numpy(numbers))
     exact, most = numbers.astype(np.float64), np.abs(numbers).max(-1).astype(np.float64)
-    kept = codes.double().numpy() * scales.double().numpy()[..., None]
+    unpacked = codes.double().numpy() * scales.double().numpy()[..., None]
     assert codes.abs().max() <= 127
     for step, largest, off in zip(
         scales.double().numpy().flat,
         most.flat,
-        np.abs(kept - exact).max(-1).flat,
+        np.abs(unpacked - exact).max(-1).flat,
         strict=True,
     ):
         if largest / 127 < TINY * (1 - 1e-6):
@@ -51,12 +51,12 @@ def test_every_element_is_off_by_half_a_step_at_most(numbers: np.ndarray) -> Non
 @given(numbers=rows(ANY))
 def test_only_a_head_that_is_not_finite_is_nan(numbers: np.ndarray) -> None:
     codes, scales = quantize_rows(torch.from_numpy(numbers))
-    kept = scale_rows(codes.flatten(0, 1), scales.flatten(), torch.float32)
-    for head, unpacked in zip(numbers.reshape(-1, numbers.shape[-1]), kept, strict=True):
+    unpacked = scale_rows(codes.flatten(0, 1), scales.flatten(), torch.float32)
+    for head, head_out in zip(numbers.reshape(-1, numbers.shape[-1]), unpacked, strict=True):
         if np.isfinite(head).all():
-            assert unpacked.isfinite().all()
+            assert head_out.isfinite().all()
         else:
-            assert unpacked.isnan().all()
+            assert head_out.isnan().all()
 
 
 @given(numbers=rows(ANY), other=rows(ANY))

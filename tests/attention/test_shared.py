@@ -15,7 +15,7 @@ from tests.attention.rows import (
     OPTIONS,
     PATHS,
     TOLERANCE,
-    as_kept,
+    as_stored,
     each_path,
     make_backend,
     reference,
@@ -52,11 +52,11 @@ def attend(
     for span, own in zip(forest.spans, seen, strict=True):
         foreign[own] &= span is lost
     keys, values = (
-        as_kept(torch.randn(len(rows), layout.kv_heads, width), dtype)
+        as_stored(torch.randn(len(rows), layout.kv_heads, width), dtype)
         for width in (layout.key_dim, layout.value_dim)
     )
-    for kept in (keys, values):
-        kept[foreign] = NONFINITE.to(kept.dtype)[rows[foreign] % 3].view(-1, 1, 1)
+    for memory_rows in (keys, values):
+        memory_rows[foreign] = NONFINITE.to(memory_rows.dtype)[rows[foreign] % 3].view(-1, 1, 1)
     memory.write(0, rows, keys, values)
     slots = torch.tensor(forest.slots)
     # Scores of one size at every width: float32 rounds large ones too coarsely.

@@ -134,12 +134,12 @@ def test_evictions_are_remembered_for_the_configured_number_of_blocks() -> None:
     assert manager.explain(sequence) == MissExplanation(MissReason.EVICTED, 0)
     root = manager.pool.index.root(sequence.namespace)
     assert root is not None
-    known, keys = [], sequence.cut(4)
+    nodes, keys = [], sequence.cut(4)
     node = manager.pool.index.find(root, keys[0])
     while node is not None:
-        known.append(node)
-        node = manager.pool.index.find(node, keys[len(known)])
-    assert len(known) == 2
+        nodes.append(node)
+        node = manager.pool.index.find(node, keys[len(nodes)])
+    assert len(nodes) == 2
     manager.check()
 
 

@@ -319,8 +319,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.manager.check()
         self.engine.observe()
         if self.manager.config.eviction != "lru":
-            kept = [block.node is not None for block in self.manager.pool.free]
-            assert kept == sorted(kept), "a cached block is reused before an empty one"
+            is_cached = [block.node is not None for block in self.manager.pool.free]
+            assert is_cached == sorted(is_cached), "a cached block is reused before an empty one"
         if not self.manager.config.enable_prefix_caching:
             assert not any(block.node for block in self.manager.pool.blocks)
 
@@ -330,8 +330,8 @@ class CacheMachine(RuleBasedStateMachine):
         ids = sorted(block_id for one in stretches for block_id in one.ids)
         pool = self.manager.pool
         extra = {copy for copies in pool.copies.values() for copy in copies}
-        known = [b.block_id for b in pool.blocks if b.node is not None and b not in extra]
-        assert ids == known
+        cached = [b.block_id for b in pool.blocks if b.node is not None and b not in extra]
+        assert ids == cached
         for at, one in enumerate(stretches):
             assert one.parent < at
             if one.parent >= 0:

@@ -307,8 +307,8 @@ def test_an_unreferenced_engine_releases_its_memory(
     assert len(set(table) - before) == 1, "the model does not go by way of transformers' table"
     del llm
     gc.collect()
-    kept, left = [one() for one in held], set(table) - before
+    alive, left = [one() for one in held], set(table) - before
     for name in left:
         unregister(name)
-    assert kept == [None, None]
+    assert alive == [None, None]
     assert len(left) == (0 if is_unregistered else 1)

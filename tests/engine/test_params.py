@@ -259,12 +259,12 @@ def test_lists_can_be_changed_like_vllm_s() -> None:
 def test_lists_are_copied() -> None:
     words, ids, bias = ["a"], [3], {3: 1.0}
     params = SamplingParams(stop=words, allowed_token_ids=ids, logit_bias=bias)
-    kept = params.clone()
+    copied = params.clone()
     words.append("b")
     ids.append(4)
     bias[4] = 2.0
     params.logit_bias[5] = 1.0  # type: ignore[index]
-    assert kept == SamplingParams(stop=["a"], allowed_token_ids=[3], logit_bias={3: 1.0})
+    assert copied == SamplingParams(stop=["a"], allowed_token_ids=[3], logit_bias={3: 1.0})
 
 
 def test_stop_strings_need_the_text() -> None:

@@ -93,11 +93,11 @@ def test_an_adapter_may_bring_a_copy_of_a_weight_but_not_another(
 
 def test_blocks_of_other_bits_are_not_hit(tmp_path: Path) -> None:
     """One folder of K/V serves one model whose weights are stored in four ways."""
-    model, kept = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
+    model, cache_dir = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
     prompt = {"prompt_token_ids": list(range(3, 67))}
     names, hits = [], []
     for weights in ("auto", "int8", "int5", "int4", "int4", "int5", "int8", "auto"):
-        llm = make_llm(model, cache_dir=kept, weights=weights)
+        llm = make_llm(model, cache_dir=cache_dir, weights=weights)
         names.append(llm.engine.manager.hasher.model)
         [output] = llm.generate(prompt, GREEDY)
         hits.append(output.num_cached_tokens)

@@ -182,11 +182,11 @@ def test_a_request_may_leave_nothing_in_the_cache(llm: LLM) -> None:
 
 def test_a_turn_that_is_not_stored_is_not_remembered(tiny: LLM) -> None:
     turns = [{"role": "user", "content": "Who is never stored?"}]
-    known = remembered_chats(tiny)
+    chats = remembered_chats(tiny)
     tiny.chat(turns, greedy(4, skip_storing_prefix_cache=True))
-    assert remembered_chats(tiny) == known
+    assert remembered_chats(tiny) == chats
     tiny.chat(turns, greedy(4))
-    assert remembered_chats(tiny) > known
+    assert remembered_chats(tiny) > chats
 
 
 def test_the_cache_is_reset_while_requests_run(llm: LLM) -> None:

@@ -84,12 +84,12 @@ def test_a_chat_about_one_document(engines: Any) -> None:
     messages = [
         {"role": "user", "content": INSTRUCTION + people_table() + "What is the age of John Doe?"}
     ]
-    known = 0
+    num_cached = 0
     for right, following in (("29", "What is the age of Zack Blue?"), ("30", "")):
         [output] = llm.chat(messages, GREEDY)
         assert output.outputs[0].text.endswith(right)
-        assert output.num_cached_tokens >= known
-        known = len(output.prompt_token_ids)
+        assert output.num_cached_tokens >= num_cached
+        num_cached = len(output.prompt_token_ids)
         answer = {"role": "assistant", "content": output.outputs[0].text}
         messages += [answer, {"role": "user", "content": following}]
 

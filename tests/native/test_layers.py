@@ -218,7 +218,7 @@ def test_layers_are_their_parts_bit_for_bit(
     windows = data.draw(st.lists(st.none() | st.integers(1, 8), min_size=1, max_size=3))
     layers = [RandomLayer(shape, seed + at) for at in range(len(windows))]
     paged = PagedLayers(layers, windows, seed)
-    kept: dict[tuple[int, int], list[list[Tensor]]] = {}  # K and V of a layer and a sequence
+    caches: dict[tuple[int, int], list[list[Tensor]]] = {}  # K and V of a layer and a sequence
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -233,7 +233,7 @@ def test_layers_are_their_parts_bit_for_bit(
                 attended = paged.backend.attend(at, q, k, v, options)
                 for number, span in enumerate(plan.spans):
                     own = slice(span.first_row, span.first_row + span.num_rows)
-                    parts = kept.setdefault((at, number), [[], []])
+                    parts = caches.setdefault((at, number), [[], []])
                     parts[0].append(k[own])
                     parts[1].append(v[own])
                     expected = reference(q[own], *(torch.cat(part) for part in parts), options)

@@ -186,10 +186,10 @@ def test_a_missing_library_is_reported_once_with_advice(
     for _ in range(2):
         make_backend(PagedKVMemory([LayerLayout(2, 64, 64)], 4, 16, dtype, "cpu"))
     native.advise.cache_clear()
-    said = [record.getMessage() for record in logged]
-    assert len(said) == expected
-    assert all("C++ compiler" in text and "apt install g++" in text for text in said)
-    assert not any("\n" in text for text in said)
+    messages = [record.getMessage() for record in logged]
+    assert len(messages) == expected
+    assert all("C++ compiler" in text and "apt install g++" in text for text in messages)
+    assert not any("\n" in text for text in messages)
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,10 @@ def test_amx_multiplies_where_the_cpu_has_it(
     assert native.library() is library
     assert (library.amx, library.vnni) == ([expected], [0])
     assert library.threads == (openmp or [])
-    said = [record.getMessage() for record in logged]
-    assert len(said) == (openmp is None) and all("run on one thread" in text for text in said)
+    messages = [record.getMessage() for record in logged]
+    assert len(messages) == (openmp is None) and all(
+        "run on one thread" in text for text in messages
+    )
 
 
 @pytest.mark.parametrize(

@@ -131,19 +131,22 @@ def test_rows_missing_from_a_database_index_cause_no_hang(tmp_path: Path) -> Non
 
 def test_an_index_older_than_the_blocks_limits_them(tmp_path: Path) -> None:
     old = tmp_path / "old"
-    kept = tmp_path / "kept"
-    with closing(disk(kept, 30 * SLOT)) as store:
+    folder = tmp_path / "kept"
+    with closing(disk(folder, 30 * SLOT)) as store:
         store.save(blocks(range(5)))
-    shutil.copy(kept / INDEX, old)
-    with closing(disk(kept, 30 * SLOT, OTHER)) as other, closing(disk(kept, 30 * SLOT)) as store:
+    shutil.copy(folder / INDEX, old)
+    with (
+        closing(disk(folder, 30 * SLOT, OTHER)) as other,
+        closing(disk(folder, 30 * SLOT)) as store,
+    ):
         other.save([block(number, model=OTHER) for number in range(500, 520)])
         store.save(blocks(range(5, 20)))
-        shutil.copy(old, kept / INDEX)
+        shutil.copy(old, folder / INDEX)
         works(store)
-    with closing(disk(kept, 30 * SLOT)) as store:
+    with closing(disk(folder, 30 * SLOT)) as store:
         for first in range(1000, 2000, 100):
             store.save(blocks(range(first, first + 10), used=first))
-            assert total(kept) <= 30 * SLOT
+            assert total(folder) <= 30 * SLOT
         works(store)
 
 

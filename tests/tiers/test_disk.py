@@ -229,7 +229,7 @@ def test_a_model_is_forgotten_with_its_last_block(tmp_path: Path) -> None:
 
     def models() -> list[ModelRecord]:
         with closing(DiskIndex(tmp_path / INDEX)) as index:
-            return [kept.record for kept in index.models()]
+            return [model.record for model in index.models()]
 
     with closing(disk(tmp_path, slots)) as store, closing(disk(tmp_path, slots)) as twin:
         assert models() == [], "it was opened, and has nothing"

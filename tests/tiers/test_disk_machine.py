@@ -36,7 +36,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(self.temporary.name)
         self.budget = budget
         self.stores: list[DiskStore] = [self.open(at) for at in range(3)]
-        self.kept: dict[int, float] = {}  # when each block was used
+        self.used_at: dict[int, float] = {}  # when each block was used
         self.clock = 1.0
 
     def open(self, at: int) -> DiskStore:
@@ -56,13 +56,13 @@ class StoreMachine(RuleBasedStateMachine):
         """Return the blocks that the index lists."""
         with closing(DiskIndex(self.folder / INDEX)) as index:
             return {
-                kept.record: {one.name: one.slot for one in index.list_blocks(kept.id)}
-                for kept in index.models()
+                model.record: {one.name: one.slot for one in index.list_blocks(model.id)}
+                for model in index.models()
             }
 
     def listed(self) -> set[int]:
         names = {block_name for blocks in self.present().values() for block_name in blocks}
-        return {number for number in self.kept if name(number) in names}
+        return {number for number in self.used_at if name(number) in names}
 
     @rule(at=STORES, prompt=PROMPTS, first=st.integers(0, LENGTH), count=st.integers(1, LENGTH))
     def save(self, at: int, prompt: int, first: int, count: int) -> None:
@@ -71,7 +71,7 @@ class StoreMachine(RuleBasedStateMachine):
         model = OTHER if at == 2 else MODEL
         before = self.listed()
         saved = self.stores[at].save([block(n, self.clock, model) for n in numbers])
-        self.kept |= {n: self.clock for n in numbers if n not in before}
+        self.used_at |= {n: self.clock for n in numbers if n not in before}
         after = self.listed()
         new = [n for n in numbers if n not in before]
         assert after - before <= set(new) and len(after - before) <= saved
@@ -85,8 +85,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert room < max(SLOTS.values()) + SLOTS[model], "no more than needed"
         self.check_ends_were_evicted_first(before, removed)
         for n in removed:
-            del self.kept[n]
-        self.kept = {n: used for n, used in self.kept.items() if n in after}
+            del self.used_at[n]
+        self.used_at = {n: used for n, used in self.used_at.items() if n in after}
 
     def check_ends_were_evicted_first(self, before: set[int], removed: set[int]) -> None:
         for number in removed:
@@ -97,7 +97,7 @@ class StoreMachine(RuleBasedStateMachine):
     def load(self, at: int, prompt: int, first: int) -> None:
         numbers = self.numbers(at, prompt, first, LENGTH)
         names = [name(n) for n in numbers]
-        expected = next((i for i, n in enumerate(numbers) if n not in self.kept), len(numbers))
+        expected = next((i for i, n in enumerate(numbers) if n not in self.used_at), len(numbers))
         assert self.stores[at].find(names) == expected
         loaded = [bytes(block.payload) for block in self.stores[at].load(names)]
         nbytes = (OTHER if at == 2 else MODEL).block_bytes
@@ -111,25 +111,25 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(at=STORES, prompt=PROMPTS, first=st.integers(0, LENGTH), count=st.integers(1, 3))
     def remove(self, at: int, prompt: int, first: int, count: int) -> None:
-        numbers = [n for n in self.numbers(at, prompt, first, count) if n in self.kept]
+        numbers = [n for n in self.numbers(at, prompt, first, count) if n in self.used_at]
         names = [name(n) for n in self.numbers(at, prompt, first, count)]
         assert self.stores[at].remove(names) == len(numbers)
         for n in numbers:
-            del self.kept[n]
-        assert self.listed() == set(self.kept)
+            del self.used_at[n]
+        assert self.listed() == set(self.used_at)
 
     @rule(at=STORES)
     def reopen(self, at: int) -> None:
         self.stores[at].close()
         self.stores[at] = self.open(at)
-        assert self.listed() == set(self.kept)
+        assert self.listed() == set(self.used_at)
 
     @rule()
     def lose_the_index(self) -> None:
         """Remove the index; the order of use is lost with it, but no block."""
         (self.folder / INDEX).unlink()
         self.stores[0].find([])
-        assert self.listed() == set(self.kept)
+        assert self.listed() == set(self.used_at)
 
     @invariant()
     def slots_have_no_gaps_and_fit(self) -> None:

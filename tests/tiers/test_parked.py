@@ -59,27 +59,27 @@ def test_a_load_that_lost_its_preference_continues() -> None:
         second = loader.start(names(range(20, 26)), everything)
         loader.prefer(first)
         settle(loader, first)
-        got = taken(loader, first, 1)
+        payloads = taken(loader, first, 1)
         assert arrived(loader, second) == 6
         loader.prefer(first)
         while not (first.done and not first.arrived):
-            got += taken(loader, first)
+            payloads += taken(loader, first)
             loader.wait(FOREVER / 1000)
-        assert got == [payload(number) for number in range(12)]
+        assert payloads == [payload(number) for number in range(12)]
 
 
 def test_hundreds_of_loads_in_any_order_get_their_blocks() -> None:
     chance = random.Random(5)
     with loading(Store(), BOUND) as loader:
         jobs: dict[LoadJob, range] = {}
-        got: dict[LoadJob, list[bytes]] = {}
+        payloads: dict[LoadJob, list[bytes]] = {}
         num_ended = Counter[str]()
         while num_ended["whole"] < 300:
             if len(jobs) < 8:
                 first = chance.randint(0, 100)
                 numbers = range(first, first + chance.randint(1, 12))
                 job = loader.start(names(numbers), everything)
-                jobs[job], got[job] = numbers, []
+                jobs[job], payloads[job] = numbers, []
             job = chance.choice([*jobs])
             if chance.random() < 0.05:
                 loader.cancel(job)
@@ -90,13 +90,13 @@ def test_hundreds_of_loads_in_any_order_get_their_blocks() -> None:
             for _ in range(chance.randint(1, 9)):
                 loader.wait(FOREVER / 20_000)
                 done = job.done
-                got[job] += taken(loader, job, chance.randint(1, 5))
+                payloads[job] += taken(loader, job, chance.randint(1, 5))
                 if done and not job.arrived:
                     break
             assert loader.queued_bytes <= BOUND + 8 * SIZE, "a chunk of each at most beyond it"
-            assert got[job] == [payload(number) for number in jobs[job]][: len(got[job])]
+            assert payloads[job] == [payload(number) for number in jobs[job]][: len(payloads[job])]
             if done and not job.arrived:
-                assert len(got[job]) == len(jobs[job])
+                assert len(payloads[job]) == len(jobs[job])
                 num_ended["whole"] += 1
                 del jobs[job]
     assert num_ended["cancelled"] > 9

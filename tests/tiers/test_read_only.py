@@ -86,8 +86,8 @@ def test_commands_that_read_work(folder: Path) -> None:
         assert "144 tokens in 9 blocks" in run("stat")[1]
         assert run("verify") == (0, "a model  9 intact\nall listed blocks are intact\n")
         for arguments in (["drop", "--all"], ["verify", "--repair"]):
-            status, said = run(*arguments)
-            assert status == 2 and "cannot be written" in said
+            status, output = run(*arguments)
+            assert status == 2 and "cannot be written" in output
         assert content(folder) == before
 
     as_user(work)

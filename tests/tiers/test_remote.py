@@ -183,10 +183,10 @@ def test_engines_share_computed_blocks(server: Server, tmp_path: Path) -> None:
     prompt = {"prompt_token_ids": list(range(3, 103))}
     tiers, answers, stored = [], [], []
     for folder in (None, "one", "two", "two"):
-        kept = str(tmp_path / folder) if folder is not None else None
+        cache_dir = str(tmp_path / folder) if folder is not None else None
         if len(tiers) == 3:
             server.stop()
-        llm = make_llm(model, debug=True, remote_cache=server.url, cache_dir=kept)
+        llm = make_llm(model, debug=True, remote_cache=server.url, cache_dir=cache_dir)
         assert llm.engine.tiers is not None
         stored.append(llm.engine.tiers.count_stored(prompt_names(llm, prompt)))
         [output] = llm.generate(prompt, params)

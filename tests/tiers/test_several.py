@@ -55,7 +55,7 @@ def test_a_prompt_on_disk_is_loaded_despite_a_silent_server(
     """Regression: one pause for both tiers made requests compute it, for up to five minutes."""
     pytest.importorskip("redis")
     limits(last_saves=0.1)
-    model, kept = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
+    model, cache_dir = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
 
     def generate(llm: object, first: int) -> RequestOutput:
         tokens = {"prompt_token_ids": list(range(first, first + 100))}
@@ -63,13 +63,13 @@ def test_a_prompt_on_disk_is_loaded_despite_a_silent_server(
         assert isinstance(output, RequestOutput)
         return output
 
-    with closing(make_llm(model, cache_dir=kept)) as llm:
+    with closing(make_llm(model, cache_dir=cache_dir)) as llm:
         generate(llm, 3)
         assert llm.engine.tiers is not None and llm.engine.tiers.flush(FOREVER)
     limits(deadline=0.3)
     with (
         closing(Listener(drip)) as listener,
-        closing(make_llm(model, cache_dir=kept, remote_cache=listener.url)) as llm,
+        closing(make_llm(model, cache_dir=cache_dir, remote_cache=listener.url)) as llm,
     ):
         assert generate(llm, 40).num_loaded_tokens == 0, "no tier has it, and the server is silent"
         assert llm.engine.tiers is not None
@@ -86,11 +86,11 @@ def test_the_size_of_a_read_fits_the_rate_of_the_link(
     now, taken = 0.0, []
     large = MODEL._replace(block_bytes=200_000)
     stored = [block(number, model=large) for number in range(20)]
-    kept = {one.name: make_header(one) + bytes(one.payload) for one in stored}
+    records = {one.name: make_header(one) + bytes(one.payload) for one in stored}
 
     def mget(keys: Sequence[bytes]) -> list[bytes]:
         nonlocal now
-        values = [kept[BlockHash(key[-32:])] for key in keys]
+        values = [records[BlockHash(key[-32:])] for key in keys]
         taken.append(sum(map(len, values)) / rate)
         now += taken[-1]
         return values
@@ -100,4 +100,4 @@ def test_the_size_of_a_read_fits_the_rate_of_the_link(
         monkeypatch.setattr(store, "_client", SimpleNamespace(mget=mget, close=lambda: None))
         assert len(list(store.load(names(range(20))))) == 20
     assert len(taken) == {1e5: 20, 1e6: 5, 1e9: 2}[rate]
-    assert max(taken) <= max(1.01, len(kept[name(0)]) / rate), "a block arrives in one answer"
+    assert max(taken) <= max(1.01, len(records[name(0)]) / rate), "a block arrives in one answer"

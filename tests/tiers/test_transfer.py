@@ -26,11 +26,11 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
         yield store
 
 
-def write(path: Path, model: ModelRecord, kept: list[StoredBlock]) -> Path:
+def write(path: Path, model: ModelRecord, stored_blocks: list[StoredBlock]) -> Path:
     """Write a file as `export_blocks` does."""
     head = b"headstart blocks %d\n%s\n" % (VERSION, json.dumps(model._asdict()).encode())
-    records = b"".join(make_header(one) + bytes(one.payload) for one in kept)
-    path.write_bytes(head + records + b"end" + len(kept).to_bytes(8, "little"))
+    records = b"".join(make_header(one) + bytes(one.payload) for one in stored_blocks)
+    path.write_bytes(head + records + b"end" + len(stored_blocks).to_bytes(8, "little"))
     return path
 
 

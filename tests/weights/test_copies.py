@@ -109,11 +109,11 @@ def test_a_pickle_for_missing_kernels_is_refused(
 ) -> None:
     """Regression: the error was `AssertionError: the caller asks first`."""
     TINY["qwen2"]().to(torch.bfloat16).save_pretrained(tmp_path)
-    kept = pickle.dumps(load_model(tmp_path, dtype, weights=weights).module)
+    pickled = pickle.dumps(load_model(tmp_path, dtype, weights=weights).module)
     in_torch = (weights, dtype) == ("auto", "bfloat16") and library() is None
     use_kernels("0")
     if in_torch:
-        pickle.loads(kept)
+        pickle.loads(pickled)
         return
     with pytest.raises(ModelError, match="load the model here instead of unpickling it"):
-        pickle.loads(kept)
+        pickle.loads(pickled)

@@ -115,8 +115,10 @@ def test_only_allowed_tokens_are_chosen(
     weight, x = noise(outputs, inputs, seed=seed), noise(rows, inputs, seed=seed + 1)
     x = among_nonfinite(x)
     draw = np.random.default_rng(seed)
-    kept = np.repeat(draw.random((rows, outputs // 64 + 1)) < share, 64, axis=1)[:, :outputs]
-    bits = kept if grouped else draw.random((rows, outputs)) < share
+    allowed_groups = np.repeat(draw.random((rows, outputs // 64 + 1)) < share, 64, axis=1)[
+        :, :outputs
+    ]
+    bits = allowed_groups if grouped else draw.random((rows, outputs)) < share
     allowed = np.stack([every_token(outputs)] * rows)
     allowed[:, : (outputs + 7) // 8] = np.packbits(bits, axis=1, bitorder="little")
     if rows > 2:

@@ -65,8 +65,8 @@ def test_the_weights_of_a_module_do_not_change() -> None:
     reason="only GNU's C library caches freed memory, and can return it",
 )
 def test_freed_memory_below_used_memory_is_returned() -> None:
-    kept = [torch.ones(1 << 16, dtype=torch.uint8) for _ in range(2000)]  # 131 MB of the heap
-    del kept[:-1]
+    tensors = [torch.ones(1 << 16, dtype=torch.uint8) for _ in range(2000)]  # 131 MB of the heap
+    del tensors[:-1]
     before = anonymous_kilobytes()
     assert return_freed_memory()
     assert before - anonymous_kilobytes() > 60_000

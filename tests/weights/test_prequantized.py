@@ -73,10 +73,10 @@ def test_awq_is_read_as_by_the_library(seed: int, inputs: int, outputs: int) -> 
     expected = decompressed(theirs_are, "pack-quantized", theirs)
     matrix = read(scheme("awq"), (outputs, inputs), parts)
     torch.testing.assert_close(matrix.weight(), expected.float(), rtol=1e-6, atol=1e-6)
-    kept = GroupedWeight(matrix.in_groups()).unpack()
+    unpacked = GroupedWeight(matrix.in_groups()).unpack()
     # A start is a step times a zero point, which is rounded to 11 bits.
     limit = 16 * parts["scales"].float().abs().T.repeat_interleave(32, dim=1) * 2**-11
-    assert ((kept - expected.float()).abs() <= limit).all()
+    assert ((unpacked - expected.float()).abs() <= limit).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -88,12 +88,12 @@ def test_gptq_is_read_by_its_format(bits: int, less: int, shuffled: bool) -> Non
     expected = gptq_weight(parts, bits, less)
     matrix = read(scheme("gptq", bits, zero_offset=less), (24, 96), parts)
     torch.testing.assert_close(matrix.weight(), expected, rtol=1e-6, atol=1e-6)
-    kept = matrix.in_groups()
-    assert (kept is None) == shuffled and matrix.as_int8() is None
-    if kept is not None:
+    groups = matrix.in_groups()
+    assert (groups is None) == shuffled and matrix.as_int8() is None
+    if groups is not None:
         # A start is a step times a zero point, which is rounded to 11 bits.
         limit = float(parts["scales"].float().abs().max()) * 2 ** (bits - 12)
-        assert (GroupedWeight(kept).unpack() - expected).abs().max() <= limit
+        assert (GroupedWeight(groups).unpack() - expected).abs().max() <= limit
 
 
 def test_gptq_of_8_bits_for_an_output_is_int8() -> None:
@@ -133,9 +133,9 @@ def test_the_last_group_may_be_short_and_starts_near_the_maximum(bits: int, zero
     steps, zeros = torch.rand(24, 3, generator=generator), torch.full((24, 3), zero)
     steps[:, 1] = 0.99999
     matrix = Grouped(values, steps, zeros, torch.arange(70) // 32, bits)
-    kept = matrix.in_groups()
-    assert kept is not None
-    apart = (GroupedWeight(kept).unpack() - matrix.weight()).abs()
+    stored = matrix.in_groups()
+    assert stored is not None
+    apart = (GroupedWeight(stored).unpack() - matrix.weight()).abs()
     assert apart.max() <= 2 ** (bits - 11)  # steps and starts are rounded to 11 bits
 
 
@@ -148,9 +148,9 @@ def test_eight_bits_with_a_zero_point_per_output_are_stored_in_groups() -> None:
     assert Grouped(values, steps, zeros, groups, 8).as_int8() is not None
     zeros[5] = 127
     matrix = Grouped(values, steps, zeros, groups, 8)
-    kept = matrix.in_groups()
-    assert matrix.as_int8() is None and kept is not None
-    assert (GroupedWeight(kept).unpack() - matrix.weight()).abs().max() <= 2**-3
+    stored = matrix.in_groups()
+    assert matrix.as_int8() is None and stored is not None
+    assert (GroupedWeight(stored).unpack() - matrix.weight()).abs().max() <= 2**-3
 
 
 def test_neighboring_outputs_may_share_a_step_in_torchao() -> None:

@@ -75,9 +75,9 @@ def test_tensors_that_config_json_declares_are_required(tmp_path: Path) -> None:
 
     Undeclared zero points were used too; compressed-tensors has others there, or none.
     """
-    kept = "w4 in 64, zeros"
-    layout, theirs = COMPRESSED[kept]
-    symmetric = compressed_config(kept)
+    kind = "w4 in 64, zeros"
+    layout, theirs = COMPRESSED[kind]
+    symmetric = compressed_config(kind)
     symmetric["config_groups"]["group_0"]["weights"]["symmetric"] = True
 
     def without_zeros(weight: Tensor) -> Tensors:
@@ -96,15 +96,15 @@ def test_tensors_that_config_json_declares_are_required(tmp_path: Path) -> None:
         return parts
 
     cases: list[tuple[dict[str, Any], Quantize, str]] = [
-        (compressed_config(kept), without_zeros, "there is no weight_zero_point"),
+        (compressed_config(kind), without_zeros, "there is no weight_zero_point"),
         (symmetric, partial(compressed, theirs, layout), "there is weight_zero_point, but config"),
-        (compressed_config(kept), without_shape, "there is no weight_shape"),
+        (compressed_config(kind), without_shape, "there is no weight_shape"),
         (GPTQ | {"desc_act": True}, without_order, "there is no g_idx"),
         (GPTQ | {"group_size": 48}, gptq, "groups; config.json has groups of"),
     ]
-    for config, quantize, said in cases:
+    for config, quantize, reason in cases:
         save(tmp_path, LlamaConfig(**BASE), config, quantize)
-        with pytest.raises(DamagedModelError, match=said):
+        with pytest.raises(DamagedModelError, match=reason):
             load_model(tmp_path, "float32")
 
 

@@ -188,9 +188,9 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("weights", ["auto", "int4"])
 def test_a_damaged_weight_is_refused(damage: str, weights: str, tmp_path: Path) -> None:
-    change, said = DAMAGE[damage]
+    change, reason = DAMAGE[damage]
     write(tmp_path, change)
-    with pytest.raises(DamagedModelError, match=said):
+    with pytest.raises(DamagedModelError, match=reason):
         load_model(tmp_path, "float32", weights=weights)
 
 
@@ -231,9 +231,9 @@ CONTRADICTIONS: dict[str, tuple[About, Any, str]] = {
 
 @pytest.mark.parametrize("kind", CONTRADICTIONS)
 def test_values_must_fit_the_bits_of_their_header(kind: str, tmp_path: Path) -> None:
-    about, change, said = CONTRADICTIONS[kind]
+    about, change, reason = CONTRADICTIONS[kind]
     write(tmp_path, change, about)
-    with pytest.raises(DamagedModelError, match=said):
+    with pytest.raises(DamagedModelError, match=reason):
         load_model(tmp_path, "float32")
 
 
@@ -260,8 +260,8 @@ def test_an_error_of_a_missing_package_names_its_user(
 
     write(tmp_path, describing(_type="Float8Tensor"))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", missing)
-    said = r"named 'torchao'; .*up_proj is stored as torchao's Float8Tensor; allowed: Int8T"
-    with pytest.raises(UnsupportedModelError, match=said):
+    message = r"named 'torchao'; .*up_proj is stored as torchao's Float8Tensor; allowed: Int8T"
+    with pytest.raises(UnsupportedModelError, match=message):
         load_model(tmp_path)
 
 

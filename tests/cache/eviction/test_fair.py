@@ -47,7 +47,7 @@ class Owners:
         """Send a prompt that no later request repeats."""
         self.run(salt, [self._random.randrange(10**6) for _ in range(blocks * BLOCK)])
 
-    def kept(self, salt: str, texts: list[list[int]]) -> int:
+    def count_cached(self, salt: str, texts: list[list[int]]) -> int:
         """Count the cached blocks of these texts."""
         looked = [TokenSequence("look", [*text, 0], salt=salt) for text in texts]
         return sum(self.manager.get_computed_blocks(one).num_tokens // BLOCK for one in looked)
@@ -104,14 +104,14 @@ def test_shares_follow_weights_and_unused_space_is_free() -> None:
     mine = {"a": texts(40, 2), "b": texts(40, 2)[::-1]}
     for text in mine["a"]:
         owners.run("a", text)
-    assert owners.kept("a", mine["a"]) == 80, "alone it may have everything"
+    assert owners.count_cached("a", mine["a"]) == 80, "alone it may have everything"
     for text in mine["b"]:
         owners.run("b", text)
-    assert owners.kept("a", mine["a"]) == pytest.approx(20, abs=1)
+    assert owners.count_cached("a", mine["a"]) == pytest.approx(20, abs=1)
     for text in [*mine["a"], *mine["a"]]:
         owners.run("a", text)
-    assert owners.kept("a", mine["a"]) == pytest.approx(20, abs=1)
-    assert owners.kept("b", mine["b"]) == pytest.approx(60, abs=1)
+    assert owners.count_cached("a", mine["a"]) == pytest.approx(20, abs=1)
+    assert owners.count_cached("b", mine["b"]) == pytest.approx(60, abs=1)
 
 
 def test_an_owner_does_not_grow_by_narrowing_its_salt() -> None:
@@ -133,7 +133,7 @@ def test_undeclared_salts_share_one_owner() -> None:
     owners.run("mine", own)
     owners.flood("other", 20)
     owners.flood("another", 20)
-    assert owners.kept("mine", [own]) == 20
+    assert owners.count_cached("mine", [own]) == 20
 
 
 @pytest.mark.parametrize("seed", range(3))

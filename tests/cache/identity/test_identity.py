@@ -142,9 +142,9 @@ def test_count_tokens_counts_whole_tokens_of_any_beginning(
 def test_incremental_cutting_gives_the_same_keys(
     whole: TokenSequence, size: int, more: list[int]
 ) -> None:
-    known = max([1, *(item.offset + item.length for item in whole.items)])
-    growing = TokenSequence("growing", whole.token_ids[:known], items=whole.items)
-    for token in whole.token_ids[known:]:
+    start = max([1, *(item.offset + item.length for item in whole.items)])
+    growing = TokenSequence("growing", whole.token_ids[:start], items=whole.items)
+    for token in whole.token_ids[start:]:
         growing.append(token)
         growing.cut(size)
     keys = [

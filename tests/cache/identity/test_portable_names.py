@@ -191,6 +191,6 @@ def test_hashes_without_names_are_refused() -> None:
 @pytest.mark.parametrize("what", ["adapter", "salt"])
 def test_text_that_utf8_cannot_encode_is_refused_with_the_sequence(what: str) -> None:
     """Regression: the request was admitted; reading the events then failed and lost them."""
-    for name, said in (("\udc80", "has the lone surrogate"), ("", "is ''"), (3, "is 3, a int")):
-        with pytest.raises(CacheError, match=rf"^{what} {said}.*; allowed: "):
+    for name, reason in (("\udc80", "has the lone surrogate"), ("", "is ''"), (3, "is 3, a int")):
+        with pytest.raises(CacheError, match=rf"^{what} {reason}.*; allowed: "):
             TokenSequence("one", [1], **{what: name})  # type: ignore[arg-type]

@@ -311,8 +311,8 @@ def test_a_failed_load_leaves_the_name_as_it_was(llm: LLM, llama: World, tmp_pat
         (bad / "adapter_model.safetensors").write_bytes(b"no")
         llm.load_adapter("attention", bad)
     assert answers(llm, [llama.prompts[0]], "attention") == [llama.expected[0]]
-    for name, said in (("", "''"), (None, "None"), (3, "3, a int"), ("\ud800", "lone")):
-        with pytest.raises(ConfigError, match=f"an adapter's name .*{said}"):
+    for name, shown_name in (("", "''"), (None, "None"), (3, "3, a int"), ("\ud800", "lone")):
+        with pytest.raises(ConfigError, match=f"an adapter's name .*{shown_name}"):
             llm.load_adapter(name, llama.adapters["attention"])  # type: ignore[arg-type]
 
 

@@ -116,16 +116,18 @@ def test_probabilities_follow_vllm_s_formulas(
 ) -> None:
     """Compare with plain floats: temperature, then min-p, then top-k, then top-p of the rest."""
     logits = make_logits(seed=seed)
-    kept = sorted(enumerate((logits[0].double() / temperature).tolist()), key=lambda e: -e[1])
-    largest = kept[0][1]
-    ratios = [math.exp(score - largest) for _, score in kept]
+    candidates = sorted(enumerate((logits[0].double() / temperature).tolist()), key=lambda e: -e[1])
+    largest = candidates[0][1]
+    ratios = [math.exp(score - largest) for _, score in candidates]
     assume(all(abs(ratio - min_p) > 1e-5 for ratio in ratios[1:]))
-    kept = [entry for entry, ratio in zip(kept, ratios, strict=True) if ratio >= min_p] or kept[:1]
+    candidates = [
+        entry for entry, ratio in zip(candidates, ratios, strict=True) if ratio >= min_p
+    ] or candidates[:1]
     if top_k > 0:
-        kept = kept[:top_k]
-    total = sum(math.exp(score - largest) for _, score in kept)
+        candidates = candidates[:top_k]
+    total = sum(math.exp(score - largest) for _, score in candidates)
     nucleus, mass = [], 0.0
-    for token_id, score in kept:
+    for token_id, score in candidates:
         assume(abs(mass - top_p) > 1e-5)
         if mass < top_p or top_p == 1:
             nucleus.append((token_id, math.exp(score - largest)))

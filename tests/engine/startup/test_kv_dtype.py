@@ -53,8 +53,8 @@ def answers(outputs: list[Any]) -> list[tuple[list[int], list[dict[int, float]]]
     tokens_and_logprobs = []
     for output in outputs:
         [answer] = output.outputs
-        said = [{token: one.logprob for token, one in row.items()} for row in answer.logprobs]
-        tokens_and_logprobs.append((answer.token_ids, said))
+        logprobs = [{token: one.logprob for token, one in row.items()} for row in answer.logprobs]
+        tokens_and_logprobs.append((answer.token_ids, logprobs))
     return tokens_and_logprobs
 
 
@@ -76,9 +76,11 @@ def test_a_hit_answers_as_if_computed(engines: Any) -> None:
     generate(llm, [first])
     outputs = generate(llm, [first]) + generate(llm, [twin])
     assert [output.num_cached_tokens for output in outputs] == [89, 75]
-    for (tokens, said), (wanted, wanted_said) in zip(answers(outputs), expected, strict=True):
+    for (tokens, logprobs), (wanted, wanted_logprobs) in zip(
+        answers(outputs), expected, strict=True
+    ):
         assert tokens == wanted
-        for row, other in zip(said, wanted_said, strict=True):
+        for row, other in zip(logprobs, wanted_logprobs, strict=True):
             assert row == pytest.approx(other, abs=2e-3)
 
 

@@ -22,8 +22,8 @@ PROMPTS = [SHARED + list(range(70, 90)), SHARED + list(range(90, 100)), list(ran
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     """Return an engine whose store has all prompts."""
     folder = save_smallest(tmp_path_factory.mktemp("model"), layers=1)
-    kept = str(tmp_path_factory.mktemp("kept"))
-    llm = make_llm(folder, num_blocks=NUM_BLOCKS, cache_dir=kept, max_num_batched_tokens=256)
+    cache_dir = str(tmp_path_factory.mktemp("kept"))
+    llm = make_llm(folder, num_blocks=NUM_BLOCKS, cache_dir=cache_dir, max_num_batched_tokens=256)
     for prompt in PROMPTS:
         answers(llm.engine, submit(llm, [prompt]))
     assert llm.engine.tiers is not None and llm.engine.tiers.flush(30)

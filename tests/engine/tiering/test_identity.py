@@ -48,7 +48,7 @@ def test_a_model_in_gguf_has_its_file_s_name(tmp_path: Path) -> None:
 
 def test_kinds_of_one_model_have_different_titles(tmp_path: Path) -> None:
     """Regression: lines of `headstart cache ls` differed only in the fingerprint."""
-    model, kept = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
+    model, cache_dir = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
     kinds: list[dict[str, Any]] = [
         {},
         {"dtype": "bfloat16"},
@@ -58,10 +58,10 @@ def test_kinds_of_one_model_have_different_titles(tmp_path: Path) -> None:
         {"block_size": 8},
     ]
     for kind in kinds:
-        llm = make_llm(model, cache_dir=kept, **kind)
+        llm = make_llm(model, cache_dir=cache_dir, **kind)
         llm.generate([list(range(3, 43))], SamplingParams(max_tokens=1), use_tqdm=False)
         llm.close()
-    assert sorted(state.model.record.title for state in read_models(Path(kept))) == [
+    assert sorted(state.model.record.title for state in read_models(Path(cache_dir))) == [
         "model (bfloat16)",
         "model (float32)",
         "model (float32, blocks of 8)",
@@ -98,10 +98,10 @@ def test_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return original(folder)
 
     monkeypatch.setattr(decoder, "fingerprint_files", count)
-    model, kept = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
-    first = fingerprint(make_llm(model, cache_dir=kept))
-    assert fingerprint(make_llm(model, cache_dir=kept)) == first
-    other = fingerprint(make_llm(model, cache_dir=kept, dtype="bfloat16"))
+    model, cache_dir = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
+    first = fingerprint(make_llm(model, cache_dir=cache_dir))
+    assert fingerprint(make_llm(model, cache_dir=cache_dir)) == first
+    other = fingerprint(make_llm(model, cache_dir=cache_dir, dtype="bfloat16"))
     assert other != first and len(read) == 1
     weights = model / "model.safetensors"
     state = weights.stat()
@@ -109,7 +109,7 @@ def test_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     data[-4] ^= 1  # the lowest bit of a weight
     weights.write_bytes(data)
     os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert fingerprint(make_llm(model, cache_dir=kept)) != first, "size and times are the same"
+    assert fingerprint(make_llm(model, cache_dir=cache_dir)) != first, "size and times are the same"
     assert len(read) == 2
 
 
@@ -187,8 +187,8 @@ def test_deterministic_blocks_depend_on_the_instruction_set(
 
 
 def test_stored_fingerprints_may_be_damaged(tmp_path: Path) -> None:
-    model, kept = save_smallest(tmp_path / "model"), tmp_path / "kept"
-    first = fingerprint(make_llm(model, cache_dir=str(kept)))
+    model, cache_dir = save_smallest(tmp_path / "model"), tmp_path / "kept"
+    first = fingerprint(make_llm(model, cache_dir=str(cache_dir)))
     for damage in ("", "[]", "{", '{"a": 7}', "\0" * 99):
-        (kept / "fingerprints.json").write_text(damage)
-        assert fingerprint(make_llm(model, cache_dir=str(kept))) == first
+        (cache_dir / "fingerprints.json").write_text(damage)
+        assert fingerprint(make_llm(model, cache_dir=str(cache_dir))) == first

@@ -22,8 +22,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @contextmanager
 def opened(model: Path, folder: Path | None) -> Iterator[tuple[LLM, EncoderCache]]:
-    kept = None if folder is None else str(folder)
-    llm = LLM(model, num_blocks=128, block_size=4, debug=True, cache_dir=kept)
+    cache_dir = None if folder is None else str(folder)
+    llm = LLM(model, num_blocks=128, block_size=4, debug=True, cache_dir=cache_dir)
     assert llm.frontend.images is not None
     try:
         yield llm, llm.frontend.images.cache
@@ -75,10 +75,10 @@ def test_a_prompt_with_a_stored_image_and_a_new_one(model: Path, tmp_path: Path)
 
 def test_embeddings_of_another_vision_tower_are_not_used(tmp_path: Path) -> None:
     """All models of a folder store their embeddings in one store."""
-    model, kept = save_tiny_vision("llava", tmp_path / "model"), tmp_path / "kept"
+    model, cache_dir = save_tiny_vision("llava", tmp_path / "model"), tmp_path / "kept"
     counts = []
     for _ in range(2):
-        with opened(model, kept) as (llm, cache):
+        with opened(model, cache_dir) as (llm, cache):
             generate(llm, "Look: <image>", 1)
             counts.append((cache.num_encoded, cache.num_loaded))
         weights = load_file(file := model / "model.safetensors")

@@ -111,14 +111,14 @@ def test_deterministic_answers_are_the_same_bit_for_bit(
 
 
 def test_other_weights_under_the_same_path_hit_nothing(tmp_path: Path) -> None:
-    model, kept = save_smallest(tmp_path / "model"), tmp_path / "kept"
-    with opened(model, kept) as llm:
+    model, cache_dir = save_smallest(tmp_path / "model"), tmp_path / "kept"
+    with opened(model, cache_dir) as llm:
         generate(llm, PROMPTS[0])
     save_smallest(model, poison=140)  # one row of one matrix differs
-    with opened(model, kept) as llm:
+    with opened(model, cache_dir) as llm:
         assert generate(llm, PROMPTS[0]).num_cached_tokens == 0
     save_smallest(model)
-    with opened(model, kept) as llm:
+    with opened(model, cache_dir) as llm:
         assert generate(llm, PROMPTS[0]).num_cached_tokens == 96
 
 

@@ -315,12 +315,12 @@ def test_output_rows_equal_all_rows_and_many_rows_are_left_to_modules() -> None:
         angles = {"": (turns.cos(), turns.sin())}
         backend.begin_step(plan)
         full = compiled(hidden, angles, backend, None)
-        kept = torch.tensor([0, rows - 1])
-        some = compiled(hidden, angles, backend, kept)
+        output_rows = torch.tensor([0, rows - 1])
+        some = compiled(hidden, angles, backend, output_rows)
         backend.end_step()
         if rows < MANY_ROWS:
             assert full is not None and some is not None
-            assert torch.equal(some, full[kept])
+            assert torch.equal(some, full[output_rows])
         else:
             assert full is None and some is None
 

@@ -122,9 +122,9 @@ def test_unusual_checkpoints_run_through_transformers_with_a_warning(
     assert not isinstance(model, DenseDecoder)
     assert model.fallback_reason is not None
     assert re.search(reason, model.fallback_reason)
-    [said] = [record.getMessage() for record in logged]
-    assert said.startswith(f"{folder} runs in transformers' modules, not in headstart's: ")
-    assert said.endswith(model.fallback_reason)
+    [message] = [record.getMessage() for record in logged]
+    assert message.startswith(f"{folder} runs in transformers' modules, not in headstart's: ")
+    assert message.endswith(model.fallback_reason)
 
 
 def test_a_tied_head_may_stand_in_the_file_if_it_is_the_embedding(tmp_path: Path) -> None:
@@ -354,11 +354,11 @@ def test_files_that_are_damaged_while_they_are_read(
 def test_weights_whose_files_were_replaced_later_have_no_fingerprint(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     model, same = load_model(folder), load_model(folder)
-    known = same.fingerprint()
+    fingerprint = same.fingerprint()
     edit_weights(folder, lambda w: w["lm_head.weight"].add_(1))
     assert not model.has_original_files
-    assert model.fingerprint() not in (known, load_model(folder).fingerprint())
-    assert same.fingerprint() == known
+    assert model.fingerprint() not in (fingerprint, load_model(folder).fingerprint())
+    assert same.fingerprint() == fingerprint
 
 
 def test_matrices_determine_the_dtype_without_a_configured_one(

@@ -21,12 +21,12 @@ def test_prepared_positions_are_computed_once() -> None:
     frequencies = Frequencies(torch.tensor([1.0, 0.25]), 1.5)
     table, other = AngleTable(frequencies, torch.empty(0)), AngleTable(frequencies, torch.empty(0))
     table.extend(3_000)
-    known = table._table
+    prepared = table._table
     last = torch.tensor([0, 2_999])
     for part, expected in zip(table(last), other(last), strict=True):
         assert torch.equal(part, expected)
-    assert table._table is known
+    assert table._table is prepared
     angles = last.unsqueeze(1) * torch.tensor([[1.0, 0.25, 1.0, 0.25]])
     assert torch.equal(table(last)[0], angles.cos() * 1.5)
     table.extend(10)
-    assert table._table is known
+    assert table._table is prepared

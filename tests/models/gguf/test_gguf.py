@@ -401,7 +401,7 @@ def test_phi_3_has_two_sets_of_factors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "add", "said"),
+    ("architecture", "add", "reason"),
     [
         (
             "olmo2",
@@ -421,12 +421,12 @@ def test_phi_3_has_two_sets_of_factors(tmp_path: Path) -> None:
     ],
 )
 def test_relatives_of_a_family_are_refused(
-    architecture: str, add: Any, said: str, tmp_path: Path
+    architecture: str, add: Any, reason: str, tmp_path: Path
 ) -> None:
     methods = {"add_head_count_kv": lambda self, _: add(self)}
     model = make_model(architecture)
     file = write_gguf(tmp_path / "a.gguf", architecture, model, "F32", methods=methods)
-    with pytest.raises(UnsupportedModelError, match=said):
+    with pytest.raises(UnsupportedModelError, match=reason):
         load_model(file)
 
 

@@ -51,9 +51,9 @@ def test_counts_are_checked(damage: str, tmp_path: Path) -> None:
 
     The package reads the elements of an array one by one, past the end of the file too.
     """
-    data, said = HEADERS[damage]
+    data, reason = HEADERS[damage]
     (tmp_path / "tiny.gguf").write_bytes(data)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=reason):
         load_model(tmp_path / "tiny.gguf")
 
 
@@ -109,7 +109,7 @@ def write_with(file: Path, add: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("method", "key", "value", "said"),
+    ("method", "key", "value", "reason"),
     [
         ("add_uint32", "rope.dimension_count", 8, "8 elements of each head are rotated"),
         ("add_float32", "rope.scaling.factor", 4.0, r"positions are scaled \(rope.scaling.factor"),
@@ -121,7 +121,7 @@ def test_keys_that_change_answers_are_not_ignored(
     method: str,
     key: str,
     value: Any,
-    said: str,
+    reason: str,
     tmp_path: Path,
 ) -> None:
     """llama.cpp rotates a part of each head, scales linearly, or hides nothing."""
@@ -129,7 +129,7 @@ def test_keys_that_change_answers_are_not_ignored(
         tmp_path / "tiny.gguf",
         lambda writer: getattr(writer, method)(f"llama.{key}", value),
     )
-    with pytest.raises(UnsupportedModelError, match=said):
+    with pytest.raises(UnsupportedModelError, match=reason):
         load_model(file)
 
 
@@ -224,7 +224,7 @@ ARCHITECTURE = struct.pack("<Q", 20) + b"general.architecture"
 
 
 @pytest.mark.parametrize(
-    ("architecture", "said"),
+    ("architecture", "message"),
     [
         ("llama", "1 {0} converted to float, 15 {0} stored as int4"),
         ("qwen2", "15 {0} stored as int4"),
@@ -236,13 +236,13 @@ ARCHITECTURE = struct.pack("<Q", 20) + b"general.architecture"
     ],
 )
 def test_the_conversion_of_a_file_is_logged(
-    architecture: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: a head that is rounded again counted as unchanged. It is int8, and has a line.
 
     That numbers change was logged at INFO, which commands do not show.
     """
-    own, name = gguf.GGUFWriter.add_tensor, "IQ4_NL" if "again" in said else "Q4_0"
+    own, name = gguf.GGUFWriter.add_tensor, "IQ4_NL" if "again" in message else "Q4_0"
 
     def add(self: Any, tensor: str, data: Any, raw_dtype: Any = None) -> None:
         # Both have blocks of 18 bytes with a scale first: any bytes are a weight.
@@ -258,13 +258,13 @@ def test_the_conversion_of_a_file_is_logged(
     file = write_gguf(tmp_path / "a.gguf", architecture, original, "Q4_0", methods=methods)
     model = load_model(file, "float32")
     [(level, line)] = lines
-    assert level == (logging.WARNING if "again" in said else logging.INFO)
+    assert level == (logging.WARNING if "again" in message else logging.INFO)
     _, _, formats = line.partition(" F32 stored as float, ")
-    assert formats == said.format(name)
+    assert formats == message.format(name)
     head = model.layer("lm_head")
     assert isinstance(head, Linear)
-    assert head.matrix.kind == ("int8" if "again" in said else "int4")
-    assert head.matrix.is_prequantized == ("again" not in said)
+    assert head.matrix.kind == ("int8" if "again" in message else "int4")
+    assert head.matrix.is_prequantized == ("again" not in message)
     table = model.layer("model.embed_tokens")
     assert (isinstance(table, Embedding) and table.matrix is head.matrix) == (
         architecture == "qwen2"

@@ -23,8 +23,10 @@ def inputs_and_weight(inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("inputs", [64, 160, 288])
 def test_outputs_lose_less_than_by_plain_rounding(inputs: int) -> None:
     rows, weight = inputs_and_weight(inputs)
-    known, others = rows[:800], rows[800:]
-    rounded = round_weight(weight, InputStatistics(known.T @ known / len(known)), torch.float16)
+    calibration, others = rows[:800], rows[800:]
+    rounded = round_weight(
+        weight, InputStatistics(calibration.T @ calibration / len(calibration)), torch.float16
+    )
     # Uncorrelated inputs: no error can be compensated.
     plain = round_weight(weight, InputStatistics(torch.eye(inputs)), torch.float16)
     errors = [float((others @ (one.weight() - weight).T).norm()) for one in (rounded, plain)]

@@ -123,8 +123,8 @@ def without(option: str) -> Callable[[LayerCall], AttentionOptions]:
     read = register.read_options
 
     def forgetful(call: LayerCall) -> AttentionOptions:
-        kept = {key: value for key, value in call.keywords.items() if key != option}
-        return read(call._replace(keywords=kept))
+        options = {key: value for key, value in call.keywords.items() if key != option}
+        return read(call._replace(keywords=options))
 
     return forgetful
 

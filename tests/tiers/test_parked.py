@@ -136,7 +136,7 @@ def answer(group: RequestGroup) -> list[int]:
 
 
 @pytest.fixture
-def kept(
+def stored(
     model: Path, tmp_path: Path, loads_always: None, limits: Callable[..., None]
 ) -> tuple[Path, list[list[int]]]:
     """Return a folder that has three prompts, their answers, and space for four loading blocks."""
@@ -151,10 +151,10 @@ def kept(
 
 
 def test_a_load_without_space_in_the_pool_is_overtaken(
-    model: Path, kept: tuple[Path, list[list[int]]]
+    model: Path, stored: tuple[Path, list[list[int]]]
 ) -> None:
     """Regression: the first request filled the waiting list, and no other load continued."""
-    folder, answers = kept
+    folder, answers = stored
     long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
     with closing(make_llm(model, cache_dir=str(folder), num_blocks=20, debug=True)) as llm:
         running = submit(llm, list(range(3, 103)), long)
@@ -170,10 +170,10 @@ def test_a_load_without_space_in_the_pool_is_overtaken(
 
 
 def test_loads_that_wait_for_one_another_all_end(
-    model: Path, kept: tuple[Path, list[list[int]]]
+    model: Path, stored: tuple[Path, list[list[int]]]
 ) -> None:
     """No request runs, the pool has space for one of them, and each has blocks that wait."""
-    folder, answers = kept
+    folder, answers = stored
     with closing(make_llm(model, cache_dir=str(folder), num_blocks=16, debug=True)) as llm:
         groups = [submit(llm, tokens) for tokens in (*LARGE, SMALL)]
         run_until(llm, *groups)

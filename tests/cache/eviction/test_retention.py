@@ -50,7 +50,7 @@ class Pool:
         for _ in range(blocks // 2):
             self.run(self.text(2), salt=salt)
 
-    def kept(self, text: list[int], salt: str | None = None) -> int:
+    def count_cached(self, text: list[int], salt: str | None = None) -> int:
         """Count the cached blocks of a prompt."""
         look = TokenSequence("look", [*text, 0], salt=salt)
         return self.manager.get_computed_blocks(look).num_tokens // BLOCK
@@ -63,13 +63,13 @@ def test_marked_blocks_outlive_a_flood_until_their_time_is_over(eviction: str) -
     pool.run(marked, Mark(5 * BLOCK + 3, 5 * MINUTES))
     pool.run(plain)
     pool.flood(100)
-    assert (pool.kept(marked), pool.kept(plain)) == (5, 0)
+    assert (pool.count_cached(marked), pool.count_cached(plain)) == (5, 0)
     pool.now = 4 * MINUTES
     pool.flood(100)
-    assert pool.kept(marked) == 5
+    assert pool.count_cached(marked) == 5
     pool.now = 5 * MINUTES
     pool.flood(100)
-    assert pool.kept(marked) == 0
+    assert pool.count_cached(marked) == 0
 
 
 @pytest.mark.parametrize("eviction", ["lru", "empty-first-lru"])
@@ -78,11 +78,11 @@ def test_other_policies_ignore_marks(eviction: str) -> None:
     marked = pool.text(8)
     pool.run(marked, Mark(8 * BLOCK, 5 * MINUTES))
     pool.flood(100)
-    assert pool.kept(marked) == 0
+    assert pool.count_cached(marked) == 0
 
 
 def test_a_hit_restarts_the_time_only_if_it_is_marked() -> None:
-    for again, kept in ((), 0), ((Mark(99, 5 * MINUTES),), 4):
+    for again, expected in ((), 0), ((Mark(99, 5 * MINUTES),), 4):
         pool = Pool(40)
         text = pool.text(4)
         pool.run(text, Mark(99, 5 * MINUTES))
@@ -90,7 +90,7 @@ def test_a_hit_restarts_the_time_only_if_it_is_marked() -> None:
         pool.run([*text, 0], *again)
         pool.now = 6 * MINUTES
         pool.flood(100)
-        assert pool.kept(text) == kept
+        assert pool.count_cached(text) == expected
 
 
 def test_a_shorter_mark_does_not_end_a_longer_one() -> None:
@@ -100,7 +100,7 @@ def test_a_shorter_mark_does_not_end_a_longer_one() -> None:
     pool.run([*text, 0], Mark(99, 5 * MINUTES))
     pool.now = 30 * MINUTES
     pool.flood(100)
-    assert pool.kept(text) == 4
+    assert pool.count_cached(text) == 4
 
 
 def test_marks_retain_half_of_the_pool_and_the_first_to_expire_go_first() -> None:
@@ -110,11 +110,11 @@ def test_marks_retain_half_of_the_pool_and_the_first_to_expire_go_first() -> Non
     for text in texts:
         pool.run(text, Mark(99, 5 * MINUTES))
     pool.flood(100)
-    assert pool.kept(long) == 8
-    assert [pool.kept(text) for text in texts] == [0] * 17 + [4] * 3
+    assert pool.count_cached(long) == 8
+    assert [pool.count_cached(text) for text in texts] == [0] * 17 + [4] * 3
     plain = pool.text(8)
     pool.run(plain)
-    assert pool.kept(plain) == 8, "others have space"
+    assert pool.count_cached(plain) == 8, "others have space"
 
 
 def test_a_request_that_needs_the_whole_pool_gets_it() -> None:
@@ -122,7 +122,7 @@ def test_a_request_that_needs_the_whole_pool_gets_it() -> None:
     text = pool.text(8)
     pool.run(text, Mark(99, 60 * MINUTES))
     pool.run(pool.text(40))
-    assert pool.kept(text) == 0
+    assert pool.count_cached(text) == 0
 
 
 def test_an_owner_s_marks_take_nothing_from_others() -> None:
@@ -135,10 +135,10 @@ def test_an_owner_s_marks_take_nothing_from_others() -> None:
     texts = [pool.text(4) for _ in range(20)]
     for text in texts:
         pool.run(text, Mark(99, 60 * MINUTES), salt="b")
-    assert pool.kept(document, "a") == 16
+    assert pool.count_cached(document, "a") == 16
     pool.flood(60, "b")
-    assert pool.kept(document, "a") == 16
-    assert sum(pool.kept(text, "b") for text in texts) == 10, "half of its half"
+    assert pool.count_cached(document, "a") == 16
+    assert sum(pool.count_cached(text, "b") for text in texts) == 10, "half of its half"
 
 
 def test_discarded_and_reset_blocks_are_not_retained() -> None:
@@ -179,29 +179,29 @@ class Model:
 
     def __init__(self, num_blocks: int) -> None:
         self.line: list[int] = []
-        self.kept: list[tuple[int, int]] = []  # (minute, block), in order
+        self.retained: list[tuple[int, int]] = []  # (minute, block), in order
         self.until: dict[int, int] = {}
         self.most = num_blocks // 2
 
     def release(self, block: int, now: float) -> None:
         minute = self.until.get(block)
         if minute is not None and minute * 60 > now:
-            at = sum(1 for other, _ in self.kept if other <= minute)
-            self.kept.insert(at, (minute, block))
-        while self.kept and (self.kept[0][0] * 60 <= now or len(self.kept) > self.most):
-            _, due = self.kept.pop(0)
+            at = sum(1 for other, _ in self.retained if other <= minute)
+            self.retained.insert(at, (minute, block))
+        while self.retained and (self.retained[0][0] * 60 <= now or len(self.retained) > self.most):
+            _, due = self.retained.pop(0)
             del self.until[due]
             self.line.append(due)
-        if (minute, block) not in self.kept and block not in self.line:
+        if (minute, block) not in self.retained and block not in self.line:
             self.until.pop(block, None)
             self.line.append(block)
 
     def leave(self, block: int) -> None:
         self.line = [other for other in self.line if other != block]
-        self.kept = [entry for entry in self.kept if entry[1] != block]
+        self.retained = [entry for entry in self.retained if entry[1] != block]
 
     def order(self) -> list[int]:
-        return [*self.line, *(block for _, block in self.kept)]
+        return [*self.line, *(block for _, block in self.retained)]
 
 
 OPERATIONS = st.lists(

@@ -73,7 +73,7 @@ def shown(cache: EncoderCache, salt: str | None, *numbers: int) -> None:
         cache.check()
 
 
-def kept(cache: EncoderCache, salt: str | None) -> list[int]:
+def cached_images(cache: EncoderCache, salt: str | None) -> list[int]:
     return [n for n in range(100) if replace(image(n), salt=salt).key in cache]
 
 
@@ -83,12 +83,12 @@ def test_a_flood_of_one_tenant_leaves_another_its_share() -> None:
     shares.set("b", 1.0)
     cache = EncoderCache(Encoder(), 100, shares=shares)
     shown(cache, "a", *range(10))
-    assert kept(cache, "a") == list(range(10)), "a tenant may use all unused space"
+    assert cached_images(cache, "a") == list(range(10)), "a tenant may use all unused space"
     shown(cache, "b", *range(50))
-    assert kept(cache, "a") == [5, 6, 7, 8, 9]
-    assert kept(cache, "b") == [45, 46, 47, 48, 49]
+    assert cached_images(cache, "a") == [5, 6, 7, 8, 9]
+    assert cached_images(cache, "b") == [45, 46, 47, 48, 49]
     shown(cache, "a/x", *range(20, 23))
-    assert (kept(cache, "a"), kept(cache, "a/x")) == ([8, 9], [20, 21, 22]), (
+    assert (cached_images(cache, "a"), cached_images(cache, "a/x")) == ([8, 9], [20, 21, 22]), (
         "an owner's images are evicted"
     )
 
@@ -101,14 +101,14 @@ def test_a_tenant_of_more_weight_has_more_images() -> None:
     for at in range(50):
         shown(cache, "b", at)
         shown(cache, "a", at)
-    assert (len(kept(cache, "a")), len(kept(cache, "b"))) == (8, 2)
+    assert (len(cached_images(cache, "a")), len(cached_images(cache, "b"))) == (8, 2)
 
 
 def test_without_owners_the_oldest_image_is_evicted_first() -> None:
     cache = EncoderCache(Encoder(), 30)
     shown(cache, "a", 1)
     shown(cache, "b", 1, 2, 3)
-    assert (kept(cache, "a"), kept(cache, "b")) == ([], [1, 2, 3])
+    assert (cached_images(cache, "a"), cached_images(cache, "b")) == ([], [1, 2, 3])
 
 
 def test_users_are_uses_and_not_requests() -> None:

@@ -70,7 +70,7 @@ def gate(disk_loads: Callable[..., None]) -> Event:
 
 
 @pytest.fixture
-def kept(model: Path, tmp_path: Path) -> tuple[Path, list[int]]:
+def stored(model: Path, tmp_path: Path) -> tuple[Path, list[int]]:
     """A folder that has two images, and what a prompt with both is answered."""
     with closing(open_llm(model, tmp_path)) as llm:
         [answer] = run(llm, submit(llm, "One <image> and <image> two", 1, 2))
@@ -82,24 +82,24 @@ def kept(model: Path, tmp_path: Path) -> tuple[Path, list[int]]:
 
 
 def test_others_run_while_an_image_is_looked_up(
-    model: Path, kept: tuple[Path, list[int]], gate: Event
+    model: Path, stored: tuple[Path, list[int]], gate: Event
 ) -> None:
     """Regression: a step loaded it, and all requests waited for the disk."""
-    with closing(open_llm(model, kept[0])) as llm:
+    with closing(open_llm(model, stored[0])) as llm:
         seeing = submit(llm, "One <image> and <image> two", 1, 2)
         llm.engine.step()
         run(llm, submit(llm, "Only text"))
         assert not seeing.finished and counts(llm) == (0, 0)
         gate.set()
-        assert run(llm, seeing) == [kept[1]]
+        assert run(llm, seeing) == [stored[1]]
         assert counts(llm) == (0, 2)
         assert llm.engine.tiers is not None and not llm.engine.tiers.image_loads.lookups
 
 
 def test_lookups_of_an_aborted_request_are_forgotten(
-    model: Path, kept: tuple[Path, list[int]], gate: Event
+    model: Path, stored: tuple[Path, list[int]], gate: Event
 ) -> None:
-    with closing(open_llm(model, kept[0])) as llm:
+    with closing(open_llm(model, stored[0])) as llm:
         assert llm.engine.tiers is not None
         loads = llm.engine.tiers.image_loads
         group = submit(llm, "One <image> and <image> two", 1, 2)
@@ -110,24 +110,24 @@ def test_lookups_of_an_aborted_request_are_forgotten(
         gate.set()
         run(llm, submit(llm, "Only text"))
         assert not loads.lookups and counts(llm) == (0, 0)
-        assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
+        assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [stored[1]]
 
 
 def test_images_are_loaded_within_a_step_where_many_others_are_looked_up(
-    model: Path, kept: tuple[Path, list[int]], gate: Event, limits: Callable[..., None]
+    model: Path, stored: tuple[Path, list[int]], gate: Event, limits: Callable[..., None]
 ) -> None:
     gate.set()
     limits(most_lookups=0)
-    with closing(open_llm(model, kept[0])) as llm:
-        assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
+    with closing(open_llm(model, stored[0])) as llm:
+        assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [stored[1]]
         assert counts(llm) == (0, 2), "it is loaded within the step"
 
 
 def test_an_image_found_before_a_reset_is_encoded_again(
-    model: Path, kept: tuple[Path, list[int]], gate: Event
+    model: Path, stored: tuple[Path, list[int]], gate: Event
 ) -> None:
     gate.set()
-    with closing(open_llm(model, kept[0])) as llm:
+    with closing(open_llm(model, stored[0])) as llm:
         assert llm.engine.tiers is not None
         loads = llm.engine.tiers.image_loads
         group = submit(llm, "One <image> and <image> two", 1, 2)
@@ -146,16 +146,16 @@ def test_an_image_found_before_a_reset_is_encoded_again(
             loads.wait(4)
         assert llm.reset_prefix_cache(reset_connector=True)
         assert not loads.lookups
-        assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
+        assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [stored[1]]
         assert counts(llm) == (2, 0)
 
 
 def test_a_request_gets_an_image_that_another_no_longer_needs(
-    model: Path, kept: tuple[Path, list[int]], gate: Event
+    model: Path, stored: tuple[Path, list[int]], gate: Event
 ) -> None:
     """Regression: each token of the other request dropped it, so it was queried again and again."""
     gate.set()
-    with closing(open_llm(model, kept[0])) as llm:
+    with closing(open_llm(model, stored[0])) as llm:
         long = replace(GREEDY, max_tokens=200)
         first = submit(llm, "One <image>", 1, params=long)
         while len(first.requests[0].sampling.output_token_ids) < 3:
@@ -177,7 +177,7 @@ def test_a_request_gets_an_image_that_another_no_longer_needs(
 
 def test_a_reset_waits_for_running_loads(
     model: Path,
-    kept: tuple[Path, list[int]],
+    stored: tuple[Path, list[int]],
     limits: Callable[..., None],
     disk_loads: Callable[..., None],
 ) -> None:
@@ -191,7 +191,7 @@ def test_a_reset_waits_for_running_loads(
         yield from blocks
 
     disk_loads(wait)
-    with closing(open_llm(model, kept[0])) as llm:
+    with closing(open_llm(model, stored[0])) as llm:
         group = submit(llm, "One <image> and <image> two", 1, 2)
         llm.engine.step()
         assert llm.engine.tiers is not None
@@ -203,5 +203,5 @@ def test_a_reset_waits_for_running_loads(
         limits(last_saves=10.0)
         gate.set()
         assert llm.reset_prefix_cache(reset_connector=True)
-        assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
+        assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [stored[1]]
         assert counts(llm) == (2, 0)

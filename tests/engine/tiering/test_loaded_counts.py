@@ -18,7 +18,7 @@ TEXT = list(range(3, 103))
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return a model, and a folder that has six blocks of a text."""
     model = save_smallest(tmp_path_factory.mktemp("model"))
     folder = str(tmp_path_factory.mktemp("kept"))
@@ -41,11 +41,11 @@ class GatedDisk:
 
 
 def test_blocks_that_another_request_computed_meanwhile_are_not_counted(
-    kept: tuple[Path, str], limits: Callable[..., None], disk_loads: Callable[..., None]
+    stored: tuple[Path, str], limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
     limits(chunk_bytes=1)
     disk_loads((disk := GatedDisk(at_once=0)).load)
-    with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
+    with closing(make_llm(stored[0], cache_dir=stored[1], debug=True)) as llm:
         engine = llm.engine
         assert engine.tiers is not None
         engine.submit(waiting := llm.frontend.prepare({"prompt_token_ids": TEXT}, GREEDY))
@@ -62,11 +62,11 @@ def test_blocks_that_another_request_computed_meanwhile_are_not_counted(
 
 
 def test_hits_of_another_request_s_load_count_as_loaded(
-    kept: tuple[Path, str], limits: Callable[..., None], disk_loads: Callable[..., None]
+    stored: tuple[Path, str], limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
     limits(chunk_bytes=1)
     disk_loads(GatedDisk(at_once=99).load)
-    with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
+    with closing(make_llm(stored[0], cache_dir=stored[1], debug=True)) as llm:
         prompts = [TEXT, TEXT[:50] + [9] * 20]
         outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], GREEDY)
         counts = [(output.num_cached_tokens, output.num_loaded_tokens) for output in outputs]
@@ -76,7 +76,7 @@ def test_hits_of_another_request_s_load_count_as_loaded(
 
 
 def test_an_output_names_the_tier_of_its_tokens(
-    kept: tuple[Path, str], disk_loads: Callable[..., None]
+    stored: tuple[Path, str], disk_loads: Callable[..., None]
 ) -> None:
 
     def load_from_two(_: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
@@ -84,7 +84,7 @@ def test_an_output_names_the_tier_of_its_tokens(
             yield block if at < 3 else LoadedBlock("remote", block.payload)
 
     disk_loads(load_from_two)
-    with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
+    with closing(make_llm(stored[0], cache_dir=stored[1], debug=True)) as llm:
         prompts = [TEXT, TEXT[:50] + [9] * 20]
         outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], GREEDY)
         assert [output.tokens_by_tier for output in outputs] == [
@@ -97,12 +97,12 @@ def test_an_output_names_the_tier_of_its_tokens(
 
 
 def test_blocks_loaded_for_an_aborted_request_are_counted(
-    kept: tuple[Path, str], limits: Callable[..., None], disk_loads: Callable[..., None]
+    stored: tuple[Path, str], limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
     """They are in the pool, and the next request hits them."""
     limits(chunk_bytes=1)
     disk_loads((disk := GatedDisk(at_once=2)).load)
-    with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
+    with closing(make_llm(stored[0], cache_dir=stored[1], debug=True)) as llm:
         engine = llm.engine
         assert engine.tiers is not None
         engine.submit(group := llm.frontend.prepare({"prompt_token_ids": TEXT}, GREEDY))

@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def kept(model: Path, tmp_path: Path) -> Path:
+def stored(model: Path, tmp_path: Path) -> Path:
     """Return a folder that has the prompts."""
     with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
         for tokens in PROMPTS:
@@ -58,14 +58,14 @@ class SlowDisk:
 
 
 def test_a_load_slower_than_computing_is_not_used(
-    model: Path, kept: Path, limits: Callable[..., None], disk_loads: Callable[..., None]
+    model: Path, stored: Path, limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
     """Regression: each request loaded a block from a disk slower than computing, like the first."""
     with closing(make_llm(model)) as llm:
         alone = [generate(llm, tokens).outputs[0].token_ids for tokens in PROMPTS]
     limits(chunk_bytes=1, trial=0.02)
     disk_loads((disk := SlowDisk(0.5)).load)
-    with closing(make_llm(model, cache_dir=str(kept), debug=True)) as llm:
+    with closing(make_llm(model, cache_dir=str(stored), debug=True)) as llm:
         outputs = [generate(llm, PROMPTS[0])]
         assert outputs[0].num_loaded_tokens == 16 and disk.num_blocks == 2, "it was tried"
         stats = tiers_of(llm).stats
@@ -81,23 +81,23 @@ def test_a_load_slower_than_computing_is_not_used(
 
 def test_a_load_faster_than_computing_is_used(
     model: Path,
-    kept: Path,
+    stored: Path,
     monkeypatch: pytest.MonkeyPatch,
     limits: Callable[..., None],
     disk_loads: Callable[..., None],
 ) -> None:
     limits(chunk_bytes=1, trial=0.02)
     disk_loads((disk := SlowDisk(0.001)).load)
-    with closing(make_llm(model, cache_dir=str(kept), debug=True)) as llm:
+    with closing(make_llm(model, cache_dir=str(stored), debug=True)) as llm:
         monkeypatch.setattr(tiers_of(llm)._rate, "add", lambda tokens, seconds: None)
         tiers_of(llm)._rate.value = 100.0  # tokens a second: a block takes 160 times as long
         assert [generate(llm, tokens).num_loaded_tokens for tokens in PROMPTS] == [96] * 4
         assert disk.num_blocks == 24 and tiers_of(llm).stats.declined_tokens == 0
 
 
-def test_a_new_process_reads_the_rate_of_the_previous_one(model: Path, kept: Path) -> None:
+def test_a_new_process_reads_the_rate_of_the_previous_one(model: Path, stored: Path) -> None:
     """Regression: it had no rate before its first prompt, and loaded every stored block."""
-    with closing(make_llm(model, cache_dir=str(kept))) as llm:
+    with closing(make_llm(model, cache_dir=str(stored))) as llm:
         tiers = tiers_of(llm)
         assert tiers._rate.value is None and 0 < tiers._chain.block_seconds < 10
         assert tiers._compute_rate == 16 / tiers._chain.block_seconds

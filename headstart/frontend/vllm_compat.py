@@ -123,7 +123,9 @@ def read_names(
             plain == other and isinstance(plain, bool) == isinstance(other, bool)
             for other in allowed
         ):
-            raise ConfigError(f"{spell(name)} is {describe(value)}; {NOT_AN_OPTION}")
+            others = ", ".join(map(describe, values))
+            reason = f"allowed: {others}; see docs/vllm.md" if others else NOT_AN_OPTION
+            raise ConfigError(f"{spell(name)} is {describe(value)}; {reason}")
     return effective
 
 

@@ -163,16 +163,13 @@ def test_the_command_line_overrides_the_environment(served: Served) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("-tp 2", "--tensor-parallel-size is 2; not an option of headstart; see "
-         "docs/vllm.md"),
-        ("--offload-params x", "--offload-params is ['x']; not an option of headstart; "
-         "see docs/vllm.md"),
-        ("--enable-sleep-mode", "--enable-sleep-mode is True; not an option of headstart; "
-         "see docs/vllm.md"),
+        ("-tp 2", "--tensor-parallel-size is 2; allowed: 1; see docs/vllm.md"),
+        ("--offload-params x", "--offload-params is ['x']; allowed: []; see docs/vllm.md"),
+        ("--enable-sleep-mode", "--enable-sleep-mode is True; allowed: False; see docs/vllm.md"),
         ("--spec-method ngram", "--spec-method is 'ngram'; not an option of headstart; "
          "see docs/vllm.md"),
-        ("--tool-call-parser pythonic", "--tool-call-parser is 'pythonic'; not an option of "
-         "headstart; see docs/vllm.md"),
+        ("--tool-call-parser pythonic", "--tool-call-parser is 'pythonic'; allowed: 'hermes', "
+         "'llama3_json', 'llama4_json', 'mistral'; see docs/vllm.md"),
         ("--max-modl-len 2", "no such option '--max-modl-len'. Did you mean '--max-model-len'? "
          "See headstart serve --help"),
         ("--flurb", "no such option '--flurb'. See headstart serve --help"),

@@ -1,4 +1,4 @@
-"""Names of `vllm.logger`, for programs written for vLLM."""
+"""Counterpart of `vllm.logger`, for programs written for vLLM."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Names of `vllm.logprobs`, for programs written for vLLM."""
+"""Counterpart of `vllm.logprobs`, for programs written for vLLM."""
 
 from headstart.engine.outputs import Logprob
 

@@ -1,4 +1,4 @@
-"""Names of `vllm.outputs`, for programs written for vLLM."""
+"""Counterpart of `vllm.outputs`, for programs written for vLLM."""
 
 from headstart.engine.outputs import CompletionOutput, Logprob, RequestOutput
 

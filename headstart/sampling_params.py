@@ -1,4 +1,4 @@
-"""Names of `vllm.sampling_params`, for programs written for vLLM."""
+"""Counterpart of `vllm.sampling_params`, for programs written for vLLM."""
 
 from headstart.engine.params import RequestOutputKind, SamplingParams, SamplingType
 from headstart.engine.structured_outputs import StructuredOutputsParams

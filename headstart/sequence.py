@@ -1,4 +1,4 @@
-"""Names of `vllm.sequence`, for programs written for vLLM."""
+"""Counterpart of `vllm.sequence`, for programs written for vLLM."""
 
 from headstart.engine.outputs import Logprob
 

@@ -1,4 +1,4 @@
-"""Names of `vllm.distributed`, for programs written for vLLM."""
+"""Counterpart of `vllm.distributed`, for programs written for vLLM."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""Names of `vllm.distributed.parallel_state`, for programs written for vLLM."""
+"""Counterpart of `vllm.distributed.parallel_state`, for programs written for vLLM."""
 
 from headstart.distributed import cleanup_dist_env_and_memory
 

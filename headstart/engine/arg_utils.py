@@ -1,4 +1,4 @@
-"""Names of `vllm.engine.arg_utils`, for programs written for vLLM."""
+"""Counterpart of `vllm.engine.arg_utils`, for programs written for vLLM."""
 
 from headstart.frontend.vllm_compat import AsyncEngineArgs, EngineArgs
 

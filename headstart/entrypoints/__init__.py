@@ -1,4 +1,4 @@
-"""Names of `vllm.entrypoints`, for programs written for vLLM."""
+"""Counterpart of `vllm.entrypoints`, for programs written for vLLM."""
 
 from headstart.frontend.llm import LLM
 

@@ -1,4 +1,4 @@
-"""Names of `vllm.inputs.data`, for programs written for vLLM."""
+"""Counterpart of `vllm.inputs.data`, for programs written for vLLM."""
 
 from headstart.frontend.vllm_compat import PromptType, TextPrompt, TokensPrompt
 

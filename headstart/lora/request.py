@@ -1,4 +1,4 @@
-"""Names of `vllm.lora.request`, for programs written for vLLM."""
+"""Counterpart of `vllm.lora.request`, for programs written for vLLM."""
 
 from headstart.engine.adapter_names import LoRARequest
 

@@ -1,4 +1,4 @@
-"""Names of `vllm.multimodal.utils`, for programs written for vLLM."""
+"""Counterpart of `vllm.multimodal.utils`, for programs written for vLLM."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Names of `vllm.utils`, for programs written for vLLM."""
+"""Counterpart of `vllm.utils`, for programs written for vLLM."""
 
 from uuid import uuid4
 

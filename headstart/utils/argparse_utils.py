@@ -1,4 +1,4 @@
-"""Names of `vllm.utils.argparse_utils`, for programs written for vLLM."""
+"""Counterpart of `vllm.utils.argparse_utils`, for programs written for vLLM."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Names of `vllm.v1.engine.llm_engine`, for programs written for vLLM."""
+"""Counterpart of `vllm.v1.engine.llm_engine`, for programs written for vLLM."""
 
 from headstart.frontend.llm import LLMEngine
 

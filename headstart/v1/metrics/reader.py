@@ -1,4 +1,4 @@
-"""Names of `vllm.v1.metrics.reader`, for programs written for vLLM."""
+"""Counterpart of `vllm.v1.metrics.reader`, for programs written for vLLM."""
 
 from headstart.engine.metrics import Counter, Gauge, Histogram, Metric, Vector
 

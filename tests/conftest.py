@@ -133,7 +133,7 @@ TIER_LIMITS = {
     "changing": "tiers.worker.CHANGE_DEADLINE",
     "chunk_bytes": "tiers.worker.CHUNK_BYTES",
     "trial": "tiers.transfers._TRIAL",
-    "least_wait": "tiers.transfers._LEAST_WAIT",
+    "least_wait": "tiers.transfers._MIN_WAIT",
     "drain_bytes": "tiers.transfers._DRAIN_BYTES",
     "remote_patience": "tiers.remote._TIMEOUT",
     "last_saves": "engine.tiering.tiers._LAST_SAVES",

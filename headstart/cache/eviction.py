@@ -219,8 +219,8 @@ class FairLru:
     Empty blocks are taken first. Each further block is taken from the owner that has the most held
     and cached blocks relative to its weight. The block then counts for the owner of the request
     that takes it. So an owner below its share loses no block to an owner above its share, and an
-    owner may use all blocks that no other owner uses. A block costs O(log owners), and O(1) while
-    only one owner has free cached blocks.
+    owner may use all blocks that no other owner uses. Taking a block costs O(log owners), and O(1)
+    while only one owner has free cached blocks.
 
     An owner retains at most half of its share of the pool. Its retained blocks are taken after its
     other blocks. Retention does not change the owner from which a block is taken.

@@ -271,7 +271,7 @@ def _has_more(index: PrefixIndex, root: RootNode, keys: list[BlockKey], depth: i
 def _keys_of_others(
     index: PrefixIndex, root: RootNode, computed: ComputedBlocks
 ) -> Iterator[list[BlockKey]]:
-    """Yield the keys of the hit and the next block under each other salt below this root.
+    """For each other salt below this root, yield the keys of the hit and of the next block.
 
     Below the root of another salt, no key contains a salt. Below the public root, the first key
     after the public blocks contains the salt.

@@ -308,7 +308,7 @@ class KVCacheManager:
             raise CacheError(f"sequence {name!r} holds blocks of another manager")
         if computed is not None:
             if computed.sequence is not sequence:
-                raise CacheError(f"the lookup passed for {name!r} is of another sequence")
+                raise CacheError(f"the lookup passed for {name!r} belongs to another sequence")
             self._check_source(computed)
             if computed.version != self._version:
                 raise CacheError(f"the lookup of {name!r} is older than an eviction; repeat it")
@@ -320,7 +320,7 @@ class KVCacheManager:
     def _check_source(self, computed: ComputedBlocks) -> None:
         if computed.source is not self.pool.index:
             name = computed.sequence.request_id
-            raise CacheError(f"the lookup of {name!r} is of another manager")
+            raise CacheError(f"the lookup of {name!r} belongs to another manager")
 
     def _take(
         self, sequence: TokenSequence, count: int, partial: PartialHit | None
@@ -453,7 +453,7 @@ class KVCacheManager:
     # The end of a step, and of a sequence
 
     def commit_step(self) -> None:
-        """Mark the rows of all slots that the step computed as written."""
+        """Note that the step has written the rows of all its slots."""
         self.pool.index.commit()
         if self.group is not None:
             self.group.commit()

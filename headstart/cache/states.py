@@ -32,7 +32,7 @@ LAST = 4
 """Factor in the value of a path's last checkpoint, since most prompts continue a whole path."""
 
 MIN_GAIN = 64
-"""The least number of tokens for which a sequence waits for a deeper checkpoint."""
+"""Minimum number of tokens for which a sequence waits for a deeper checkpoint."""
 
 _BORDER = BlockKey(b"")
 

@@ -78,7 +78,7 @@ class UnsavedBlocks:
         return self._describe((node, block_id, time) for node, (block_id, time) in leaving.items())
 
     def commit(self) -> None:
-        """Mark the blocks that the step under way has filled as written."""
+        """Note that the step under way has written the blocks that it fills."""
         self._pending.update((n, time) for n, time in self._filling.items() if n.block)
         self._filling.clear()
 

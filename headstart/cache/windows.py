@@ -118,7 +118,7 @@ class WindowPool(LayerGroup):
     def _has_free(
         self, blocks: Sequence[KVCacheBlock], num_hits: int, first: int, end: int
     ) -> bool:
-        """Return True if enough window blocks are free for block `first` up to token `end - 1`.
+        """Return True if enough window blocks are free, from block `first` to token `end - 1`.
 
         The first `num_hits` blocks are hits, which may share window blocks with other sequences.
         """

@@ -201,7 +201,7 @@ class AdapterStore(AdapterNames):
     # Steps
 
     def begin_step(self, runs: Sequence[tuple[str | None, int, int]]) -> None:
-        """Begin a pass. runs: digest or None, number of rows, and number of rows with logits."""
+        """Begin a pass. runs: each run's digest or None, and numbers of rows and of logits."""
         self._layers.begin_step(
             [
                 AdapterRun(self._resident[digest] if digest is not None else None, rows, logits)

@@ -27,7 +27,7 @@ class EngineConfig(CacheOptions):
     """The options of an engine. Raises ConfigError for a value outside its range."""
 
     dtype: str = option("auto", "auto: the checkpoint's, or float32 if that is faster", _DTYPES)
-    weights: str = option("auto", "bits of linear layers; auto: the checkpoint's", _WEIGHTS)
+    weights: str = option("auto", "format of linear layers; auto: the checkpoint's", _WEIGHTS)
     device: str = option("cpu", "device of the model: cpu, cuda, cuda:1, ...")
     # The attention kernels support only these sizes; the cache supports any size.
     block_size: int = option(16, "tokens in a KV block", OneOf(BLOCK_SIZES))
@@ -37,7 +37,7 @@ class EngineConfig(CacheOptions):
     kv_cache_memory: int | None = option(
         None, "bytes for K/V; default: a share of the free memory", _COUNTS
     )
-    kv_cache_dtype: str = option("auto", "bits of K/V; auto: the model's dtype", _KV_DTYPES)
+    kv_cache_dtype: str = option("auto", "data type of K/V; auto: the model's", _KV_DTYPES)
     kv_cache_fraction: float = option(0.4, "share of free memory that K/V may take", _SHARES)
     num_states: int | None = option(
         None, "slots for states of recurrent layers; default: a share of the K/V memory", _COUNTS

@@ -87,7 +87,7 @@ class EngineCore:
         self._sampler = Sampler(self.model.vocab_size)
         self._fair_share = FairShare(self.manager, config)
         # Hooks and loads come first: while a request waits for its inputs, they return None, and
-        # any number of requests may bypass it. A later limit could restrict the bypasses.
+        # any number of requests may bypass it. Another limit before them could restrict this.
         loads = self.tiers.loads if self.tiers is not None else None
         limits: list[Limit | None] = [hooks, loads, self.adapters, self.images, self._fair_share]
         self.drafting: Drafting | None = None

@@ -74,7 +74,7 @@ class _Owner:
 
     finish_tag: the virtual time at which its queued requests end. expected: estimated tokens of an
     answer. answers: number of its finished answers. prefills: requests whose prompts are not fully
-    computed. order: a heap of these requests, with stale entries. most_entries: length at which
+    computed. order: a heap of these requests, with stale entries. max_entries: length at which
     stale entries are removed from the heap. lacks_space: a request could not be admitted for lack
     of space, and no request was admitted since. last_served: the value of `FairShare._computed`
     when the owner was last served or queued a request. last_arrival: time of its latest request.
@@ -86,7 +86,7 @@ class _Owner:
     running: set[Request] = field(default_factory=set)
     prefills: set[Request] = field(default_factory=set)
     order: list[_Entry] = field(default_factory=list)
-    most_entries: int = _SLACK
+    max_entries: int = _SLACK
     lacks_space: bool = False
     last_served: int = 0
     last_arrival: float = 0.0
@@ -197,10 +197,10 @@ class FairShare:
     def _add_prefill(self, owner: _Owner, request: Request) -> None:
         owner.prefills.add(request)
         heappush(owner.order, (*request.rank, next(self._numbers), request))
-        if len(owner.order) > owner.most_entries:
+        if len(owner.order) > owner.max_entries:
             owner.order = [entry for entry in owner.order if self._is_prefill(owner, entry[-1])]
             heapify(owner.order)
-            owner.most_entries = 2 * len(owner.order) + _SLACK
+            owner.max_entries = 2 * len(owner.order) + _SLACK
 
     def _is_prefill(self, owner: _Owner, request: Request) -> bool:
         """Return True if the prompt is not fully computed; forget a request that has ended."""

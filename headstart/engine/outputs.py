@@ -98,7 +98,7 @@ class CompletionOutput:
 
     finish_reason: None before the end, then "stop" (a stop string or id, or the end of the text),
     "length" or "abort". stop_reason: the stop string or id; None for the end of the text.
-    logprobs: for each token, the log-probabilities of this token and of the likeliest, by id.
+    logprobs: for each token, log-probabilities of this token and of the likeliest tokens, by id.
     """
 
     index: int

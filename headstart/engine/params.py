@@ -187,9 +187,9 @@ class SamplingParams:
     def from_optional(cls, **kwargs: Any) -> Self:
         """Return parameters with these values; None means the default.
 
-        The keys of a logit_bias may be texts, and its values are limited to -100 to 100.
+        The keys of a logit_bias may be strings, and its values are limited to -100 to 100.
         """
-        # max_tokens=None is not the default: it means only the model's limit.
+        # max_tokens=None is not the default: with it, only the model limits the answer.
         values = {n: v for n, v in kwargs.items() if v is not None or n == "max_tokens"}
         if "logit_bias" in values:
             values["logit_bias"] = _read_bias(values["logit_bias"])

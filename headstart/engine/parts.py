@@ -160,7 +160,7 @@ DEFAULT_MAX_BLOCKS = 65_536
 MIN_STATES = 16
 _SAVED_PER_STATE = 32  # stored states are at least `tokens_per_state` / 32 tokens apart
 _LOG = logging.getLogger("headstart.tiers")
-_MOST_PREPARED = 8192  # maximum positions for `prepare`, which would otherwise delay the start
+_MAX_PREPARED = 8192  # maximum positions for `prepare`, which would otherwise delay the start
 
 
 def free_memory(device: torch.device) -> int:
@@ -304,9 +304,9 @@ def _count_states(config: EngineConfig, decoder: DecoderModel, budget: int) -> i
 
 
 def tokens_per_state(config: EngineConfig, decoder: DecoderModel) -> int:
-    """Return the number of K/V tokens per state slot: states get about a quarter of the memory.
+    """Return the number of K/V tokens per state slot, from 128 to 2,048.
 
-    The result is between 128 for small states and 2,048 for large states.
+    Between these limits, states get a seventh to a quarter of the memory.
     """
     slot = StateMemory.bytes_per_slot(decoder.state_layouts)
     token = max(1, _block_bytes(config, decoder) // config.block_size)
@@ -314,7 +314,7 @@ def tokens_per_state(config: EngineConfig, decoder: DecoderModel) -> int:
 
 
 def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) -> int:
-    """Return the tokens of the longest sequence that the model, the pool and the options allow.
+    """Return the maximum number of tokens that model, pool and options allow for a sequence.
 
     Raises ConfigError if `max_model_len` is more than the model supports, and OutOfMemoryError if
     it is more than the pool holds.
@@ -427,7 +427,7 @@ def make_engine_parts(
         most = max(store.num_stored for store in stores)
         loaded = min(most, -(-limit // config.block_size))
         memory.prefault(loaded)
-        decoder.prepare(min(loaded * config.block_size, _MOST_PREPARED))
+        decoder.prepare(min(loaded * config.block_size, _MAX_PREPARED))
     cache = CacheConfig(
         **plan._asdict(),
         events=is_observed or bool(stores),

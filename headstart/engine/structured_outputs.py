@@ -11,7 +11,7 @@ from headstart.errors import RequestError
 from headstart.validation import OneOf, check_fields, check_utf8, describe, option, shorten
 
 MAX_BYTES = 65_536
-# Larger than `MAX_BYTES`, since choices form one terminal, whose length does not slow masks.
+# Larger than `MAX_BYTES`, since choices form one terminal, and its length does not slow down masks.
 MAX_CHOICE_BYTES = 2**20
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _ANY_OBJECT = '{"type": "object"}'
@@ -166,7 +166,7 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependen
 
 
 def adapt_schema(schema: Any, *, is_closed: bool = False) -> Any:
-    """Return the schema without formats that llguidance refuses; they are only annotations.
+    """Return the schema without formats that llguidance refuses; formats are only annotations.
 
     is_closed: add `additionalProperties: false` to objects that list properties and do not set it.
     """

@@ -38,9 +38,10 @@ class OmniModel:
     Makes the pipeline's stages, and prepares prompts for these stages.
 
     kind: the model's class in transformers. audio, codes: the outputs with the waveform and the
-    codes. placeholder_texts: by the kind of item ("audio" or "image"). A request's option `voice`
-    for the stage `talker` selects its voice. Embeddings of audio and images are cached in `cache`,
-    and in the thinker's tiers if it has any. Raises ConfigError or ModelError.
+    codes. placeholder_texts: the text for an item in a prompt, by kind ("audio" or "image"). A
+    request's option `voice` for the stage `talker` selects its voice. Embeddings of audio and
+    images are cached in `cache`, and in the thinker's tiers if it has any. Raises ConfigError or
+    ModelError.
     """
 
     kind: Any

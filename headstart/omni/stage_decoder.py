@@ -112,9 +112,9 @@ class StageParts:
     text_model: the layers and token embeddings. head: maps hidden rows to logits. give: returns the
     outputs of a pass, `[tokens, ...]` by name. project: maps embeddings to the text model's width.
     needs_layers: `give` reads `layers`. suppressed_ids: tokens that are never sampled. num_deep:
-    after each of this many first layers, DeepStack (https://arxiv.org/abs/2406.04334) adds another
-    row of the image to the hidden state. An image token's input row is its embedding followed by
-    these rows. checkpoint: the checkpoint of the whole model; None for a model in memory.
+    number of first layers after which DeepStack (https://arxiv.org/abs/2406.04334) adds another row
+    of the image to the hidden state. An image token's input row is its embedding, followed by these
+    rows. checkpoint: the checkpoint of the whole model; None for a model in memory.
     """
 
     text_model: PreTrainedModel

@@ -89,7 +89,7 @@ class VerifyReport(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if the index is sound and has no gaps, and no block is damaged or lost."""
+        """True if the index is intact, the files have no gaps, and no block is damaged or lost."""
         total = self.total
         return self.index_is_intact and not (total.damaged or total.lost or total.gaps)
 
@@ -149,7 +149,7 @@ def _open_index(folder: Path, stack: ExitStack) -> DiskIndex | None:
 
 
 def _list_checks(folder: Path, index: DiskIndex | None) -> Iterator["_Check"]:
-    """Yield a check for each model that is in the index or has a description."""
+    """Yield a check for each model in the index, and each other model with .json and .kv files."""
     listed = {slot_path(folder, model.record): model for model in index.models()} if index else {}
     described = {slot_path(folder, record): record for record in described_models(folder)}
     described |= {path: model.record for path, model in listed.items()}
@@ -237,11 +237,11 @@ class _Check:
                     self.counts["damaged"] += 1
 
 
-_TEXT_BLOCKS = 16  # blocks whose text `StoredPrefix.text` joins
+_TEXT_BLOCKS = 16  # maximum number of blocks from which `StoredPrefix.text` takes text
 _KIND = b"headstart blocks "
 _MAGIC = _KIND + b"%d\n" % VERSION
 _END = b"end"  # followed by the number of blocks, in 8 bytes
-_LONGEST = 1 << 16  # maximum bytes of the line with the model
+_MAX_MODEL_LINE = 1 << 16  # bytes
 _BATCH = 32
 
 
@@ -359,7 +359,7 @@ def export_blocks(store: DiskStore, blocks: Iterable[IndexedBlock], path: Path) 
                 path.unlink(missing_ok=True)
                 raise
     except FileExistsError as error:
-        raise CacheError(f"{path} exists; allowed: a new file") from error
+        raise CacheError(f"{path} exists already; choose another file name") from error
     except OSError as error:
         raise CacheError(f"{path} cannot be written: {error.strerror}") from error
 
@@ -377,8 +377,8 @@ def import_blocks(store: DiskStore, path: Path, now: float) -> int:
     """Save the blocks of a file up to the first damaged block; return the number of new blocks.
 
     now: the time of the blocks' last use, in seconds since 1970. Raises CacheError if the file is
-    not an export or has another model. Also raises CacheError, after saving, if blocks of the file
-    are missing or the folder has too little space.
+    not an export or is of another model. Also raises CacheError, after saving, if blocks of the
+    file are missing or the folder has too little space.
     """
     size = store.model.block_size
     num_new = num_read = num_stored = 0
@@ -387,7 +387,7 @@ def import_blocks(store: DiskStore, path: Path, now: float) -> int:
             model = _read_model(file, path)
             if model._replace(title="") != store.model._replace(title=""):
                 raise CacheError(
-                    f"{path} has blocks of another model; allowed: {store.model.title}"
+                    f"{path} has blocks of another model; allowed: blocks of {store.model.title}"
                 )
             is_last = False
             while not is_last:
@@ -410,7 +410,7 @@ def import_blocks(store: DiskStore, path: Path, now: float) -> int:
     if num_stored < num_read:
         raise CacheError(
             f"{path} has {num_read * size:,} tokens, and {store.folder} has space for "
-            f"{num_stored * size:,} of them; allowed: a larger --cache-dir-bytes"
+            f"{num_stored * size:,} of them; increase --cache-dir-bytes"
         )
     return num_new
 
@@ -422,9 +422,9 @@ def _read_model(file: BinaryIO, path: Path) -> ModelRecord:
             raise CacheError(
                 f"{path} was exported by another version of headstart; export its blocks again"
             )
-        raise CacheError(f"{path} is not a file of `headstart cache export`")
+        raise CacheError(f"{path} was not written by `headstart cache export`")
     try:
-        model = parse_description(file.readline(_LONGEST))
+        model = parse_description(file.readline(_MAX_MODEL_LINE))
     except Exception as error:  # a damaged file raises exceptions of many types
         raise CacheError(f"{path} has no readable description of its model") from error
     if model is None:

@@ -35,7 +35,7 @@ from headstart.tiers.index import (
 )
 from headstart.tiers.store import Faults, LoadedBlock, ModelRecord, StoredBlock
 
-_LEAST_FREE = 256 << 20  # bytes of the disk that stay free
+_MIN_FREE = 256 << 20  # bytes of the disk that saves leave free
 _INDEX_RESERVE = 8 << 20  # bytes of the disk that a transaction of the index may need
 
 
@@ -46,7 +46,7 @@ class _Closed(Exception):
 class DiskStore:
     """The blocks of one model in a folder; a `BlockStore`.
 
-    max_bytes: the limit of the files of all models in the folder together. A folder that is not
+    max_bytes: maximum total size of the files of all models in the folder. A folder that is not
     writable is only read. Raises ConfigError if the folder cannot be made or read.
     """
 
@@ -173,7 +173,7 @@ class DiskStore:
         while True:
             taken = self._count_bytes(index)
             free = self._free_space() + self._surplus
-            if taken + size <= self._limit and free >= size + _LEAST_FREE:
+            if taken + size <= self._limit and free >= size + _MIN_FREE:
                 return index.count(model)
             victim = index.victim(used)
             if victim is None or size > self._limit:
@@ -226,8 +226,9 @@ class DiskStore:
     def _transaction(self) -> Iterator[DiskIndex]:
         """Open a transaction of the index; after it, truncate files to the listed blocks.
 
-        Remove each model that has no blocks, and its file; its description stays. Other processes
-        may have a removed file open, so they check `SlotFile.is_in_place` before each use.
+        For a model without blocks, remove its index entry and its .kv file; the .json file stays.
+        Other processes may have the removed file open, so they check `SlotFile.is_in_place` before
+        each use.
         """
         index = self._open("changes")
         self._to_truncate.clear()

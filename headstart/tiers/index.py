@@ -33,10 +33,10 @@ from headstart.tiers.store import ModelRecord, RecordHeader, StoredBlock
 INDEX = "index.sqlite"
 _LOG = logging.getLogger("headstart.tiers")
 _STORE_FILES = re.compile(r"index\.sqlite.*|lock|fingerprints\..*|[0-9a-f]{32}\..*")
-_LARGEST = 1 << 40  # bytes; a description with larger blocks is damaged
-_TIMEOUT = 5.0  # seconds to wait for another process's transaction, or rebuild
+_MAX_BLOCK_BYTES = 1 << 40  # a description with larger blocks is damaged
+_TIMEOUT = 5.0  # seconds to wait for a transaction or a rebuild of another process
 _BATCH = 500  # names in a query
-_LONGEST = 1e6  # seconds to compute a block; a longer time shows damage
+_MAX_SECONDS = 1e6  # seconds to compute a block; a longer time shows damage
 _SAMPLE = 64  # blocks in the average of the time to compute a block
 _FIRST = 8  # names in the first query of a lookup, which is the only query for most new prompts
 _VERSION = 3  # version of the tables; written last, so an incomplete file has none
@@ -140,7 +140,7 @@ class DiskIndex:
             [mark] = self._execute("PRAGMA user_version").fetchone()
             if _MARK < mark <= 0xFFFFFF and mark % 0x010101 == 0:  # not damaged: do not rebuild it
                 raise ConfigError(
-                    "a later version of headstart wrote its index; allowed: another folder"
+                    "a later version of headstart wrote the index; choose another folder"
                 )
             if mark != _MARK:
                 raise ValueError("it has no valid version number")
@@ -199,7 +199,7 @@ class DiskIndex:
         """Return the average seconds to compute a block of a model; 0 if unknown."""
         row = self._execute(
             "SELECT avg(seconds) FROM (SELECT seconds FROM blocks WHERE model = ? "
-            f"ORDER BY slot DESC LIMIT {_SAMPLE}) WHERE seconds > 0 AND seconds < {_LONGEST}",
+            f"ORDER BY slot DESC LIMIT {_SAMPLE}) WHERE seconds > 0 AND seconds < {_MAX_SECONDS}",
             (model,),
         )
         return float(row.fetchone()[0] or 0)
@@ -297,8 +297,8 @@ class DiskIndex:
     def victim(self, before: float) -> tuple[IndexedBlock, float] | None:
         """Return the block to evict next, and its worth; None if there is no candidate.
 
-        A candidate has no children, because they could not be found without their parent. It was
-        last used before the time `before`, or in the future: the system's clock was set back.
+        A candidate has no children, because a lookup could not reach them without their parent. It
+        was last used before the time `before`, or in the future if the clock was set back.
         """
         parents: list[tuple[int, BlockHash]] = []
         rows = self._execute(  # only columns of the index `order_of_eviction`
@@ -439,7 +439,7 @@ def reopen(folder: Path, index: DiskIndex | None) -> DiskIndex:
 def rebuild_index(folder: Path, broken: Collection[int]) -> None:
     """Rebuild a damaged index from the records, one process at a time.
 
-    broken: inodes of damaged index files. A sound index that another process has rebuilt stays.
+    broken: inodes of damaged index files. An intact index that another process has rebuilt stays.
     Raises sqlite3.Error or OSError.
     """
     with _locked(folder):
@@ -523,7 +523,7 @@ def parse_description(data: bytes) -> ModelRecord | None:
         int(fields["block_size"]),
         int(fields["block_bytes"]),
     )
-    fits = record.block_size > 0 and 0 < record.block_bytes < _LARGEST
+    fits = record.block_size > 0 and 0 < record.block_bytes < _MAX_BLOCK_BYTES
     return record if fits else None
 
 

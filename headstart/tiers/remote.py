@@ -1,10 +1,10 @@
 """The remote tier: blocks in a Valkey or Redis server, shared by engines on many machines.
 
 A block is stored as a record with checksums, as on disk. The key contains the model's fingerprint
-and the block's name. The server's settings limit its size and choose the blocks to evict
+and the block's name. The server's settings limit its memory and choose the blocks to evict
 (`maxmemory`, `allkeys-lru`). When a server is down or slow, it is not called for a while (`Pause`),
-and all lookups miss. If a server refuses blocks because it is full or a read-only copy of another
-server, saves pause, and lookups continue.
+and all lookups miss. If a server is full or a read-only replica, it refuses blocks. Then saves
+pause, and lookups continue.
 """
 
 import time
@@ -67,7 +67,7 @@ class RemoteStore:
                 "redis://host:port/db, rediss://..., unix:///path"
             ) from error
         self._prefix = b"headstart:%d:%s:" % (VERSION, model.fingerprint[:32].encode())
-        self._most = max(1, _BATCH_BYTES // model.block_bytes)  # maximum blocks in a query
+        self._max_blocks = max(1, _BATCH_BYTES // model.block_bytes)  # in a query
         self._rate: float | None = None  # bytes per second of the last answer
         self._pause = Pause(self.faults)
         self._refusal = Pause(self.faults)  # a pause of saves only
@@ -117,7 +117,7 @@ class RemoteStore:
         Blocks can be used only when the whole answer has arrived.
         """
         nbytes = _FIRST_BYTES if self._rate is None else int(self._rate * _QUERY_SECONDS)
-        return max(1, min(self._most, nbytes // self.model.block_bytes))
+        return max(1, min(self._max_blocks, nbytes // self.model.block_bytes))
 
     def _get(self, names: Sequence[BlockHash]) -> list[bytes | None]:
         began = time.monotonic()
@@ -128,8 +128,8 @@ class RemoteStore:
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
         saved = 0
-        for start in range(0, len(blocks), self._most):
-            batch = blocks[start : start + self._most]
+        for start in range(0, len(blocks), self._max_blocks):
+            batch = blocks[start : start + self._max_blocks]
             answers = None if self._refusal.is_on else self._call(None, self._set, batch)
             if answers is None:
                 self.faults.num_unsaved += len(batch)

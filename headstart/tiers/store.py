@@ -38,7 +38,7 @@ _CHECKSUM = struct.Struct("<Q")
 _LOG = logging.getLogger("headstart.tiers")
 _LOG_INTERVAL = 60.0  # seconds between two log lines about the same kind of fault
 _FIRST_PAUSE = 5.0  # seconds
-_LONGEST_PAUSE = 300.0
+_MAX_PAUSE = 300.0
 
 SILENT = "it does not answer"
 SLOW = "loading is slower than computing"
@@ -173,7 +173,7 @@ class Pause:
     def failed(self, kind: str, detail: object) -> None:
         """Count a failure, and begin a pause."""
         if not self.is_on:  # calls that failed together count as one failure
-            self._seconds = min(2 * self._seconds, _LONGEST_PAUSE) or _FIRST_PAUSE
+            self._seconds = min(2 * self._seconds, _MAX_PAUSE) or _FIRST_PAUSE
             self._until = time.monotonic() + self._seconds
         self.faults.note(kind, f"{detail}; the store is paused for {self._seconds:.0f} s")
 

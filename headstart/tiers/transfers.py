@@ -20,15 +20,15 @@ from headstart.tiers.store import BlockStore, Faults, LoadedBlock, ModelRecord, 
 from headstart.tiers.worker import GuardedStore, Job, StoreChain, Worker, wait_for
 
 _TRIAL = 1.0  # seconds by which the first load may exceed the time to compute the blocks
-_LEAST_WAIT = 0.25  # seconds that each later load may take even if computing is faster
+_MIN_WAIT = 0.25  # seconds that each later load may take even if computing is faster
 _WEIGHT = 0.3  # weight of the last measurement in the average rate
-_LEAST_RATE = 1.0  # bytes per second, for a store that returned nothing in time
+_MIN_RATE = 1.0  # bytes per second, for a store that returned nothing in time
 
 _BATCH_BLOCKS = 64  # maximum blocks in a save
 _BATCH_BYTES = 16 << 20
 _REST = 15  # duration of a rest, as a multiple of the save before it
 _DRAIN_BYTES = 32 << 20  # saved bytes after which `drained` is called
-_MOST_STORED = 1 << 14  # maximum number of names for `take_saved`
+_MAX_STORED = 1 << 14  # maximum number of names for `take_saved`
 STATES_AT_ONCE = 64  # names of states in a query
 
 
@@ -61,7 +61,7 @@ class StateSearch:
     rest: Iterator[StateName] = field(default_factory=lambda: iter(()))
 
     def count_blocks(self, position: int) -> int:
-        """Return the number of blocks that are skipped if a state at `position` is loaded."""
+        """Return the number of blocks whose computation a state at `position` saves."""
         return -(-(position - self.span.start) // self.block_size)
 
 
@@ -92,7 +92,7 @@ class LoadJob(Job):
 
     @property
     def skipped_blocks(self) -> int:
-        """Number of blocks that are skipped once everything has arrived."""
+        """Number of blocks whose computation the complete load saves."""
         state = self.state
         if state is None:
             return self.count
@@ -147,7 +147,7 @@ class Loader:
     ) -> LoadJob:
         """Look up these blocks, and load the number of blocks that `choose` returns.
 
-        With a state, `choose` takes the number of blocks that are skipped if the state is loaded.
+        With a state, `choose` takes the number of blocks whose computation the state saves.
         """
         job = LoadJob(self._look_up, names=names, choose=choose, state=state)
         self._lookups.submit(job)
@@ -264,7 +264,7 @@ class Loader:
 
     def _limit(self, blocks: int) -> float:
         seconds = self._compute(blocks)
-        return _TRIAL + seconds if self.rate is None else max(_LEAST_WAIT, seconds)
+        return _TRIAL + seconds if self.rate is None else max(_MIN_WAIT, seconds)
 
     def _load(self, job: LoadJob) -> bool:
         """Load a job; return True if the preferred job interrupts it."""
@@ -329,8 +329,8 @@ class Loader:
             return True
 
     def _note_rate(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Update the average rate; a load slower than computing its blocks lowers it at once."""
-        rate = max(nbytes / max(seconds, 1e-9), _LEAST_RATE)
+        """Update the average rate; if computing would have been faster, lower it at once."""
+        rate = max(nbytes / max(seconds, 1e-9), _MIN_RATE)
         if self.rate is None or (rate < self.rate and seconds > self._compute(blocks)):
             self.rate = rate
         else:
@@ -376,7 +376,7 @@ class Saver:
         self._blocks: deque[StoredBlock] = deque()
         self._touched: dict[BlockHash, None] = {}
         self._batch: _Batch | None = None  # being saved
-        self._stored: deque[BlockHash] = deque(maxlen=_MOST_STORED)
+        self._stored: deque[BlockHash] = deque(maxlen=_MAX_STORED)
         self._rests = False
         self._num_waiting = 0  # callers that wait in `flush`
         self._worker = Worker(
@@ -416,7 +416,7 @@ class Saver:
         return bool(self._blocks or self._touched or self._batch)
 
     def take_saved(self) -> list[BlockHash]:
-        """Return the blocks saved or used since the last call, at most the last `_MOST_STORED`."""
+        """Return the blocks saved or used since the last call, at most the last `_MAX_STORED`."""
         with self._changed:
             names = list(self._stored)
             self._stored.clear()

@@ -223,8 +223,8 @@ class GuardedStore:
     """A store that jobs call with a deadline.
 
     After a late call, the store is not called until the late call has returned. It is also paused
-    for 5 s to 5 min, unless the call was a load with a deadline shorter than `DEADLINE`. That
-    deadline is derived from the compute time of the blocks: the store is slow, but may work.
+    for 5 s to 5 min, unless the call was a load with a deadline shorter than `DEADLINE`. Such a
+    deadline is derived from the time to compute the blocks, so the store may only be slow.
     """
 
     def __init__(self, store: BlockStore) -> None:

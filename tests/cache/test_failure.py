@@ -222,7 +222,9 @@ def test_a_new_sequence_has_nothing() -> None:
 def test_a_lookup_of_another_sequence_is_refused() -> None:
     manager = make_manager()
     match = manager.get_computed_blocks(TokenSequence("one", PROMPT))
-    with pytest.raises(CacheError, match="the lookup passed for 'other' is of another sequence"):
+    with pytest.raises(
+        CacheError, match="the lookup passed for 'other' belongs to another sequence"
+    ):
         manager.allocate_slots(TokenSequence("other", PROMPT), 10, match)
 
 
@@ -347,9 +349,9 @@ def test_a_lookup_of_another_manager_moves_nothing_in_either(partial_hits: bool)
         match = theirs.get_computed_blocks(sequence)
         for lookup in (match, match.cut(0, theirs.block_size)):
             before = snapshot(theirs, sequence), snapshot(ours)
-            with pytest.raises(CacheError, match="lookup of 'second' is of another manager"):
+            with pytest.raises(CacheError, match="lookup of 'second' belongs to another manager"):
                 ours.allocate_slots(sequence, 1, lookup)
-            with pytest.raises(CacheError, match="lookup of 'second' is of another manager"):
+            with pytest.raises(CacheError, match="lookup of 'second' belongs to another manager"):
                 ours.can_admit(lookup)
             assert (snapshot(theirs, sequence), snapshot(ours)) == before
     assert hits(cached, PROMPT) == (9 if partial_hits else 8)

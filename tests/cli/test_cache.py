@@ -219,7 +219,7 @@ def test_blocks_that_do_not_fit_are_reported(
     cache("export", cache("ls", "tiny-model").output.splitlines()[1].split()[0], moved)
     cache("drop", "--model", "tiny-model")
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.tiers.disk._LEAST_FREE", 1 << 60)
+        patch.setattr("headstart.tiers.disk._MIN_FREE", 1 << 60)
         error = cache("import", moved, status=2).stderr
     assert "moved has 112 tokens, and " in error and "has space for 0 of them" in error
 

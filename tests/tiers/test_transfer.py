@@ -63,6 +63,6 @@ def test_blocks_of_another_size_are_another_model_s(
 ) -> None:
     """Regression: the file sets the size of its blocks, so 512 GB were allocated for one block."""
     path = write(tmp_path / "moved", MODEL._replace(**other), [block(100)])
-    with pytest.raises(CacheError, match="of another model; allowed: a model"):
+    with pytest.raises(CacheError, match="of another model; allowed: blocks of a model"):
         import_blocks(store, path, 1.0)
     assert import_blocks(store, write(path, MODEL._replace(title="moved"), [block(100)]), 1.0) == 1

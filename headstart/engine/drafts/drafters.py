@@ -133,7 +133,7 @@ def _as_text(token_ids: Sequence[int]) -> str:
 
 @dataclass(eq=False, kw_only=True)
 class StoredReply(Job):
-    """A job that looks up the reply to a prompt that an earlier process stored in the tiers.
+    """A job that looks up a prompt's reply in the tiers, where an earlier process stored it.
 
     identity: bytes that identify the prompt. tokens: the reply; empty until it is found.
     """

@@ -64,7 +64,7 @@ class RowCost:
 
     _PRIOR = 1.25  # expected ratio of a size's seconds to those of the next smaller size
     _NUM_SIZES = 20
-    _LEAST = 3  # measured steps; the first step of a size may take much longer
+    _MIN_STEPS = 3  # measured steps; the first step of a size may take much longer
     _NUM_STEPS = 512  # steps until the measured steps of larger sizes are removed
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class RowCost:
         estimate = min(self._recent[smallest]) / self._PRIOR ** (smallest + 1)
         for size in range(self._NUM_SIZES):
             low, high, estimate = estimate, 2 * estimate, self._PRIOR * estimate
-            if size > smallest and len(self._recent.get(size, ())) >= self._LEAST:
+            if size > smallest and len(self._recent.get(size, ())) >= self._MIN_STEPS:
                 estimate = max(low, min(high, *self._recent[size]))
             self._estimates[size] = estimate
 

@@ -337,7 +337,7 @@ class Loads:
     def _begin_state(
         self, request: Request, num_tokens: int, computed: ComputedBlocks
     ) -> Load | None:
-        """Start a load of a state deeper than the pool's; return None if it cannot exist."""
+        """Start a load of a state deeper than the pool's; return None if none can exist."""
         states, pool, size = self.states, self.manager.states, self.manager.block_size
         assert states is not None and pool is not None
         if computed.num_tokens >= num_tokens or pool.num_slots == 1:

@@ -71,7 +71,7 @@ class StatePayload:
 class StateStores:
     """The stores of checkpoints, nearest first.
 
-    min_gain: the least number of tokens between two stored checkpoints of a path.
+    min_gain: minimum number of tokens between two stored checkpoints of a path.
     """
 
     payload: StatePayload

@@ -28,7 +28,7 @@ _QUEUE_SHARE = 4  # a queue's limit is the pool's bytes divided by this, within 
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
 _LAST_SAVES = 10.0  # seconds that `close` may take, and that `clear` waits for a save
 _TRY_AGAIN = 16  # one of 16 loads that seem too slow is made, to measure the rate
-_SLOWEST = 16.0  # compute rate that is assumed until it is measured, in tokens per second
+_ASSUMED_RATE = 16.0  # tokens computed per second, until this is measured
 _OVERHEAD = 0.002  # seconds of a load, besides the time for its bytes
 
 
@@ -54,7 +54,7 @@ class TierStats:
 
 
 class Tiers:
-    """The tiers of one engine, which calls these methods in its thread.
+    """The tiers of one engine. Only its thread calls methods that are not marked thread-safe.
 
     kv, objects: the stores of K/V and of objects such as image embeddings, one for each tier,
     nearest first. text: returns the text stored with K/V; None to store no text. states: the stores
@@ -160,7 +160,7 @@ class Tiers:
         return tokens / self._rate.value if self._rate.value else 0.0
 
     def _compute_seconds(self, blocks: int) -> float:
-        return blocks * self._manager.block_size / (self._compute_rate or _SLOWEST)
+        return blocks * self._manager.block_size / (self._compute_rate or _ASSUMED_RATE)
 
     def count_stored(
         self, names: Sequence[BlockHash], computed: ComputedBlocks | None = None

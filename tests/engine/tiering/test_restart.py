@@ -404,6 +404,6 @@ def test_angles_of_loaded_positions_are_computed_before_the_first_request(
         assert counts == [0, 96]
     with opened(model, tmp_path, max_model_len=40):
         assert counts == [0, 96, 48]
-    monkeypatch.setattr("headstart.engine.parts._MOST_PREPARED", 32)
+    monkeypatch.setattr("headstart.engine.parts._MAX_PREPARED", 32)
     with opened(model, tmp_path):
         assert counts == [0, 96, 48, 32], "a large folder delays no start"

@@ -177,7 +177,7 @@ class RoutingPolicy:
 
 
 class Expected(RoutingPolicy):
-    """The replica with the least expected time to the first token.
+    """The replica with the shortest expected time to the first token.
 
         expected = (tokens queued there + w * tokens to compute + d * requests that decode there)
                    / its measured rate

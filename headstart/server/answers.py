@@ -73,9 +73,9 @@ class CharacterSource:
         self.parts: list[Part] = []
         self._returned: list[str] = []  # a stack of the characters that were put back
         self.record: list[str] | None = None
-        """The characters that were read since a reader set this list; None if none are needed."""
+        """The characters that were read since a reader set this list; None to record nothing."""
         self.left_out = ""
-        """White space that `until` left out before the last marker."""
+        """White space that `read_until` left out before the last marker."""
 
     def content(self, text: str) -> None:
         self.parts.append(Part("content", text))

@@ -217,8 +217,8 @@ def create_speech_app(
 class _Application(FastAPI):
     """FastAPI's routes behind `RequestMiddleware`, which replaces FastAPI's middleware.
 
-    A `POST` with a body is dispatched here; FastAPI only describes these routes. FastAPI's dispatch
-    would take as much time of the event loop as several tokens of a small model.
+    A `POST` with a body is dispatched here; FastAPI uses its route only for the API's description.
+    FastAPI's dispatch would take as much time of the event loop as several tokens of a small model.
     """
 
     def __init__(self, service: BaseService[Any, Any], routers: Sequence[APIRouter]) -> None:

@@ -147,7 +147,7 @@ def _describe(value: object) -> str:
 
 
 def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:
-    """Return True if `allowed` has the value, with the same type: False is not 0."""
+    """Return True if `allowed` has the value. False is not 0, and 1.0 is 1."""
     return any(
         value == each and (type(value) is type(each) or (type(value), type(each)) == (float, int))
         for each in allowed

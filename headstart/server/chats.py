@@ -169,7 +169,7 @@ def template_text(
 def chat_content(parts: Sequence[dict[str, Any]]) -> Any:
     """Return the content of a message with these parts.
 
-    A single text part is replaced by its text, so that it gives the same prompt as a plain text.
+    A single text part is replaced by its text, so that the prompt is the same as for a string.
     """
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 

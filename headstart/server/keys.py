@@ -76,7 +76,7 @@ class KeyFolder:
         try:
             self.folder = Path(folder).expanduser() if folder else data_folder() / "server"
         except RuntimeError as error:
-            raise ConfigError(f"the folder of API keys is not set: {error}") from error
+            raise ConfigError(f"the folder of API keys is not known: {error}") from error
         self.file = self.folder / "keys.json"
 
     def read(self) -> list[ApiKey]:

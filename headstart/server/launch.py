@@ -1,6 +1,6 @@
 """The HTTP server: it listens for an application, and shuts down gracefully.
 
-Granian calls the application in its event loop. Granian's Rust threads read requests and send
+Granian calls the application in the running event loop. Its Rust threads read requests and send
 answers without the interpreter's lock.
 """
 
@@ -97,7 +97,7 @@ def listen(options: ServerOptions) -> socket.socket:
     except (OSError, UnicodeError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            text = "another program listens there; --port N takes another port"
+            text = "another program listens there; choose another port with --port N"
         raise ConfigError(
             f"the server cannot listen on host {options.host!r}, port {options.port}: {text}"
         ) from error
@@ -230,7 +230,7 @@ class _Shutdown:
         self.loop: asyncio.AbstractEventLoop | None = None  # set when the server listens
 
     def handle_signal(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal, end at the second; the next signal kills the process."""
+        """Drain at the first signal, end the requests at the second; a third kills the process."""
         self.is_forced = self._service.is_draining
         self._service.is_draining = True
         if self.is_forced:

@@ -194,7 +194,7 @@ def check_origin(headers: Mapping[bytes, bytes], options: ServerOptions) -> None
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            text = f"the host {host!r} is not known; allowed: an address, or localhost"
+            text = f"the host {host!r} is not known; allowed: an IP address, or localhost"
             raise ApiError(403, text) from None
     origin = headers.get(b"origin", b"").decode("latin-1")
     allowed = [entry.strip() for entry in (options.cors_origin or "").split(",")]

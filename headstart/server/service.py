@@ -97,8 +97,8 @@ async def time_limit(
 class Calls:
     """The calls in progress, in one event loop.
 
-    most: number of slots. most_of_tenant: limit of the slots of one tenant. seconds: time limit of
-    a call.
+    most: number of slots. most_of_tenant: maximum number of slots of one tenant. seconds: time
+    limit of a call.
     """
 
     def __init__(self, most: int, most_of_tenant: int, seconds: float) -> None:
@@ -376,8 +376,8 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
     def template_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return a request's template options, with the server's defaults.
 
-        Raises ApiError for a chat template in the request, unless the server trusts such templates:
-        a template is a program.
+        Raises ApiError for a chat template in the request, unless the server trusts the templates
+        of requests: a template is a program.
         """
         if "chat_template" in options and not self.options.trust_request_chat_template:
             raise ApiError(
@@ -449,10 +449,10 @@ class ClientDisconnected(ApiError):
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Return the result of `work`. If the client disconnects, cancel `work`.
+    """Return the result of `work`. Cancel it if the client disconnects.
 
-    Raises ClientDisconnected then. An error of `receive` also cancels `work`, and is raised. On
-    return, `work` has ended.
+    After a disconnect, raises ClientDisconnected. An error of `receive` also cancels `work`, and is
+    raised. On return, `work` has ended.
     """
 
     async def wait_for_disconnect() -> None:

@@ -255,7 +255,7 @@ _REFUSED = (
     *("documents", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
     *("return_progress", "prediction"),
 )
-"""Fields of a chat that have no effect on a model with speech output."""
+"""Fields of a chat that would have no effect on a model with speech output."""
 _UNSET: tuple[Any, ...] = (None, False, [], {}, "none")
 _LONG = 2**16
 """Samples of speech whose encoding blocks the event loop for milliseconds."""
@@ -328,7 +328,7 @@ def _check_fields(body: ChatCompletionRequest) -> None:
     if body.response_format is not None and body.response_format.type == "text":
         fields.remove("response_format")
     if fields:
-        text = f"{fields[0]} is set; allowed for a model with speech output: none"
+        text = f"{fields[0]} is set, which a model with speech output does not support"
         raise ApiError(400, text, param=fields[0])
     for name, value in (("priority", 0), ("add_generation_prompt", True)):
         actual = getattr(body, name)

@@ -28,10 +28,10 @@ class _Entry(NamedTuple, Generic[Value]):
 
 
 class TenantStore(Generic[Value]):
-    """Values by tenant and name, with limits of their number, bytes and age.
+    """Values by tenant and name, with limits on their number, bytes and age.
 
     Beyond a limit, the oldest value of the tenant with the most values (or bytes) is removed, so
-    that one tenant cannot displace the values of others. Thread-safe.
+    that one tenant cannot displace the values of other tenants. Thread-safe.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TenantStore(Generic[Value]):
         return self._sizes.total()
 
     def put(self, name: Hashable, value: Value, tenant: str | None, num_bytes: int = 0) -> float:
-        """Store or replace a value, unless it alone exceeds the limit.
+        """Store or replace a value, unless it alone exceeds `max_bytes`.
 
         Return the time at which it expires.
         """
@@ -113,7 +113,7 @@ class ResponseStore(TenantStore[StoredResponse]):
     def add(
         self, name: str, response: bytes, messages: Sequence[dict[str, Any]], tenant: str | None
     ) -> None:
-        """Store or replace a response, unless it alone exceeds the limit."""
+        """Store or replace a response, unless it alone exceeds the limit on bytes."""
         size = sys.getsizeof(response) + _size(list(messages))
         self.put(name, StoredResponse(response, messages), tenant, size)
 

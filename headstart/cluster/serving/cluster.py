@@ -99,7 +99,7 @@ class ReplicaCluster:
         try:
             is_new = self._name not in _call(serve.status).applications
             most = config.most if is_new else max(config.most, self._join())
-            # On a cluster, a folder may be different on each machine.
+            # On a cluster, a path may be a different folder on each machine.
             shares = bool(engine.remote_cache or (engine.disk_folder and self._is_private_ray))
             dispatcher = Dispatcher(config.routing, most, shares_store=shares)
             self._dispatcher = DISPATCHERS[self._name] = dispatcher
@@ -145,7 +145,7 @@ class ReplicaCluster:
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             reason: object = error
             if "AuthenticationError" in str(error.__cause__):  # Ray reports it only here
-                reason = "it requires a token; allowed: RAY_AUTH_MODE=token and the cluster's token"
+                reason = "it requires a token; set RAY_AUTH_MODE=token and provide that token"
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, and Ray cannot be used there: {reason}"
                 if address
@@ -252,7 +252,7 @@ class ReplicaCluster:
             if state not in _STARTING or time.monotonic() >= deadline:
                 raise EngineError(
                     f"the replicas that another server deployed ({self._name}) are {state}; "
-                    "allowed: RUNNING; start this server again when they run or are deleted"
+                    "start this server again when they run or are deleted"
                 )
             time.sleep(_START_POLL)
         states = app.deployments[_DEPLOYMENT].replica_states

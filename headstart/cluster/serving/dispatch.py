@@ -58,7 +58,7 @@ class Dispatcher:
         # By request id: a request, and how often it was sent to each replica.
         self._waiting: dict[str, tuple[RouteRequest, Counts[str]]] = {}
         self._metrics: dict[str, list[Metric]] = {}
-        self._past: list[Metric] = []
+        self._removed_metrics: list[Metric] = []
         self.on_change: Callable[[], object] = lambda: None
         """Callback, in any thread, after replicas started or stopped."""
         self.on_route: Callable[[], object] = lambda: None
@@ -85,7 +85,7 @@ class Dispatcher:
     def sum_metrics(self) -> list[Metric]:
         """Return the sums over all replicas, including the counts of removed replicas."""
         with self._lock:
-            metrics = [*self._past, *chain(*self._metrics.values())]
+            metrics = [*self._removed_metrics, *chain(*self._metrics.values())]
         return add_up(metrics)
 
     def set_replicas(self, names: Collection[str]) -> None:
@@ -96,7 +96,7 @@ class Dispatcher:
             for name in removed:
                 number = self._numbers.pop(name)
                 counts = [m for m in self._metrics.pop(name, ()) if not isinstance(m, Gauge)]
-                self._past = add_up([*self._past, *counts])
+                self._removed_metrics = add_up([*self._removed_metrics, *counts])
                 self._router.set_alive(number, False)
                 self._silent.discard(name)
                 self._free.append(number)
@@ -130,7 +130,7 @@ class Dispatcher:
     def choose(self, request_id: str) -> str | None:
         """Return the replica for a request; None if no replica answers, or the request has ended.
 
-        A replica that did not accept the request `_TRIES` times is avoided.
+        Avoid a replica to which the request was sent `_TRIES` times without success.
         """
         with self._lock:
             waiting = self._waiting.get(request_id)

@@ -12,7 +12,7 @@ A replica is lost when it died, or when it missed two heartbeats (`heartbeat.py`
 returns its tokens only at the end is always computed again, as the client has seen no token. A
 request fails when `MAX_LOST` replicas were lost while they computed it.
 
-One thread with an event loop runs all requests, including Ray Serve's calls. The done callback of a
+One thread with an event loop runs all requests and the calls to Ray Serve. The done callback of a
 request's task sends the last update, because a task that is cancelled before it starts runs no
 code.
 """
@@ -161,7 +161,7 @@ Answer = TypeVar("Answer")
 class _Running:
     """An unfinished request. every_step: False if only its last update is needed.
 
-    name: the request's id in replicas, which differs from the group's id while an earlier request
+    name: the request's id in replicas, which differs from the group's id if an earlier request
     with the same id has not ended. task: returns the last update. error, is_aborted: if the task is
     cancelled, the request ends with this error or with finish reason "abort".
     """
@@ -439,8 +439,8 @@ class ReplicaDriver:
     async def _stream(self, running: _Running, request: AnswerRequest) -> None:
         """Send a request to a replica, and receive its tokens. Raises errors of Ray or the replica.
 
-        The stream yields the first tokens, and at its end all others. With `every_step`, reports
-        deliver the other tokens as they are computed.
+        The stream yields the first tokens, and at its end all later tokens. With `every_step`,
+        reports also deliver the later tokens as they are computed.
         """
         attempt = _Attempt(running, time.perf_counter())
         self._attempts[request.key] = attempt

@@ -1,4 +1,4 @@
-"""Messages between the server's process and its replicas, and the errors of these calls."""
+"""Messages between a server and its replicas, and the conversion of errors from replicas."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class RequestDelta(NamedTuple):
     def add_to(self, group: RequestGroup, sent: float) -> None:
         """Add the tokens to the request, which was sent at `sent` (`time.perf_counter`).
 
-        Times are measured in this process, so they include the delays of the network.
+        The times of tokens are measured in this process, so they include network delays.
         """
         now = time.perf_counter()
         if self.head is not None:

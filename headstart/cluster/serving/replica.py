@@ -64,7 +64,7 @@ class CachePublisher:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        # Each server numbers the replicas itself.
+        # Servers replace the number 0: each server numbers the replicas itself.
         self._events = EventPublisher(replica=0, epoch=time.time_ns())
         self._store_events = EventPublisher(replica=0, epoch=time.time_ns(), tier=DISK)
         self._stored: dict[BlockHash, None] = {}  # in the order in which they were seen
@@ -85,8 +85,8 @@ class CachePublisher:
 
     def end(self) -> None:
         self._num_running -= 1
-        # Start no task here: this may be called by a generator that the event loop closes when it
-        # stops, after its last task.
+        # Start no task here: a stopping event loop closes generators after its last task, and they
+        # may call this.
         self._is_busy.set()
 
     async def publish(self) -> None:
@@ -222,7 +222,7 @@ _VALUES: dict[type, dict[str, str]] = {
 class RayGauges:
     """The engine's metrics for Ray: `vllm:...` as `ray_vllm_...`, tagged with the replica by Ray.
 
-    Counts are gauges, because Ray's counters cannot be set. A histogram becomes its count and sum.
+    Counters become gauges, because Ray's counters cannot be set. Histograms become counts and sums.
     """
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ class EngineReplica:
             async with aclosing(self._llm.outputs(group)) as outputs:
                 async for output in outputs:
                     if group not in self._server_of:  # the server is dead
-                        return  # Ray would try for a second to send an error
+                        return  # without an error, which Ray would try for a second to send
                     is_first = not counts
                     part = RequestDelta.of(output, counts, is_first=is_first)
                     if is_first:

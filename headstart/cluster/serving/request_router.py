@@ -47,8 +47,8 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Choose a replica for a request; called again if the replica did not accept it."""
         if pending_request is not None:
-            # If the caller has just left, Ray would retry in a busy loop, in which the event loop
-            # cannot process the cancellation.
+            # Without a backoff, Ray would retry in a busy loop if the caller has just left, and the
+            # event loop could not process the cancellation.
             pending_request.routing_context.should_backoff = True
         call = pending_request.args[0] if pending_request and pending_request.args else None
         if isinstance(call, AnswerRequest) and self._dispatcher is not None:

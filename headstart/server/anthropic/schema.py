@@ -88,7 +88,7 @@ class Citations(Body):
 
 
 class DocumentData(Body):
-    """The text of a document, or a file in base64. The model does not see a file, such as a PDF."""
+    """The text of a document, or a file in base64. The model does not see files, such as PDFs."""
 
     type: Literal["text", "base64"]
     media_type: Label | None = None

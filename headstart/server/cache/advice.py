@@ -88,7 +88,7 @@ class Adviser:
         sides = tokens, closest.prompt.tokens
         before = self._decode(tokens[max(0, start - _BEFORE) : start].tolist())
         here, there = (
-            # The text of a token may depend on the previous token, so decode from `_BEFORE` on.
+            # The text of a token may depend on the previous token, so decode both together.
             self._decode(side[max(0, start - _BEFORE) : start + _AFTER].tolist())[len(before) :]
             for side in sides
         )

@@ -158,7 +158,7 @@ async def read_advice(request: Request) -> dict[str, Any]:
 async def stream_live(request: Request) -> Response:
     """Stream snapshots of the pool and the recent requests, about one event a second.
 
-    At most 64 streams may be open (429), since each may buffer an event of about 200 KB.
+    Status 429 if 64 streams are open, since each may buffer an event of about 200 KB.
     """
     service = service_of(request)
     live = service.live

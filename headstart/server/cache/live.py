@@ -34,7 +34,7 @@ _MOST_REQUESTS = 64
 _SHOWN_TOKENS = 48  # tokens to show of a prefix
 _SHOWN = 16  # characters to show of a salt or digest
 _LEAST_PAUSE = 1.0  # seconds
-_PAUSE_RATIO = 50  # least ratio of the pause to the duration of a snapshot
+_PAUSE_RATIO = 50  # minimum ratio of the pause to the duration of a snapshot
 
 Tenancy = Mapping[str, tuple[str, str]] | None
 """Kind and name of each tenant, by its salt; None for a server without keys."""
@@ -298,7 +298,7 @@ def count_hits(
 
 
 def _find_owner(namespace: Namespace, tenants: Tenancy) -> Namespace:
-    """Return a namespace without the request's salt, which follows the tenant's after a slash."""
+    """Return a namespace without the request's part of the salt, which follows a slash."""
     salt = (namespace.salt or "").partition("/")[0]
     return namespace._replace(salt=salt) if salt in (tenants or ()) else namespace
 

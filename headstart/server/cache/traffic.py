@@ -26,7 +26,7 @@ _LOST = (MissReason.EVICTED, MissReason.UNSEEN, MissReason.TOKEN)
 _DIFFERENT = (MissReason.TOKEN, MissReason.ITEM, MissReason.UNSEEN)
 """Reasons that the cache may report for a prompt that differs from all cached prompts."""
 _FAR = 2048  # tokens of the earlier prompt to search beyond the length of the new tokens
-_SPAN = 8  # least length of a run of repeated tokens
+_SPAN = 8  # minimum length of a run of repeated tokens
 _WEIGHTS: NDArray[np.int64] = np.array([31**n for n in range(_SPAN)], np.int64)
 _ONES: NDArray[np.int64] = np.ones(_SPAN, np.int64)
 _BY_KEY = attrgetter("key")

@@ -6,7 +6,7 @@ quotes a part of a body, the quotation is left out. Traces never contain texts. 
     llm_request                arrival to last token; a child of the span that the headers name
     ├ queue                    until its first step
     ├ prefill                  until its first token
-    └ decode                   until its last
+    └ decode                   until its last token
 
 Spans are made when a request ends, from the times that the engine recorded. So they cost nothing
 while the request runs. Attributes have the names of OpenTelemetry's conventions for generative AI
@@ -51,7 +51,7 @@ _PARTS = {
     "gen_ai.latency.time_in_model_decode": ("first", "last"),
     "gen_ai.latency.time_in_model_inference": ("start", "last"),
 }
-"""Begin and end of each span within a request, and of each latency attribute of vLLM."""
+"""Start and end of each span within a request, and of each latency attribute of vLLM."""
 
 
 def open_tracer(endpoint: str | None, model: str) -> Tracer | None:

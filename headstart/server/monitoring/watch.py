@@ -222,7 +222,7 @@ class SpeechMetrics(_Registry):
 
 
 _MOST_REQUESTS = 200  # ended requests to show on the page
-_DELAY = 0.02  # seconds to wait, since recording would delay the clients' next requests
+_DELAY = 0.02  # seconds until a request is recorded; its client may send the next one at once
 _MOST_ENDED = 1024  # ended requests that may wait for their recording
 
 
@@ -250,16 +250,15 @@ class Watch:
     def ended(self, request: RequestGroup, output: RequestOutput | str) -> None:
         """Queue an ended request, to be recorded in a thread. Must run in the event loop.
 
-        output: the last output; "abort" or "error" without an answer. Recording takes as long as
-        several decoding steps of a small model. If the prompt must not be stored, only counts are
-        recorded.
+        output: the last output; without an answer, "abort" or "error". Recording takes as long as
+        several decoding steps of a small model. Prompts that must not be stored are only counted.
         """
         self._ended.append((request, output, time.monotonic(), time.time()))
         if len(self._ended) > _MOST_ENDED:
             self.flush(1)
         if not self._is_due:
             self._is_due = True
-            # No tenant is set in an empty context, so `flush` does not wait for a tenant's jobs.
+            # An empty context has no tenant, so `flush` is not queued behind the tenant's jobs.
             loop = asyncio.get_running_loop()
             loop.call_later(_DELAY, self._flush_in_thread, context=Context())
 

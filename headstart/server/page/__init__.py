@@ -1,6 +1,6 @@
 """The page at `/` with the pool, the prefixes and a chat, and the API's description at `/docs`.
 
-FastAPI's description lacks status codes, tags, descriptions of fields, and examples. `texts.json`
+FastAPI's OpenAPI document lacks status codes, tags, field descriptions and examples. `texts.json`
 has them. The key of an example is the field's name, or `schema.field` if the example applies to
 only one schema.
 """

@@ -337,7 +337,7 @@ def _repeat(body: ResponsesRequest) -> dict[str, Any]:
     names = {*_REPEATED, "reasoning", "text", "tool_choice", "tools"}
     try:
         return body.model_dump(mode="json", by_alias=True, exclude_none=True, include=names)
-    except ValueError as error:  # more than 255 levels in all, or a lone surrogate
+    except ValueError as error:  # nested more than 255 levels deep, or a lone surrogate
         raise ApiError(
             400,
             "tools or text.format cannot be repeated in a response; allowed: JSON that is nested "

@@ -253,11 +253,11 @@ class TestMedia:
             ("a", {"modalities": BOTH, "stream": True}, "allowed with stream: pcm16"),
             ("a", {"modalities": BOTH, "audio": {"format": "aac"}}, "audio.format"),
             ("a", {"n": 2}, "allowed: 1 for a spoken"),
-            ("a", {"logprobs": True}, "allowed for a model with speech output: none"),
+            ("a", {"logprobs": True}, "which a model with speech output does not support"),
             (
                 "a",
                 {"tools": [{"type": "function", "function": {"name": "f"}}]},
-                "allowed for a model with speech output: none",
+                "which a model with speech output does not support",
             ),
             ("a", {"max_tokens": 0}, "max_tokens"),
             ("a" * 40_000, {}, "max_model_len"),

@@ -84,7 +84,7 @@ def demo(svg: Path | None, model: str, **options: Any) -> None:
 
 
 def demo_console() -> Console:
-    """Return a console for standard output of at most 80 columns."""
+    """Return a console for stdout, at most 80 columns wide."""
     console = OutputConsole(highlight=False)
     console.width = min(console.width, MAX_WIDTH)
     return console

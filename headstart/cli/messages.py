@@ -298,7 +298,7 @@ class Questions:
         """Raise RequestError for an answer that was cut off before its JSON was complete."""
         for number, answer in enumerate(answers if self.form is not None else (), start=1):
             try:
-                # As text, because Python's int() refuses more than 4,300 digits.
+                # Parse integers as strings, because int() refuses more than 4,300 digits.
                 json.loads(answer.outputs[0].text, parse_int=str)
             except ValueError as error:
                 raise RequestError(

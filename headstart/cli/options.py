@@ -229,9 +229,9 @@ def chat_sampling(values: Mapping[str, Any], folder: Path) -> SamplingParams:
     """Return sampling parameters for a chat. Raises RequestError.
 
     `values` take precedence over the model's generation_config.json, and this file over
-    CHAT_SAMPLING. A file with do_sample false only sets temperature to 0. In other files with a
-    sampling field besides repetition_penalty, temperature and top_p default to 1. The loader of the
-    model has checked the file.
+    CHAT_SAMPLING. A file with do_sample false only sets temperature to 0. If any other file
+    sets a sampling field besides repetition_penalty, its temperature and top_p default to 1. The
+    loader of the model has checked the file.
     """
     file = folder / "generation_config.json"
     content = read_json(file) if file.is_file() else {}

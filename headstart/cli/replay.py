@@ -38,7 +38,7 @@ _HEADINGS = (
     *("hit %", "ttft s", "p50 s", "p99 s", "token ms", "p99 ms"),
     *("imbalance", "load", "evicted"),
 )
-_LEAST_BLOCK = 16
+_MIN_BLOCK = 16
 _WORKLOAD_REQUESTS = 2000
 _option = partial(click.option, cls=GroupedOption)
 
@@ -61,7 +61,9 @@ _option = partial(click.option, cls=GroupedOption)
     show_default=True,
     help="Number of replicas that only compute prompts; other replicas only decode.",
 )
-@_option("--kv-tokens", default=2_000_000, show_default=True, help="KV memory per replica, tokens.")
+@_option(
+    "--kv-tokens", default=2_000_000, show_default=True, help="KV memory per replica, in tokens."
+)
 @_option("--block-size", type=int, help="Tokens in a block; default: as in the trace, at least 16.")
 @_option("--requests", type=int, help="Number of requests to replay.")
 @_option("--copies", default=1, show_default=True, help="Multiply the number of users by this.")
@@ -93,7 +95,7 @@ def replay(trace: str, **options: Any) -> None:
     fleet = Fleet(
         options["replicas"],
         options["kv_tokens"],
-        options["block_size"] or max(workload.grain, _LEAST_BLOCK),
+        options["block_size"] or max(workload.grain, _MIN_BLOCK),
         options["eviction"],
         options["prefill_replicas"],
     )

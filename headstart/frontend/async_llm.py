@@ -85,7 +85,7 @@ class AsyncLLM(Facade):
 
         trace_headers and session_id have no effect. tokenization_kwargs, mm_processor_kwargs,
         prompt_text, data_parallel_rank, kv_hints, reasoning_ended and reasoning_parser_kwargs must
-        be empty. Raises RequestError, at the latest when the first output is read.
+        be None or empty. Raises RequestError, at the latest when the first output is read.
         """
         check_call(locals())
         return self._stream(

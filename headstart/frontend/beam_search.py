@@ -149,9 +149,9 @@ def _extend(
     params: BeamSearchParams,
     eos: frozenset[int],
 ) -> None:
-    """Replace the live beams by their likeliest extensions by one token.
+    """Replace the live beams by the likeliest beams that are one token longer.
 
-    An extension by an end-of-text token is added to `ended` instead.
+    A beam that an end-of-text token ends is added to `ended` instead.
     """
     candidates = []
     for beam, output in zip(search.live, outputs, strict=True):

@@ -132,8 +132,8 @@ class LLM(SyncFacade):
         """Answer one or many prompts; return the outputs in the order of the prompts.
 
         prompts: texts or token ids. sampling_params: None for the model's defaults. use_tqdm: show
-        a progress bar. tokenization_kwargs and mm_processor_kwargs must be empty. Raises
-        RequestError before any work if one prompt is invalid, and EngineError if a step fails.
+        a progress bar. tokenization_kwargs and mm_processor_kwargs must be None or empty.
+        Raises RequestError before any work if a prompt is invalid, EngineError if a step fails.
         """
         check_call(locals())
         prompts = as_list(prompts)
@@ -369,7 +369,7 @@ class LLMEngine(SyncFacade):
         """Queue a request and return its id. Raises RequestError.
 
         arrival_time, trace_headers and session_id have no effect; tokenization_kwargs, prompt_text
-        and kv_hints must be empty.
+        and kv_hints must be None or empty.
         """
         check_call(locals())
         make = partial(self.frontend.prepare, request_id=request_id)

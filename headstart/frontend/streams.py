@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Output = TypeVar("Output", bound="AnyOutput")
 
 PACE = 0.005
-"""Least seconds between two deliveries of paced updates."""
+"""Minimum seconds between two deliveries of paced updates."""
 # Seconds. A reader takes 0.1 ms for an update, so 32 paced readers take 5 % of the loop's time.
 _PACE_PER_READER, _MAX_PACE = 0.002, 0.064
 _MAX_UNREAD = 256  # updates; more may be dropped, because each has the whole text so far
@@ -353,7 +353,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         if self._group is not None and asyncio.get_running_loop() is not self._updates.loop:
             raise RequestError(
                 "the stream was started in another event loop; allowed: the same loop, or "
-                "`LLM.stream`, which needs none"
+                "`LLM.stream`, which needs no event loop"
             )
         if self._is_read:
             raise RuntimeError("another task waits for this stream's next output")

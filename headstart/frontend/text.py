@@ -48,8 +48,8 @@ _DIFFICULT = "  a \n\n\t b \u2460 e\u0301 \ufb01 \u2126 \U0001f642 end"
 def too_many_tokens(count: int, max_model_len: int) -> PromptTooLongError:
     """Return the error for a prompt that is too long."""
     return PromptTooLongError(
-        f"the prompt has {count} tokens; allowed: {max_model_len - 1} at most, so that one more "
-        f"fits (max_model_len {max_model_len})",
+        f"the prompt has {count} tokens; allowed: {max_model_len - 1} at most, so that one "
+        f"token of an answer fits (max_model_len {max_model_len})",
         max_model_len,
     )
 

@@ -59,8 +59,8 @@ class SpeedModel:
 class ReplayRequest:
     """A request: its sequence of units (see `headstart.replay.trace`), and the times of its events.
 
-    num_blocks: number of blocks of prompt and reply. reply: ids of the reply's units that follow
-    the prompt's last unit. is_moved: another replica computed its prompt and sent the K/V.
+    num_blocks: number of blocks of prompt and reply. reply: ids of the units after the
+    prompt's last unit. is_moved: another replica computed its prompt and sent the K/V.
     computed: number of units with K/V, hits included. Times are in seconds; `finished` is the time
     of the last token.
     """

@@ -1,6 +1,6 @@
 """A trace: requests with their arrival times and the ids of their prompts' blocks.
 
-Traces identify blocks of prompts, not tokens, and a simulation needs only blocks. So one *unit*
+Most traces identify blocks of prompts, not tokens. A simulation needs only blocks. So one *unit*
 stands for `grain` tokens: the cache manager gets a token id for each unit, and `block_size / grain`
 units make a block. Prompts that begin with the same unit ids begin with the same tokens. The tokens
 after a prompt's last full unit and the tokens of its reply have unit ids that no other request has.

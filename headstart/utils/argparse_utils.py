@@ -32,7 +32,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Parse arguments; `parse_args` calls this method too."""
         arguments = list(sys.argv[1:] if args is None else args)
-        stop = arguments.index("--") if "--" in arguments else len(arguments)  # no flags after it
+        stop = arguments.index("--") if "--" in arguments else len(arguments)  # no flags after "--"
         flags = self._join_keys(map(self._normalize_flag, arguments[:stop]))
         return super().parse_known_args([*flags, *arguments[stop:]], namespace)
 
@@ -51,7 +51,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return flag + dot + keys + equals + value
 
     def _join_keys(self, arguments: Iterator[str]) -> list[str]:
-        """Join `--flag.one 3 --flag.two 4` to `--flag '{"one": 3, "two": 4}'`."""
+        """Join `--flag.one 3 --flag.two 4` into `--flag '{"one": 3, "two": 4}'`."""
         joined: list[str] = []
         dicts: dict[str, dict[str, Any]] = {}
         for argument in arguments:

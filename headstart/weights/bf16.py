@@ -5,8 +5,8 @@ A `PackedWeight` is for CPUs with compiled bfloat16 products. It is the only cop
 
 A `Bf16Weight` is for CPUs without such products, which compute in float32. It has the checkpoint's
 numbers in half the memory of float32. The product of few rows is limited by memory, so the compiled
-product, which reads bfloat16, takes half as long as float32. The product of many rows is limited by
-arithmetic: the weight becomes float32 tile by tile, and torch multiplies it.
+product, which reads bfloat16, takes half as long as a float32 product. The product of many rows is
+limited by arithmetic: the weight becomes float32 tile by tile, and torch multiplies it.
 """
 
 from typing import Any
@@ -97,7 +97,7 @@ class Bf16Weight(WeightFormat):
 
     name = "Bf16Linear"
     table_name = "Bf16Embedding"
-    most_rows = MANY_ROWS
+    min_torch_rows = MANY_ROWS
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         assert weight.dtype == torch.bfloat16

@@ -52,14 +52,14 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor in floats. It may be a view of a mapped file, valid until `release`."""
+        """Return the tensor as floats. It may be a view of a mapped file, valid until `release`."""
 
     def kind(self, name: str) -> WeightKind | None:
-        """Return the kind nearest to a quantized tensor's bits; None for a float tensor."""
+        """Return the kind to round to if `packed` returns None; None for a float tensor."""
         return None
 
     def packed(self, name: str) -> StoredValues | None:
-        """Return a quantized tensor with unchanged values; None if no format supports its bits."""
+        """Return a quantized tensor with unchanged values; None if no format can store them."""
         return None
 
     def log(self, tied: bool) -> None:  # noqa: B027 - most have nothing to log

@@ -22,7 +22,7 @@ from headstart.native.bindings import Weight
 from headstart.weights.products import CompiledProduct
 
 WeightKind = Literal["int8", "int5", "int4"]
-"""The bits of quantized weights."""
+"""The bit width of quantized weights."""
 
 REVISIONS: dict[WeightKind, int] = {"int8": 6, "int5": 3, "int4": 4}
 """Versions of the rounding of weights and input rows. A change of results needs a new version."""
@@ -32,7 +32,7 @@ PREQUANTIZED_REVISION = 4
 
 
 def find_kind(name: str) -> WeightKind | None:
-    """Return the kind of this name; None for "auto", which does not change the checkpoint's bits.
+    """Return the `WeightKind` of this name; None for "auto", which quantizes no float weights.
 
     Raises `ConfigError` for an unknown name.
     """
@@ -56,10 +56,10 @@ class WeightFormat(ABC):
     """The step to which a product rounds an input row, relative to the row's largest element."""
 
     is_prequantized = False
-    """True if the quantized values come from the checkpoint, so no weight was rounded here."""
+    """True if the quantized values come from the checkpoint."""
     product: CompiledProduct | None = None
     """The compiled product; None if torch multiplies."""
-    most_rows: float = math.inf
+    min_torch_rows: float = math.inf
     """From this many rows on, torch multiplies instead of the compiled product."""
 
     def __init__(self, outputs: int, inputs: int, bias: Tensor | None = None) -> None:
@@ -104,7 +104,7 @@ class WeightFormat(ABC):
         """
         if not x.numel():
             return x.new_empty((*x.shape[:-1], self.outputs))
-        if self.product is not None and x.numel() < self.most_rows * self.inputs:
+        if self.product is not None and x.numel() < self.min_torch_rows * self.inputs:
             return self.product.multiply(x.to(self.product.dtype)).to(x.dtype)
         out = self._multiply(x.reshape(-1, self.inputs).float())
         if self.bias is not None:

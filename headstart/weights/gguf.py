@@ -116,7 +116,7 @@ ARCHITECTURES = {
 # Architectures whose files interleave the two halves of each head of Q and K, since llama.cpp
 # rotates adjacent elements together.
 _PERMUTED = frozenset({"llama", "mistral3", "granite", "smollm3", "granitehybrid"})
-# Architectures whose files list the heads of K and V by layer, with 0 for recurrent layers.
+# Architectures whose files list the number of KV heads by layer, with 0 for recurrent layers.
 _KV_HEADS_BY_LAYER = frozenset({"lfm2", "granitehybrid"})
 _ROPE_TENSORS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -137,7 +137,7 @@ _FLAT = (".mixer.A_log", ".mixer.D", ".mixer.norm.weight")  # have two dimension
 
 
 class Metadata:
-    """The values of a file's metadata whose keys have one prefix."""
+    """The metadata of a file under the keys with one prefix."""
 
     def __init__(self, reader: Any, prefix: str) -> None:
         self._reader, self._prefix = reader, prefix
@@ -190,7 +190,7 @@ class TiledHeads(NamedTuple):
     width: int
 
     def order(self, size: int) -> NDArray[np.int64]:
-        """Return the index in the file of each element, in transformers' order.
+        """Return indices that put the elements of a file into transformers' order.
 
         size: the number of elements of a head.
         """
@@ -235,10 +235,10 @@ class GGUFCheckpoint(Checkpoint):
         self._tensors: dict[str, Any] = {}
         # The last layers are for multi-token prediction. headstart does not use them.
         num_mtp_layers = metadata.count("nextn_predict_layers", 0)
-        last = metadata.count("block_count") - num_mtp_layers if num_mtp_layers else None
+        num_layers = metadata.count("block_count") - num_mtp_layers if num_mtp_layers else None
         for tensor in reader.tensors:
             match = _TENSOR_NAME.fullmatch(tensor.name)
-            if last is not None and match and match[1] and int(match[1]) >= last:
+            if num_layers is not None and match and match[1] and int(match[1]) >= num_layers:
                 continue
             if tensor.name not in _ROPE_TENSORS:
                 name = self._transformers_name(tensor.name)
@@ -286,33 +286,31 @@ class GGUFCheckpoint(Checkpoint):
     def tensor(self, name: str) -> Tensor:
         """Return the tensor in float32, in separate memory.
 
-        Raises `UnsupportedModelError` for a format that the package gguf does not read.
+        Raises `UnsupportedModelError` for a format that the package gguf does not support.
         """
         entry = self._tensors[name]
         try:
             data = self._gguf.quants.dequantize(self._rows(name), entry.tensor_type)
         except NotImplementedError as error:
             raise UnsupportedModelError(
-                f"{name} is of the format {self._type(name)}, which the package gguf does not read"
+                f"{name} has the format {self._type(name)}, which the package gguf lacks"
             ) from error
         if (tiled := self._tiled) is not None and name.endswith(".mixer.out_proj.weight"):
             data = data[:, tiled.order(tiled.width)]
         tensor = torch.from_numpy(data.astype("float32")).view(self.shapes[name])
         if name.endswith(".A_log"):  # llama.cpp stores -exp(A_log)
             return (-tensor).log()
-        # llama.cpp stores norms with the 1 that the model adds to them.
+        # These models add 1 to the weights of norms, and llama.cpp stores the sums.
         adds_one = self._architecture in ("gemma2", "gemma3", "qwen35")
         return tensor - 1 if adds_one and "norm" in name and ".mixer." not in name else tensor
 
     def kind(self, name: str) -> WeightKind | None:
-        """Return the kind nearest to the tensor's bits; None for a float."""
         type_name = self._type(name)
         if type_name in _FLOATS:
             return None
         return FORMATS.get(type_name, "int4" if type_name in _NARROW else "int8")
 
     def packed(self, name: str) -> GroupedValues | None:
-        """Return the tensor in its 4, 5 or 8 bits; None for another format."""
         type_name = self._type(name)
         if type_name not in FORMATS:
             return None
@@ -349,7 +347,7 @@ class GGUFCheckpoint(Checkpoint):
         return f"{_ROUNDED} to {'int8' if is_head else kind}"
 
     def release(self) -> None:
-        """Release the memory of the file's pages. Tensors are copies."""
+        """Release the memory of the file's pages. Tensors are copies, so they stay valid."""
         if isinstance(self._mapped, np.memmap) and self._mapped.mode == "r":
             drop_pages(self._mapped.ctypes.data, self._mapped.nbytes)
 

@@ -20,8 +20,8 @@ from headstart.native.bindings import Screen
 from headstart.native.pages import request_huge_pages
 from headstart.weights.bf16 import PackedWeight
 
-MOST_INPUTS = 32_768
-"""The most inputs of a `GreedyHead`: sums of this many 8-bit products fit in 32 bits."""
+MAX_INPUTS = 32_768
+"""Maximum number of inputs of a `GreedyHead`: sums of this many 8-bit products fit in 32 bits."""
 _LONGEST_PAUSE = 255  # steps
 _FEW = 32  # few: at most 1 / 32 of the bytes of a mask
 # For each byte of a mask, eight bounds: NaN where the bit is set, else minus infinity. `fmin` of a
@@ -110,7 +110,7 @@ class GreedyHead:
     def __init__(self, weight: PackedWeight) -> None:
         kernels = library()
         outputs, inputs = weight.outputs, weight.inputs
-        assert kernels is not None and weight.bias is None and inputs <= MOST_INPUTS
+        assert kernels is not None and weight.bias is None and inputs <= MAX_INPUTS
         self._choose = kernels.headstart_greedy_tokens
         self.weight = weight
         """The LM head's weight."""
@@ -123,7 +123,7 @@ class GreedyHead:
         self._exact = ctypes.addressof(weight.product.struct)
         kernels.headstart_screen(self._exact, self._screen, torch.get_num_threads())
         request_huge_pages(start, size)
-        self._pause = 0  # length of the latest pause, in steps; 0 if the bounds sufficed since
+        self._pause = 0  # length of the latest pause, in steps; 0 once the bounds suffice
         self._waiting = 0  # steps left of the current pause
 
     def choose(self, hidden: Tensor, allowed: np.ndarray | None = None) -> list[int]:

@@ -2,14 +2,14 @@
 
     weight[o, i]  ~  (value[o, i] * step[o, i // 32] + start[o, i // 32]) * scales[o] * columns[i]
 
-With 8 bits, which only files have, `value - 128` takes the place of `value`.
+Only weights from files have 8 bits. For them, `value - 128` replaces `value`.
 
 Weights that are rounded here take 4.5 or 5.5 bits each. Their steps and starts are 8-bit integers,
 multiples of a unit for each output. `scales` includes this unit. Steps and starts from files are
 float16, so weights from files take 5, 6 or 9 bits each.
 
-`scales` has a factor for each output, `columns` for each input. They make outputs and inputs
-equally large before rounding, so that a small input does not get the step of its large neighbors.
+`scales` has a factor for each output, `columns` for each input. A weight is
+divided by both before rounding, so that inputs with small weights do not get their neighbors' step.
 This halves the error of 4 bits. SINQ (arXiv 2509.22944) also uses scales in both dimensions.
 
 `native/narrow/integers.h` describes the bytes and the integer product. For this product, each group
@@ -36,7 +36,7 @@ from headstart.weights.products import CompiledProduct, choose_product
 GROUP = 32
 """Inputs that share a step."""
 _TINY = 1e-30
-_SMALLEST_COLUMN = 1e-15  # least factor of an input, to avoid a division by zero
+_SMALLEST_COLUMN = 1e-15  # minimum factor of an input, to avoid a division by zero
 _PANEL = 16  # outputs
 _ROUNDED = 1 << 18  # elements that are rounded at a time, so that copies fit in the caches
 _MOST = 255  # largest step or start in a byte
@@ -226,7 +226,7 @@ _KINDS: dict[int, tuple[WeightKind, str]] = {
 class GroupedWeight(WeightFormat):
     """A weight in groups, laid out for its product with input rows in a dtype.
 
-    With 8 bits, the product of integers is used for bfloat16 rows too, even with AMX.
+    With 8 bits, the integer product is used for bfloat16 rows too, even with AMX.
     """
 
     rounding = 1 / 127

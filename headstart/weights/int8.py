@@ -43,7 +43,7 @@ _WIDE_PANEL = 32  # outputs, see native/linear.h
 _PANEL, _GROUP = 16, 32  # outputs and inputs, see native/narrow/integers.h
 _LEVELS = 127
 _MIDDLE = 128
-_TINY = 1e-30  # least scale, for rows of zeros
+_TINY = 1e-30  # minimum scale, for rows of zeros
 
 
 class Int8Values(NamedTuple):

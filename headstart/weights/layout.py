@@ -8,8 +8,8 @@ A torchao weight `a.weight` has these tensors:
 
 The metadata of the file's header has a JSON object for each weight, with three fields. `_type` is
 the class of the tensor, and `_tensor_data_names` lists the tensors that store it. `_data` has
-`block_size`: `[outputs, inputs]` that share one scale. For some classes it also has `target_dtype`
-(torchao/prototype/safetensors/safetensors_support.py).
+`block_size`, the numbers of outputs and of inputs that share one scale. For some classes it also
+has `target_dtype` (torchao/prototype/safetensors/safetensors_support.py).
 """
 
 import json
@@ -199,8 +199,8 @@ def find_torchao_weights(
 ) -> dict[str, QuantizedWeight]:
     """Return torchao's quantized weights by name.
 
-    Raises `DamagedModelError` for tensors that do not fit together or do not fit their description,
-    and `UnsupportedLayerError` for unsupported classes.
+    Raises `DamagedModelError` for tensors that do not fit together or do not fit the header, and
+    `UnsupportedLayerError` for unsupported classes.
     """
     stored: dict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in entries.items():

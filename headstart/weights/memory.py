@@ -22,7 +22,7 @@ from headstart.native.pages import (
 )
 
 _ALIGNMENT = 4096
-_FEWEST = 32 << 20  # fewest bytes of weights for which a thread is started
+_FEWEST = 32 << 20  # minimum bytes of weights for which a thread is started
 _APART = 1 << 21  # tensors closer than this may share a huge page
 
 
@@ -63,7 +63,7 @@ class Arena:
 
 
 def map_pages(weights: Iterable[Tensor]) -> None:
-    """Map all pages of memory-mapped weights, which is four times as fast as page faults.
+    """Map all pages of memory-mapped weights at once, four times as fast as by page faults.
 
     Does nothing for subclasses of `Tensor`, and without the kernels.
     """

@@ -7,8 +7,8 @@ The layouts of a weight's integers. A field is an integer of 4 or 8 bits within 
     GPTQ                qweight int32 [inputs / fields, outputs], qzeros [groups, outputs / fields],
                         the lowest field first; g_idx [inputs]: the group of each input
     compressed-tensors  weight_packed int32 [outputs, inputs / fields] and weight_zero_point
-                        [outputs / fields, groups], where a field is a signed value plus half
-                        the range; or weight int8 [outputs, inputs], not packed
+                        [outputs / fields, groups]: a field is a signed value plus half of the
+                        range. Or, not packed, weight int8 [outputs, inputs]
     torchao             _weight_qdata int8 [outputs, inputs], _weight_zero_point int8
                         [outputs / rows, groups]: neighboring outputs may share a step
 
@@ -51,7 +51,7 @@ _TINY = 1e-30
 # start is at most 16 steps with 4 bits, or 128 steps with 8 bits, so float16 can store it.
 _STEP_EXPONENTS = {4: 11, 8: 8}
 _MIDDLE = 128
-_MOST = 512.0  # twice the largest distance of a value from its zero point
+_MOST = 512.0  # more than twice the largest distance of a value from its zero point, 255
 
 
 class Grouped(NamedTuple):
@@ -249,10 +249,7 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         return self._read(name).weight() if name in self._weights else super().tensor(name)
 
     def kind(self, name: str) -> WeightKind | None:
-        """Return int8 for a quantized weight, None for a float.
-
-        The weight is rounded to this kind only if `packed` returns None.
-        """
+        """Return int8 for a quantized weight, None for a float."""
         return "int8" if name in self._weights else None
 
     def packed(self, name: str) -> StoredValues | None:

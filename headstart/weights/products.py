@@ -1,12 +1,13 @@
 """The products of rows and a weight, and the choice of a product for this machine.
 
-The choice depends on the CPU's instructions, and was made by measurements. The compiled library
+The choice depends on the CPU's instructions, and is based on measurements. The compiled library
 itself chooses VNNI and AMX instructions within a product (`headstart.native`).
 
-FBGEMM, which torch includes for x86, supports 7 bits of an input: with 8 bits, the sum of two
-products saturates on CPUs without VNNI. So a row becomes two rows of 7-bit digits in one product:
+FBGEMM, which torch includes for x86, multiplies inputs of 7 bits. With 8 bits, the 16-bit sum of
+two products could saturate on CPUs without VNNI. So one product multiplies two rows of integers,
+the digits of a row in base 126:
 
-    x  ~  top / 63 * (high + low / 126)              high, low: integers, -63 .. 63
+    x  ~  top / 63 * (high + low / 126)      top: the row's largest |x|; high, low: -63 .. 63
 
 Together, the digits have 14 bits. The second row costs nothing if memory limits the product. The
 result of a row has the same bits in any batch.
@@ -40,8 +41,8 @@ class CompiledProduct:
 
     dtype: the dtype of rows, float32 or bfloat16. values: on the CPU, in the layout that
     `native/weight.h` describes for `kind`. scales: a factor for each output, float32 `[outputs]`;
-    None for weights of 16 bits. columns: a factor for each input, float32 `[inputs]`, or None. They
-    are padded to whole groups if rows are bfloat16.
+    None for weights of 16 bits. columns: a factor for each input, float32 `[inputs]`, or None;
+    padded to whole groups if rows are bfloat16.
 
     The result of a row has the same bits in any batch and on any number of threads. A copy, or an
     unpickled product, has separate memory. Raises `ModelError` without the kernels.

@@ -1,6 +1,6 @@
 """Readers of a checkpoint's tensors, which make the modules of a dense decoder.
 
-Memory does not hold a weight twice: a tensor is copied, converted or packed out of its mapped file,
+No weight is in memory twice: a tensor is copied, converted or packed out of its mapped file,
 and the file is unmapped after every layer.
 """
 
@@ -133,8 +133,8 @@ class WeightReader(TorchReader):
     """A reader that stores every matrix in the fastest format for this machine.
 
     With a `kind`, each linear layer is rounded to the kind that `kind_of_layer` returns for it, and
-    the LM head to int8. Without a kind, floats stay floats. Quantized matrices keep the
-    checkpoint's bits if a format supports them; if not, they are rounded again to the nearest kind.
+    the LM head to int8. Without a kind, floats stay floats, and quantized matrices keep their
+    values if a format can store them. Otherwise they are rounded again.
     An embedding that shares a quantized LM head's weight uses the same matrix. Other embeddings are
     float.
     """
@@ -218,7 +218,7 @@ class WeightReader(TorchReader):
     def _quantized(
         self, name: str, bias: Tensor | None, kind: WeightKind, table: bool = False
     ) -> WeightFormat:
-        """Return a matrix in the checkpoint's bits if they are supported, or rounded to `kind`."""
+        """Return a matrix with the checkpoint's quantized values, or rounded to `kind`."""
         weight = f"{name}.weight"
         values = None if self._kind is not None else self._checkpoint.packed(weight)
         is_prequantized = values is not None

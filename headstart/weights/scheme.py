@@ -32,8 +32,9 @@ class Scheme(NamedTuple):
 
     bits: the possible numbers of bits of a value. groups: the possible numbers of inputs that share
     a step; -1 stands for all inputs of an output. torchao describes both in file headers instead.
-    has_zeros: True if there are zero points; None if the method determines this. is_ordered: the
-    inputs of a group are adjacent. zero_offset: the number to add to each zero point in the file.
+    has_zeros: True if there are zero points; None if config.json does not determine this.
+    is_ordered: the inputs of a group are adjacent. zero_offset: the number to add to each zero
+    point in the file.
     """
 
     method: Method
@@ -45,7 +46,7 @@ class Scheme(NamedTuple):
 
 
 def read_scheme(content: Mapping[str, Any]) -> Scheme | None:
-    """Return the scheme of a model's config.json, None if its weights are floats.
+    """Return the scheme of a model's config.json, or None if its weights are floats.
 
     Raises `UnsupportedLayerError` for an unsupported scheme.
     """
@@ -140,7 +141,7 @@ def _check_config_group(group: Any) -> Mapping[str, Any]:
     is_ignored = is_ignored and (inputs.get("type"), inputs.get("num_bits")) == ("int", 8)
     _require(
         not inputs or is_ignored,
-        f"input_activations are {inputs!r}; allowed: dynamic, of type int and 8 num_bits",
+        f"input_activations are {inputs!r}; allowed: dynamic true, type int, num_bits 8",
     )
     _refuse(group, "output_activations")
     return weights

@@ -172,8 +172,8 @@ def test_a_too_long_prompt_has_openais_error_code(server: Running) -> None:
     error = post(server, "completions", prompt=[5] * 5_000).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert error["message"] == (
-        "the prompt has 5000 tokens; allowed: 4095 at most, so that one more fits "
-        "(max_model_len 4096); this model's maximum context length is 4096 tokens"
+        "the prompt has 5000 tokens; allowed: 4095 at most, so that one token of an "
+        "answer fits (max_model_len 4096); this model's maximum context length is 4096 tokens"
     )
 
 

@@ -46,8 +46,8 @@ Conversation = Sequence[Message]
 """A chat so far: dicts with "role" and "content"."""
 
 _MAX_TEMPLATES = 16  # templates in the cache of `_supports_parts`
-# Texts that `publish` appends to a prefix. No tokenizer merges both with the prefix in the same
-# way. So the token ids that both prompts begin with depend only on the prefix.
+# Texts that `publish` appends to a prefix. No tokenizer merges the end of the prefix with each text
+# in the same way. So the token ids that both prompts begin with depend only on the prefix.
 _CONTINUATIONS = ("a", " 0")
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _ESCAPED = _OPEN + _CLOSE
@@ -109,7 +109,7 @@ class ImagePromptCodec(PromptCodec):
 
 
 class ChatRequests:
-    """Maker of requests from conversations, which stores answers for the next turn. Thread-safe.
+    """Maker of requests from conversations. Stores answers for the next turn. Thread-safe.
 
     chat_template: the default template of requests; None for the tokenizer's.
     """

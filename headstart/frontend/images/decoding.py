@@ -35,8 +35,8 @@ HEADER_BYTES = 2**20
 _decoding = threading.Lock()
 
 _GRAY_FACTORS = {"L;2": 85, "L;4": 17}
-"""Factor from a gray level of 2 or 4 bits in a PNG to 8 bits. Pillow scales the pixels, but not the
-level that is transparent."""
+"""Factors that convert the transparent gray level of a PNG with 2 or 4 bits to 8 bits. Pillow
+converts only the pixels."""
 
 _SPACES = " \t\r\n\f\v"
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
@@ -221,6 +221,6 @@ def decode_base64(text: str) -> bytes:
 def _check_bytes(size: int, limit: int) -> None:
     if size > limit:
         raise RequestError(
-            f"an image's file has {size:,} bytes; allowed: {limit:,} at most (1 MiB and 4 bytes "
-            "for each of max_image_pixels)"
+            f"an image's file has {size:,} bytes; allowed: {limit:,} at most (1 MiB plus "
+            "4 * max_image_pixels)"
         )

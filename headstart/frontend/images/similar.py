@@ -12,7 +12,7 @@ edges is scaled and saved in several ways, and compared with the other image. Th
 original is scaled and saved, and the result must equal the other image in every pixel.
 
 A codec erases faint details, so two different pictures may have the same copy. To detect this,
-details of up to 4 pixels are painted over in the original, and the result is saved again. If
+details up to 4 pixels wide are painted over in the original, and the result is saved again. If
 painting over a detail does not change the copy, the codec erased this detail, and the earlier image
 does not replace the new image. If very many details are erased, they are grain, and are ignored.
 """
@@ -51,7 +51,7 @@ WEBP_PIXELS = 2**22  # pixels to save as WebP in a search; a million pixels take
 # slightly from those of the whole scaled picture.
 NEAR = 0.2
 BAND = 512  # rows in which details are searched at once
-DETAIL = 12  # of 255; least difference between a detail and the pixels around it
+DETAIL = 12  # of 255; minimum difference between a detail and the pixels around it
 FAINT = 3  # a detail is faint in a copy that retains at most 1 / FAINT of its contrast
 TRACE = 1  # of 255; a detail leaves a trace if painting over it changes the copy by more than this
 GRAIN = 1 / 3000  # of all pixels; a picture with more erased pixels has grain
@@ -78,7 +78,7 @@ def thumbnail_of(picture: Picture) -> Thumbnail:
 
 
 def distance(first: Thumbnail, second: Thumbnail) -> int | None:
-    """Return the sum of differences of two thumbnails; None if one exceeds `MAX_DIFFERENCE`."""
+    """Return the sum of differences of two thumbnails; None if any exceeds `MAX_DIFFERENCE`."""
     differences = np.abs(first - second)
     return None if differences.max() > MAX_DIFFERENCE else int(differences.sum())
 

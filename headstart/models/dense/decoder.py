@@ -23,7 +23,7 @@ from headstart.models.dense.modules import (
 from headstart.models.shapes import DecoderShape
 from headstart.weights.bf16 import PackedWeight
 from headstart.weights.format import Linear
-from headstart.weights.greedy_head import MOST_INPUTS, GreedyHead
+from headstart.weights.greedy_head import MAX_INPUTS, GreedyHead
 from headstart.weights.reader import Reader
 
 
@@ -134,7 +134,7 @@ class DenseDecoder(DecoderModel):
         self._head: GreedyHead | None = None
         matrix = modules.lm_head.matrix if isinstance(modules.lm_head, Linear) else None
         changed = shape.logit_divisor is not None or shape.logit_softcap is not None
-        if isinstance(matrix, PackedWeight) and matrix.inputs <= MOST_INPUTS and not changed:
+        if isinstance(matrix, PackedWeight) and matrix.inputs <= MAX_INPUTS and not changed:
             self._head = GreedyHead(matrix)
 
     def linear_widths(self) -> dict[str, Widths]:

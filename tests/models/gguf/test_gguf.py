@@ -298,7 +298,7 @@ def test_a_format_that_the_package_does_not_read_is_named(tmp_path: Path) -> Non
     model = make_model("llama")
     model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.double())
     file = write_gguf(tmp_path / "a.gguf", "llama", model, "F32")
-    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight is of the format F64"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight has the format F64"):
         load_model(file)
 
 

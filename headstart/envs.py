@@ -18,7 +18,7 @@ __all__ += list(_DEFAULTS)
 
 
 def is_set(name: str) -> bool:
-    """Return True if an attribute of this module is set in the environment."""
+    """Return True if `name` is an attribute of this module and is set in the environment."""
     return name in _DEFAULTS and name in os.environ
 
 

@@ -5,13 +5,13 @@
      ├ RequestError            one request cannot be served: empty, bad parameter
      │  └ PromptTooLongError      the prompt is longer than the model's context
      ├ ModelError              a model cannot be loaded
-     │  ├ ModelNotFoundError      wrong path, or a hub name without a network
+     │  ├ ModelNotFoundError      wrong path, or a name that the hub does not provide
      │  ├ DamagedModelError       missing shard, truncated weights, broken JSON
-     │  └ UnsupportedModelError   an architecture that cannot work, and why
+     │  └ UnsupportedModelError   an architecture that cannot run, and the reason
      ├ AdapterError            a LoRA adapter cannot be loaded
      │  ├ AdapterNotFoundError    wrong path, or a folder without an adapter
      │  ├ DamagedAdapterError     truncated weights, broken JSON, configuration and weights differ
-     │  └ UnsupportedAdapterError parts that cannot be added to this model, and why
+     │  └ UnsupportedAdapterError parts that cannot be added to this model, and the reason
      ├ OutOfMemoryError        not enough memory for the model, or for one request alone
      ├ CacheError              misuse of the cache manager: double free, unknown sequence
      └ EngineError             a step failed and its requests ended, or the engine is closed
@@ -48,7 +48,7 @@ class ModelError(HeadstartError):
 
 
 class ModelNotFoundError(ModelError):
-    """There is no model at this path, or under this name without a network."""
+    """The path does not exist, or the hub does not provide a model of this name."""
 
 
 class DamagedModelError(ModelError):

@@ -40,7 +40,7 @@ def load_module(name: str) -> ModuleType:
             # Some imports, such as torch.fx's, leave stack frames in reference cycles. A frozen
             # frame would keep its caller's objects alive, such as a process's first engine. So
             # clear these frames. Collecting all garbage would take several times as long.
-            for entry in gc.get_objects(generation=0):  # older objects were collected before
+            for entry in gc.get_objects(generation=0):  # the objects of this import
                 if type(entry) is FrameType and not entry.f_code.co_flags & _MAY_CONTINUE:
                     with suppress(RuntimeError):  # the frame is still running
                         entry.clear()

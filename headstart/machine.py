@@ -21,7 +21,7 @@ def _read_lines(path: Path) -> list[str]:
 
 @cache
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
-    """Return the instruction sets of all cores, in Linux's names; empty on other systems."""
+    """Return the instruction sets that all cores have, in Linux's names; empty on other systems."""
     fields = [line.partition(":") for line in _read_lines(cpuinfo)]
     flags = [set(value.split()) for name, _, value in fields if name.strip() in _FLAG_FIELDS]
     return frozenset(set.intersection(*flags)) if flags else frozenset()

@@ -77,8 +77,7 @@ def check_utf8(name: str, text: str, error: type[HeadstartError] = RequestError)
 
 Name = str | None
 """The type of an optional name in signatures. mypyc raises TypeError for an argument of a wrong
-type unless the type is an alias. With this alias, a compiled cache raises the error of `check_name`
-too."""
+type unless the type is an alias. With this alias, `check_name` raises its own error."""
 
 
 def check_name(
@@ -129,7 +128,7 @@ class Allowed(Protocol):
 
 
 class Number(NamedTuple):
-    """Finite numbers from `low` (excluded if `above_low`) to `high`. Integers have 64 bits."""
+    """Finite numbers from `low` (excluded if `above_low`) to `high`. Integers fit in 64 bits."""
 
     kind: type[int] | type[float]
     low: float
@@ -156,7 +155,7 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """The values of a list."""
+    """The values in `values`, compared by value and type."""
 
     values: tuple[Any, ...]
 
@@ -200,7 +199,7 @@ def option(default: Any = MISSING, help_text: str = "", allowed: Allowed | None 
 def check_fields(options: Any, error: type[Exception], prefix: str = "") -> None:
     """Raise `error` if a field of a dataclass has a value outside its type or range.
 
-    A field of several types, None not counted, is checked only if it has `allowed`. prefix: text in
+    A field with several types besides None is checked only if it has `allowed`. prefix: text in
     front of the field's name in the error.
     """
     kind: Any = type(options)

@@ -77,8 +77,8 @@ class StepPlan:
     its context, not on other spans of the batch or on block ids.
 
     If the memory has a pool of window blocks, `window` is the plan of layers with a sliding window:
-    the same rows, with slots and block tables of that pool. In these tables, blocks before the
-    windows of all rows are not read. Their entries may be any block ids of the pool.
+    the same rows, with slots and block tables of that pool. Blocks that lie before every row's
+    window are not read, so their entries in the tables may be any block ids of the pool.
 
     `recurrence` has the slots of recurrent layers' states; None for a model without such layers.
     """

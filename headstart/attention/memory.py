@@ -22,7 +22,7 @@ _LEVELS = 127  # steps on either side of zero
 _SMALLEST = torch.finfo(torch.float32).tiny
 _LARGEST = float.fromhex("0x1.020406p+121")  # 127 times the next larger float32 is infinite
 _CACHE_LINE = 64  # bytes
-_PREFAULTED = 64 << 20  # most bytes of `prefault`
+_PREFAULTED = 64 << 20  # maximum bytes that `prefault` allocates
 
 
 class PagedKVMemory:
@@ -165,7 +165,7 @@ class PagedKVMemory:
             start += rows.shape[1]
 
     def prefault(self, num_blocks: int) -> threading.Thread | None:
-        """Allocate the pages of the first blocks, at most 64 MB, before a step needs them.
+        """Allocate the pages of the first blocks, at most 64 MiB, before a step needs them.
 
         The system allocates and clears each page at its first use. A thread triggers this in
         advance, without changing a byte. Return the thread; None if the memory is not on a CPU, and

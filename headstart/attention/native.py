@@ -35,7 +35,7 @@ from headstart.native.bindings import AttentionCall, AttentionStep, Merger, Segm
 _MAX_DIM = 256  # the kernel's widest head
 _MOST_POSITIONS = (1 << 31) - 1  # the kernel's positions have 32 bits
 
-# The break-even points of `bench/kernels/attention.py`, in tokens. They are higher for float32,
+# Break-even points in tokens, measured by `bench/kernels/attention.py`. They are higher in float32,
 # which is limited by arithmetic more than by memory. K/V in 8 bits are computed in float32.
 SHARING = {
     torch.bfloat16: SharingCost(group=0, member=40),
@@ -206,8 +206,8 @@ class PoolSteps:
         self._longest = max((span.context for span in plan.spans), default=0)
         self._tables.fill([span.block_ids for span in plan.spans])
         self._plan = plan
-        # If a context is longer than the widest window, every layer of the pool masks a part of
-        # this context, and no layer shares.
+        # In the pool of window blocks, every layer masks a part of a context that is longer than
+        # the widest window. Such a layer attends without shared prefixes.
         may_share = self.window is None or self._longest <= self.window
         if self._planner is not None and may_share:
             shared = self._planner.plan(plan.decoding)
@@ -223,8 +223,8 @@ class PoolSteps:
         assert self._plan is not None, "call begin_step() first"
         if self._shared is not None and (window is None or window >= self._longest):
             return self._shared
-        # Layers whose window hides a token do not share. The keys of a decoding row are split if
-        # there are more threads than spans times KV heads.
+        # Layers whose window hides a token attend without shared prefixes. The keys of a decoding
+        # row are split if there are at least two threads for each KV head of each span.
         if self._plain is None:
             work = len(self._plan.spans) * self._kv_heads
             kv_splits = max(1, torch.get_num_threads() // work)
@@ -378,7 +378,7 @@ class NativeStep:
     """The `AttentionStep` of a plan, and the arrays that it points to.
 
     `kv_splits` is the number of parts into which the keys of a decoding row are split, if there
-    are enough keys. So all threads have work even if there are more threads than KV heads.
+    are enough keys. So a step with few rows also has work for all threads.
     """
 
     def __init__(
@@ -395,8 +395,8 @@ class NativeStep:
         self._num_tokens = len(plan.slots)
         self.num_partials = 0
         self._rows = list(range(self._num_tokens))  # rows of spans in order, then rows of groups
-        self._parts: dict[int, list[int]] = {}  # partial results by token
-        self._owners: list[int] = []  # the spans of segments, except segments of groups
+        self._parts: dict[int, list[int]] = {}  # numbers of partial results by token
+        self._owners: list[int] = []  # the span index of each segment outside groups
         # Groups come first, since they take longest.
         self._segments = np.array(
             self._group_segments(plan) + self._ungrouped_segments(plan), dtype=np.int32
@@ -510,12 +510,12 @@ class NativeStep:
         return segments
 
 
-def _key_borders(first: int, stop: int, most: int) -> list[int]:
-    """Return the borders of at most `most` parts of the keys.
+def _key_borders(first: int, stop: int, max_parts: int) -> list[int]:
+    """Return the borders of at most `max_parts` parts of the keys `first` to `stop - 1`.
 
     One more key seldom changes the borders, so `NativeStep.update` often succeeds.
     """
-    splits = min(most, (stop - first) // SPLIT_KEYS)
+    splits = min(max_parts, (stop - first) // SPLIT_KEYS)
     if splits < 2:
         return [first, stop]
     length = (stop - first) // splits // _GRAIN * _GRAIN

@@ -77,8 +77,8 @@ def attend_with(
 
     number: returns the index of a layer in the backend's memory.
 
-    transformers holds the function forever. The function has only a weak reference to the backend,
-    so that the backend's memory can be freed.
+    transformers holds the function until `unregister`. The function has only a weak reference to
+    the backend, so that the backend's memory can be freed earlier.
     """
     reference = weakref.ref(backend)
 

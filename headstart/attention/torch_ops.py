@@ -2,7 +2,7 @@
 
 Scores are float32 for every dtype of K and V, as in fused kernels: rounded to bfloat16, a score of
 1,000 has an error of up to 2, which a softmax turns into a factor of 7. On a CPU all products are
-in float32; narrow dtypes are faster only on CPUs where the compiled kernels run.
+in float32. CPUs with fast bfloat16 products run the compiled kernels instead of these operations.
 
 The g query heads of a KV head are treated as g query rows. A layer is then a gather, a batched
 product, a softmax and a batched product. On a CPU this is several times faster than
@@ -12,8 +12,8 @@ separate path, since products over a strided view of the memory are slower than 
 All layers with the same sliding window read the same memory rows, so the row numbers are computed
 once in a step. A prefix that decoding sequences share (`shared.py`) is read once. Their remaining
 contexts are grouped by similar length. One gather reads a group, padded to its longest context. The
-padding of a row is at most a quarter of this length, or `SMALL_GAP` tokens. A span of several rows
-is cut into chunks of rows. A chunk reads no key after its last row.
+padding of a row is at most `SMALL_GAP` tokens, or a quarter of this length if that is more. A span
+of several rows is cut into chunks of rows. A chunk reads no key after its last row.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from headstart.attention.backend import AttentionOptions, Span, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost
 
-# The break-even point of `bench/kernels/attention.py`. Each group adds a few torch operations.
+# Break-even point measured by `bench/kernels/attention.py`. A group adds a few torch operations.
 SHARING = SharingCost(group=8192, member=32)
 # Rows of a prefill in one pair of products: enough for full GEMM speed, but few enough to limit
 # wasted work above the causal diagonal.
 CHUNK_ROWS = 128
-# Most tokens that one decode group gathers, so that its K of one layer fits the L2 cache.
+# Maximum number of tokens in a decode group, so that its K of one layer stay in the caches.
 GROUP_TOKENS = 16_384
 # Up to this difference in length, in tokens, padding costs less than another group.
 SMALL_GAP = 64
@@ -52,7 +52,7 @@ class TorchAttention:
         self._planners = [SharedPlanner(memory.block_size, SHARING) for _ in range(2 * share)]
         self._pools: list[PoolPlan] = []  # the step's plans for blocks, then for window blocks
         self._longest = 0
-        # By pool, window and KV heads.
+        # By pool, window and number of KV heads.
         self._tables: dict[tuple[int, int | None, int], StepTables] = {}
         # For K and V of each layer in the step: float `[tokens]`, 0 for finite rows, else NaN.
         self._finite: list[Tensor] = []
@@ -63,8 +63,8 @@ class TorchAttention:
         self._longest = max((span.context for span in plan.spans), default=0)
         self._finite = []
         for pool, part in enumerate(memory.plans(plan)):
-            # If a context is longer than the widest window, every layer of the second pool masks a
-            # part of this context, and no layer shares.
+            # In the pool of window blocks, every layer masks a part of a context that is longer
+            # than the widest window. Such a layer attends without shared prefixes.
             may_share = pool == 0 or self._longest <= memory.window
             shared = None
             if self._planners and may_share:
@@ -174,7 +174,7 @@ class TorchAttention:
             mixed, total = _mix_part(*self._decode_scores(layer_idx, query, group, options))
             shape = (len(group.rows), *out.shape[1:])
             merge(group.rows, mixed.view(shape), total.view(*shape[:2], 1))
-        if options.sinks is not None:  # scale by the sink's share, see `_mix`
+        if options.sinks is not None:  # see `_mix`
             result = result * torch.sigmoid(totals - options.sinks.float().view(1, -1, 1))
         rows = torch.cat([group.rows for group in tables.decode])
         out.index_copy_(0, rows, result.index_select(0, rows).to(out.dtype))
@@ -265,7 +265,7 @@ class PrefillChunk(NamedTuple):
 class PrefillSpan(NamedTuple):
     """One sequence with several rows, whose `columns` tokens are gathered once for all chunks.
 
-    All rows see the first `seen_columns` of these tokens.
+    No chunk masks any of the first `seen_columns` tokens.
     """
 
     columns: int
@@ -286,7 +286,7 @@ class DecodeSpan(NamedTuple):
 
 
 class StepTables:
-    """The memory rows that a step reads in all layers with the same window and KV heads.
+    """The memory rows that a step reads in layers with the same window and number of KV heads.
 
     With shared groups, `decode` has only the tokens of each sequence outside its groups. The
     members of a shared group are indices in `plan.decoding`.
@@ -431,7 +431,7 @@ def _isolate_nonfinite(keys: Tensor, values: Tensor) -> None:
 
 
 def _scores(rows: Tensor, keys: Tensor, options: AttentionOptions) -> Tensor:
-    """Return scores `[batch, rows, columns]`, scaled and softcapped, at least float32."""
+    """Return scores `[batch, rows, columns]`, scaled and softcapped, in float32 or wider."""
     if keys.dtype.itemsize < 4:
         scores = torch.bmm(rows, keys.transpose(1, 2), out_dtype=torch.float32)
         scores *= options.scaling
@@ -443,7 +443,7 @@ def _scores(rows: Tensor, keys: Tensor, options: AttentionOptions) -> Tensor:
 
 
 def _mix_part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs float32 over part of the rows' context, and their log-sum-exps.
+    """Return float32 outputs over part of the rows' context, and their log-sum-exps.
 
     The largest score s has the largest weight w = exp(s - total), so total = s - log w. This needs
     only two maxima; logsumexp would allocate large tensors, whose page faults are slow.
@@ -457,8 +457,8 @@ def _mix_part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def _mix(scores: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
     """Return the softmax of `scores` times `values`; hidden scores are -inf.
 
-    A sink with score s has the share 1 - sigmoid(lse - s) of the softmax and no value, so it only
-    scales the result down.
+    A sink has a score s and no value. So it only multiplies the result by sigmoid(lse - s), where
+    lse is the log-sum-exp of the scores.
     """
     weights = torch.softmax(scores, dim=-1).to(values.dtype)
     mixed = torch.bmm(weights, values)

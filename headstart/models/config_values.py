@@ -115,10 +115,10 @@ _RANGES: dict[str, tuple[int, int]] = {
 def check_values(file: Path, content: Mapping[str, Any]) -> None:
     """Raise `DamagedModelError` if a number in a configuration is outside its range."""
     for name, value in find_values(content, _RANGES.keys()):
-        least, most = _RANGES[name.rpartition(".")[2]]
-        if type(value) is not int or not least <= value <= most:
+        minimum, maximum = _RANGES[name.rpartition(".")[2]]
+        if type(value) is not int or not minimum <= value <= maximum:
             raise DamagedModelError(
-                f"{file}: {name} is {value!r}; allowed: an integer from {least} to {most}"
+                f"{file}: {name} is {value!r}; allowed: an integer from {minimum} to {maximum}"
             )
 
 

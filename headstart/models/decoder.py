@@ -38,7 +38,7 @@ class ProcessedImage:
 
 
 class PlacedImage(NamedTuple):
-    """The position of an image in a prompt: its shape, and the offset of its first placeholder."""
+    """An image in a prompt: the offset of its first placeholder, and the image's shape."""
 
     offset: int
     shape: tuple[int, ...]
@@ -106,7 +106,7 @@ class Widths(NamedTuple):
 class EmbeddingOverlay(NamedTuple):
     """Embeddings that replace the embeddings of some tokens.
 
-    rows: their row numbers in the flat batch, int64 `[replaced]`. values: `[replaced, hidden]`.
+    rows: row numbers in the flat batch, int64 `[replaced]`. values: `[replaced, hidden]`.
     """
 
     rows: Tensor

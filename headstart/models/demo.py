@@ -48,12 +48,12 @@ def demo_model_path() -> Path:
     return make_cached_folder(f"demo-{str(dtype).removeprefix('torch.')}", [Path(__file__)], write)
 
 
-def make_cached_folder(name: str, recipes: Sequence[Path], write: Callable[[Path], None]) -> Path:
+def make_cached_folder(name: str, sources: Sequence[Path], write: Callable[[Path], None]) -> Path:
     """Return a cache folder that `write` fills if it does not exist; see `make_folder`.
 
-    The folder's name contains a digest of the files `recipes`.
+    The folder's name contains a digest of `sources`, the files that define its content.
     """
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in recipes)).hexdigest()[:8]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
     folder = cache_folder(_VARIABLE) / f"{name}-{__version__}-{digest}"
     return make_folder(folder, _VARIABLE, write)
 

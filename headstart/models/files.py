@@ -331,11 +331,11 @@ def check_files(folder: Path) -> None:
                 )
     num_weights = sum(math.prod(header.shape) for header in headers.values())
     limits = ((LAYER_COUNTS, len(headers), "tensors"), (WIDTHS, num_weights, "weights"))
-    for keys, most, unit in limits if headers else ():
+    for keys, limit, unit in limits if headers else ():
         for name, value in find_values(content, keys):
-            if value > most:
+            if value > limit:
                 raise DamagedModelError(
-                    f"{config}: {name} is {value}; the files next to it have {most} {unit} in all"
+                    f"{config}: {name} is {value}; the files next to it have {limit} {unit} in all"
                 )
 
 
@@ -350,7 +350,7 @@ class _Header(NamedTuple):
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor by name, from the headers of safetensors files.
 
-    It is empty for weights in PyTorch's format. Raises `DamagedModelError`.
+    The result is empty for weights in PyTorch's format. Raises `DamagedModelError`.
     """
     return {name: header.shape for name, header in _read_headers(folder).items()}
 

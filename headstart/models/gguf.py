@@ -87,14 +87,14 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
     return content
 
 
-def _at_most(metadata: Metadata, name: str, most: int) -> int:
-    """Return a count. Raise `ValueError` unless it is from 1 to `most`.
+def _at_most(metadata: Metadata, name: str, maximum: int) -> int:
+    """Return a count. Raise `ValueError` unless it is from 1 to `maximum`.
 
     A damaged count could fill memory.
     """
     count = metadata.count(name)
-    if not 0 < count <= most:
-        raise ValueError(f"its {name} is {count:,}; allowed: 1 to {most:,}")
+    if not 0 < count <= maximum:
+        raise ValueError(f"its {name} is {count:,}; allowed: 1 to {maximum:,}")
     return count
 
 

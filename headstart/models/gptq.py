@@ -93,7 +93,7 @@ _BY_INPUT = 0.4
 _BY_COLUMN = 0.75
 _LARGEST_UNIT = 16.0
 _EPSILON = 1e-20  # avoids a division by zero
-_TINY = 1e-6  # least size relative to the largest; an input may be 0 throughout the text
+_TINY = 1e-6  # minimum size relative to the largest; an input may be 0 throughout the text
 
 
 def apply_units(
@@ -195,7 +195,7 @@ def _read_text(file: Path | None) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"text {file} cannot be read: {reason}; allowed: a file in UTF-8"
+            f"the text file {file} cannot be read: {reason}; allowed: a file in UTF-8"
         ) from error
 
 
@@ -209,9 +209,9 @@ def cut_windows(text: str, name: str, tokenizer: PreTrainedTokenizerBase, longes
         lead = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
         tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
     length = max(1, min(LENGTH, longest) - len(lead))
-    least = _LEAST_WINDOWS * LENGTH
-    if len(tokens) < least:
-        raise ConfigError(f"{name} has {len(tokens):,} tokens; allowed: at least {least:,}")
+    minimum = _LEAST_WINDOWS * LENGTH
+    if len(tokens) < minimum:
+        raise ConfigError(f"{name} has {len(tokens):,} tokens; allowed: at least {minimum:,}")
     available = len(tokens) // length
     count = min(available, _MOST_WINDOWS * LENGTH // length)
     starts = [number * available // count * length for number in range(count)]
@@ -365,7 +365,7 @@ def check_target(target: Path) -> Path:
     """Return the absolute path of a new folder. Raises `ConfigError` if it cannot be made."""
     target = target.expanduser().absolute()
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"the folder {target} exists already; allowed: a new folder")
+        raise ConfigError(f"the folder {target} exists already; choose another path")
     if not target.parent.is_dir():
         raise ConfigError(f"{target} cannot be created, as {target.parent} is not a folder")
     return target

@@ -153,7 +153,7 @@ def _choose_grid(elements: Tensor, sizes: Tensor, stored_dtype: torch.dtype) -> 
     too, since the errors of earlier inputs will change the elements.
     """
     low, high = elements.amin(dim=0).clamp_max_(0), elements.amax(dim=0).clamp_min_(0)
-    least, best = None, None
+    best_loss, best = None, None
     for span in _SPANS:
         steps = (
             ((high - low) * (span / _MOST)).clamp_(*_limits(stored_dtype)).to(stored_dtype).float()
@@ -162,11 +162,11 @@ def _choose_grid(elements: Tensor, sizes: Tensor, stored_dtype: torch.dtype) -> 
         grid = _Grid(steps, (-begin / steps).round_().clamp_(0, _MOST))
         errors = grid.elements(grid.values(elements)).sub_(elements).square_()
         loss = errors.mul_(sizes.unsqueeze(1)).sum(dim=0)
-        if least is None or best is None:
-            least, best = loss, grid
+        if best_loss is None or best is None:
+            best_loss, best = loss, grid
             continue
-        better = loss < least
-        least = torch.where(better, loss, least)
+        better = loss < best_loss
+        best_loss = torch.where(better, loss, best_loss)
         best = _Grid(*(torch.where(better, *pair) for pair in zip(grid, best, strict=True)))
     assert best is not None
     return best

@@ -137,7 +137,7 @@ def _granite_hybrid_layers(config: Any) -> list[LayerShape]:
         )
     limits = config.time_step_limit or (0.0, math.inf)
     # transformers writes infinity as an object.
-    least, most = (float(x["__float__"] if isinstance(x, dict) else x) for x in limits)
+    shortest, longest = (float(x["__float__"] if isinstance(x, dict) else x) for x in limits)
     mixer = ScanShape(
         heads,
         head_dim,
@@ -146,7 +146,7 @@ def _granite_hybrid_layers(config: Any) -> list[LayerShape]:
         config.mamba_d_conv,
         config.mamba_conv_bias,
         config.mamba_proj_bias,
-        (least, most),
+        (shortest, longest),
     )
     attention = LayerShape(angles="" if config.position_embedding_type == "rope" else None)
     return _hybrid_layers(config, mixer, attention)

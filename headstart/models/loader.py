@@ -27,7 +27,7 @@ def load_model(
     ready_memory: ReadyMemory | None = None,
     weights: str = "auto",
 ) -> DecoderModel:
-    """Load and check a model by local path or hub name; a backend can then be attached.
+    """Load a model by local path or hub name, and check it.
 
     dtype: auto (see `computes_wider`, `fast_dtype`), float32, bfloat16 or float16. weights: auto
     (as in the checkpoint), int8, int5 or int4. ready_memory: memory for packed weights, used if it
@@ -47,15 +47,13 @@ def load_model(
             reason = str(error)
             level = logging.INFO if isinstance(error, UnknownFamilyError) else logging.WARNING
         if is_gguf(folder):
-            raise UnsupportedModelError(
-                f"{model} is not a GGUF file that headstart reads: {reason}"
-            )
+            raise UnsupportedModelError(f"headstart cannot run the GGUF file {model}: {reason}")
         # transformers' modelling code takes seconds to import.
-        backend = load_module("headstart.models.transformers_backend.loader")
+        loader = load_module("headstart.models.transformers_backend.loader")
         if wider:  # transformers' modules compute in the dtype of the weights
             module_dtype = fast_dtype(weights_dtype, folder, torch_device)
         try:
-            loaded: DecoderModel = backend.load_transformers(
+            loaded: DecoderModel = loader.load_transformers(
                 folder, module_dtype, torch_device, ready_memory, kind
             )
         except UnsupportedModelError as error:

@@ -9,9 +9,9 @@ mostly decodes, are multiplied together by a stack of their adapters' matrices. 
 input (q, k and v; gate and up) share one product with their stacked A matrices. Below, a rank is a
 row of A with the matching column of B. The ranks of all adapters are concatenated:
 
-    hidden = x @ down.T     [rows, ranks of all]    down: A of every layer and adapter
+    hidden = x @ down.T     [rows, ranks of all]    down: stacked A of all adapters
     hidden[ranks of other adapters] = 0
-    out += hidden @ up.T                            up: B of every adapter
+    out += hidden @ up.T                            up: stacked B of all adapters
 
 A row of the batch is also multiplied by the ranks of other adapters, without effect. This costs
 little, since a layer has a hundred times more outputs than ranks. For few rows the cost depends

@@ -16,8 +16,8 @@ from headstart.native.pages import ReadyMemory
 
 __all__ = ["ReadyMemory", "read_ahead"]
 
-# Nothing is prepared for files larger than 1 / 4 of the machine's memory. It would not help, since
-# the disk limits the loading of large models.
+# Nothing is prepared for files larger than 1 / 4 of the machine's memory, since the disk limits the
+# loading of large models.
 _SHARE = 4
 
 

@@ -30,7 +30,7 @@ from headstart.native import bindings
 INTERFACE = 25
 
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
-"""The CPU flags that most kernels need, with Linux's names."""
+"""The CPU flags that most kernels need, in Linux's names."""
 
 NEEDED_FOR_AVX2 = frozenset({"avx2", "fma", "f16c"})
 """The CPU flags that AVX2 kernels need."""

@@ -69,7 +69,7 @@ INT8, INT8_IN_GROUPS, BF16 = 4, 5, 6
 
 
 class Weight(ctypes.Structure):
-    """A weight and its bias, with scales if it has at most 8 bits."""
+    """A weight and its bias, with scales if the weight is quantized."""
 
     _fields_ = (
         *_of(c_void_p, "panels", "bias", "scales", "columns"),

@@ -1,6 +1,6 @@
 """All layers of a decoder as one compiled call.
 
-The call includes attention if the backend has compiled attention for the layer
+The call includes attention if the backend has compiled attention for every layer
 (`AttentionBackend.compiled`). Steps in which layers have hooks run the modules instead.
 """
 
@@ -67,9 +67,9 @@ class CompiledLayers:
     If `dtype` is float32, the modules compute a step of `MANY_ROWS` rows or more. They run 40 torch
     operations per layer, but with so many rows the products take most of the time.
 
-    With products in bfloat16, a layer whose attention is not compiled runs as two compiled calls,
-    before and after attention. The last layer also runs as two calls if only some rows are needed
-    after it, since it writes K and V of all rows.
+    If the attention of any layer is not compiled, steps with float32 products run the modules. With
+    bfloat16 products, every layer then runs as two compiled calls, before and after attention. The
+    last layer also does so if only some rows are needed after it, since it writes K and V of all.
     """
 
     def __init__(

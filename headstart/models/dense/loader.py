@@ -28,8 +28,8 @@ from headstart.weights.prequantized import PrequantizedCheckpoint
 from headstart.weights.reader import Outline, WeightReader
 from headstart.weights.scheme import Scheme, UnsupportedLayerError, read_scheme
 
-# Keys that may be null. A null window or cap means that there is none. Other null values follow
-# from other keys or from the family.
+# Keys that may be null. A null window or cap means that there is none. For the other keys, null
+# means that the value is derived from other keys or from the family.
 _MAY_BE_NULL = frozenset(
     {
         *("num_key_value_heads", "head_dim", "sliding_window", "layer_types"),

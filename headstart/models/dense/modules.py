@@ -25,7 +25,7 @@ Angles = tuple[Tensor, Tensor]
 """Cosines and sines, each `[rows, width]`, `width` at most the head dim."""
 
 _FIRST_POSITIONS = 1024
-_MOST_POSITIONS = 1 << 17  # a table of 128 columns in float32 takes 128 MiB
+_MOST_POSITIONS = 1 << 17  # two tables of 128 columns in float32 take 128 MiB
 _FACTORS = ("short_factor", "long_factor")  # lists of one factor for each pair
 
 

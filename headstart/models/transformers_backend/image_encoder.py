@@ -200,7 +200,7 @@ class ImageProcessor:
 
 
 class TransformersVision(ImageProcessor):
-    """A `VisionModel` of transformers' image processor and the model's own vision tower."""
+    """A `VisionModel` made of transformers' image processor and the model's own vision tower."""
 
     def __init__(
         self, decoder: TransformersDecoder, folder: Path, tokenizer: PreTrainedTokenizerBase | None

@@ -29,7 +29,7 @@ from headstart.weights.quantize import kind_of_layer, quantize
 
 _ROWS = 3
 _PROMPT = 5
-# Two correct results in bfloat16 differ by less than this part of their norm, wrong ones by more.
+# Correct results in bfloat16 differ by less than this part of their norm, wrong results by more.
 _NEAR = 0.03
 
 
@@ -66,7 +66,10 @@ def _logits(model: PreTrainedModel) -> Tensor | None:
 
 
 def _pack(model: PreTrainedModel, ready_memory: ReadyMemory | None) -> int:
-    """Pack plain linear layers and embeddings that share their weight; return the bytes packed."""
+    """Pack plain linear layers, and embeddings that share a weight with them.
+
+    Returns the bytes of the replaced weights.
+    """
     users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     weights: dict[int, Tensor] = {}
     for parent in model.modules():

@@ -199,7 +199,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 @contextmanager
 def reading_config(folder: Path, kind: str) -> Iterator[None]:
-    """Convert errors while a configuration is read to `DamagedModelError`. kind: its model_type."""
+    """Convert errors of reading a configuration to `DamagedModelError`. kind: its model_type."""
     try:
         yield
     except HeadstartError:

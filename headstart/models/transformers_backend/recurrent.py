@@ -30,7 +30,7 @@ from headstart.attention.recurrent import Recurrence
 from headstart.errors import UnsupportedModelError
 
 RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-"""Values of `layer_types` for layers with a state of fixed size. Hybrid ones also have K and V."""
+"""Values of `layer_types` for layers with a state of fixed size. Hybrid layers have K/V too."""
 WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})
 """Values of `layer_types` for layers without K and V."""
 
@@ -420,7 +420,7 @@ class MixerStates:
         return torch.cat([compute(part, **options) for part in parts], dim=1)
 
     def _take_states(self, mixer: RecurrentMixer) -> list[Tensor]:
-        """Remove the states after the last rows from the cache."""
+        """Remove the states after the last rows from the cache, and return them."""
         layer, states = self._cache.layers[mixer.layer], []
         for state in mixer.states:
             tensors = getattr(layer, state.kind)

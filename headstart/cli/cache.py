@@ -48,10 +48,10 @@ from headstart.tiers.index import (
 )
 from headstart.tiers.store import ModelRecord
 
-_SHORTEST = 4  # minimum number of digits that identify a prefix
-_NAME = re.compile(rf"[0-9a-f]{{{_SHORTEST},64}}")
+_MIN_DIGITS = 4  # minimum number of digits that identify a prefix
+_NAME = re.compile(rf"[0-9a-f]{{{_MIN_DIGITS},64}}")
 _DIGITS = 12  # digits of a name that are shown
-_MOST_SHOWN = 8  # maximum number of names in an error message
+_MAX_SHOWN = 8  # maximum number of names in an error message
 _WIDTH = 100  # columns if the output is not a terminal
 _AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
@@ -78,11 +78,11 @@ class PrefixFolder(NamedTuple):
             note(f"no prefixes are stored: {self.failure}")
         if self.folder is not None:
             size = show_bytes(size_of(self.folder))
-            most = show_bytes(self.options.get("cache_dir_bytes", EngineConfig.cache_dir_bytes))
+            limit = show_bytes(self.options.get("cache_dir_bytes", EngineConfig.cache_dir_bytes))
             folder_text = shorten_home(self.folder)
             if os.access(self.folder, os.W_OK):
                 note(
-                    f"prefixes are stored in {folder_text}: {size} of {most}; --cache-dir off "
+                    f"prefixes are stored in {folder_text}: {size} of {limit}; --cache-dir off "
                     "stores none"
                 )
             else:
@@ -300,7 +300,7 @@ def _find_models(path: Path, name: str) -> list[ModelState]:
     if any(is_named := [f"{title}, ".startswith(begins) for title in titles]):
         return list(compress(states, is_named))
     fingerprints = sorted({state.model.record.fingerprint for state in states})
-    is_long = len(name) >= _SHORTEST
+    is_long = len(name) >= _MIN_DIGITS
     if matches := [text for text in fingerprints if is_long and text.startswith(name)]:
         _check_unique(name, matches)
         return [state for state in states if state.model.record.fingerprint == matches[0]]
@@ -311,7 +311,7 @@ def _find_models(path: Path, name: str) -> list[ModelState]:
 def _check_unique(name: str, names: Sequence[str]) -> None:
     """Raise CacheError if several names begin with `name`."""
     if len(names) > 1:
-        examples = ", ".join(text[: max(_DIGITS, len(name) + 4)] for text in names[:_MOST_SHOWN])
+        examples = ", ".join(text[: max(_DIGITS, len(name) + 4)] for text in names[:_MAX_SHOWN])
         raise CacheError(
             f"{len(names)} names begin with {name!r}; allowed: more digits, as in {examples}"
         )
@@ -340,7 +340,7 @@ def _select(
     for name in names:
         if not _NAME.fullmatch(name):
             raise CacheError(
-                f"{name!r} is not a prefix's name; allowed: at least {_SHORTEST} hexadecimal "
+                f"{name!r} is not a prefix's name; allowed: at least {_MIN_DIGITS} hexadecimal "
                 "digits of a name that headstart cache ls MODEL lists"
             )
         matches = [text for text in hashes if text.startswith(name)]

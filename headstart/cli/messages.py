@@ -203,7 +203,7 @@ class Conversation:
         question: Content = ""
         for index, message in enumerate(messages):
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise RequestError(f"message {index} has no role and content")
+                raise RequestError(f"message {index} lacks a role or content")
             role, content = message["role"], message["content"]
             if role != expected and not (index == 0 and role == "system"):
                 raise RequestError(

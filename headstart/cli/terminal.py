@@ -256,8 +256,8 @@ def figures(output: RequestOutput) -> str:
     if not output.outputs[0].text.strip():
         end = f"empty reply, {end}"
     loaded = "".join(f", {number:,} from {tier}" for tier, number in output.loaded_tokens.items())
-    each = metrics.time_per_token  # None for a reply of one token
-    pace = "" if each is None else f", then {duration(each)} each"
+    per_token = metrics.time_per_token  # None for a reply of one token
+    pace = "" if per_token is None else f", then {duration(per_token)} each"
     if metrics.num_accepted_tokens:
         tokens = metrics.num_generation_tokens
         steps = max(1, tokens - metrics.num_accepted_tokens)

@@ -457,7 +457,7 @@ class Frontend:
         )
         sequence.is_stored = params.is_stored
         generator = None
-        if params.temperature != 0:  # answer i of a request has the seed plus i
+        if params.temperature != 0:  # answer i uses the request's seed plus i
             seed = next(self._seeds) % 2**64 if params.seed is None else params.seed + index
             generator = torch.Generator().manual_seed(seed)
         sampling = SamplingState(

@@ -179,8 +179,8 @@ def _required_parts(schema: dict[str, Any], kind: Any) -> list[Any]:
         return [properties.get(name) for name in _list(schema, "required") if isinstance(name, str)]
     if kind != "array":
         return []
-    least, first = schema.get("minItems"), _list(schema, "prefixItems") or _list(schema, "items")
-    count = int(min(least, Decimal(len(first) + 1))) if isinstance(least, Decimal) else 0
+    minimum, first = schema.get("minItems"), _list(schema, "prefixItems") or _list(schema, "items")
+    count = int(min(minimum, Decimal(len(first) + 1))) if isinstance(minimum, Decimal) else 0
     return [*first[:count], *([schema.get("items")] if count > len(first) else [])]
 
 

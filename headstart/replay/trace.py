@@ -219,10 +219,10 @@ def _read_tokens(location: str, name: str, ids: list[int], line: dict[str, Any])
     )
 
 
-def _number(location: str, line: dict[str, Any], key: str, least: int) -> Any:
+def _number(location: str, line: dict[str, Any], key: str, minimum: int) -> Any:
     value: Any = line.get(key)
-    if type(value) not in (int, float) or not least <= value < math.inf:
-        raise ConfigError(f"{location}: {key} is {describe(value)}; allowed: at least {least}")
+    if type(value) not in (int, float) or not minimum <= value < math.inf:
+        raise ConfigError(f"{location}: {key} is {describe(value)}; allowed: at least {minimum}")
     return value
 
 

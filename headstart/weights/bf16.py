@@ -3,10 +3,10 @@
 A `PackedWeight` is for CPUs with compiled bfloat16 products. It is the only copy of its weight:
 `unpack` restores the original tensor bit for bit. `native/linear.h` describes the layout.
 
-A `Bf16Weight` is for CPUs without such products, which compute in float32. It has the checkpoint's
-numbers in half the memory of float32. The product of few rows is limited by memory, so the compiled
-product, which reads bfloat16, takes half as long as a float32 product. The product of many rows is
-limited by arithmetic: the weight becomes float32 tile by tile, and torch multiplies it.
+A `Bf16Weight` is for other CPUs, which compute in float32. It has the checkpoint's numbers in half
+the memory of float32. The product of few rows is limited by memory, so the compiled product, which
+reads bfloat16, takes half as long as a float32 product. The product of many rows is limited by
+arithmetic: the weight becomes float32 tile by tile, and torch multiplies it.
 """
 
 from typing import Any

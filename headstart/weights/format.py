@@ -53,7 +53,7 @@ class WeightFormat(ABC):
     name: str
     table_name = "QuantizedEmbedding"
     rounding = 0.0
-    """The step to which a product rounds an input row, relative to the row's largest element."""
+    """The rounding step of an input row in a product, relative to the row's largest element."""
 
     is_prequantized = False
     """True if the quantized values come from the checkpoint."""

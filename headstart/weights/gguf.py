@@ -121,7 +121,7 @@ _KV_HEADS_BY_LAYER = frozenset({"lfm2", "granitehybrid"})
 _ROPE_TENSORS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Unsupported formats with few bits are rounded to 4 bits, all other formats to 8.
+# These unsupported formats are rounded to 4 bits, other unsupported formats to 8.
 _NARROW = frozenset(
     {
         *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS"),
@@ -446,14 +446,14 @@ def _read_blocks(blocks: _Bytes, name: str, gguf: Any) -> tuple[_Bytes, _Floats,
     if name == "Q8_0":
         return blocks[:, 2:] ^ np.uint8(128), step, 0 * step
     if name.endswith("_K"):
-        scale, least = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
+        scale, minimum = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
         pairs = blocks[:, -128:].reshape(-1, 4, 1, GROUP)
         values = np.concatenate((pairs & 15, pairs >> 4), axis=2).reshape(-1, 8, GROUP)
         if name == "Q5_K":
             groups = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
             fifths = blocks[:, 16:48].reshape(-1, 1, GROUP) >> groups & np.uint8(1)
             values |= fifths * np.uint8(16)
-        start = -_float(blocks[:, 2:4]) * least.astype(np.float32)
+        start = -_float(blocks[:, 2:4]) * minimum.astype(np.float32)
         return values, step * scale.astype(np.float32), start
     # The lower halves of the bytes, then the upper halves.
     values = np.concatenate((blocks[:, -16:] & 15, blocks[:, -16:] >> 4), axis=1)

@@ -103,8 +103,8 @@ class GreedyHead:
     It uses half as much memory as `weight`, which must stay alive as long as this object.
 
     Outliers in a row or in the weights make the bounds too wide, and all logits of the row are
-    computed. After a step in which the bounds are too wide for most rows, they are not tried in the
-    next step. If this happens after every pause, the pauses last 1, 3, 7, ... up to 255 steps.
+    computed. If the bounds are too wide for most rows of a step, they are not used for a pause of 1
+    step. If they are still too wide after each pause, the pauses last 3, 7, ... up to 255 steps.
     """
 
     def __init__(self, weight: PackedWeight) -> None:

@@ -36,10 +36,10 @@ from headstart.weights.products import CompiledProduct, choose_product
 GROUP = 32
 """Inputs that share a step."""
 _TINY = 1e-30
-_SMALLEST_COLUMN = 1e-15  # minimum factor of an input, to avoid a division by zero
+_MIN_COLUMN = 1e-15  # minimum factor of an input, to avoid a division by zero
 _PANEL = 16  # outputs
 _ROUNDED = 1 << 18  # elements that are rounded at a time, so that copies fit in the caches
-_MOST = 255  # largest step or start in a byte
+_MAX_BYTE = 255  # largest step or start in a byte
 
 
 class PackedForm(NamedTuple):
@@ -139,7 +139,7 @@ def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedValues:
         scales[first : first + rows] = scale
         squares += part.div(scale.unsqueeze(1)).square_().sum(dim=0)
     # The root mean square of each input, relative to the outputs' scales.
-    columns = (squares / max(1, outputs)).sqrt_().clamp_min_(_SMALLEST_COLUMN)
+    columns = (squares / max(1, outputs)).sqrt_().clamp_min_(_MIN_COLUMN)
     form, grids = PackedForm(bits, True), []
     for first in range(0, outputs, rows):
         part = weight[first : first + rows].detach().float()
@@ -171,10 +171,10 @@ def _round(groups: Tensor, form: PackedForm) -> tuple[QuantizationGrid, Tensor]:
     low = (mean - mean_value * step.unsqueeze(-1)).squeeze(-1).clamp_max_(0)
     high = torch.maximum(low + step * levels, groups.new_zeros(()))
     largest = torch.maximum((high - low) / levels, low / form.start_unit)
-    units = largest.amax(dim=1, keepdim=True).div_(_MOST).clamp_min_(_TINY)
+    units = largest.amax(dim=1, keepdim=True).div_(_MAX_BYTE).clamp_min_(_TINY)
     starts = low.div_(units * form.start_unit).round_()
     begin = starts * form.start_unit
-    steps = high.div_(units).sub_(begin).div_(levels).round_().clamp_(1, _MOST)
+    steps = high.div_(units).sub_(begin).div_(levels).round_().clamp_(1, _MAX_BYTE)
     positions = (groups / units.unsqueeze(-1)).sub_(begin.unsqueeze(-1)).div_(steps.unsqueeze(-1))
     values = positions.round_().clamp_(0, levels).flatten(1)
     grid = QuantizationGrid(values.to(torch.uint8), steps.to(torch.uint8), starts.to(torch.uint8))

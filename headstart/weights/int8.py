@@ -72,7 +72,7 @@ class Int8Values(NamedTuple):
 
 
 def quantize_int8(weight: Tensor) -> Int8Values:
-    """Return the nearest int8 weight to floats `[outputs, inputs]`."""
+    """Round a float weight `[outputs, inputs]` to int8."""
     outputs, inputs = weight.shape
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(outputs, dtype=torch.float32, device=weight.device)

@@ -97,7 +97,8 @@ def find_weights(
         fitting = [size for size in sizes if -(-shape[1] // size) == groups]
         if not fitting:
             raise DamagedModelError(
-                f"{text}: there are {groups} groups; config.json has groups of {sizes} inputs"
+                f"{text}: there are {groups} groups; config.json has groups of "
+                f"{' or '.join(map(str, sorted(sizes)))} inputs"
             )
         if len(fitting) > 1:
             raise UnsupportedLayerError(f"its group size may be {fitting[0]} or {fitting[1]}")

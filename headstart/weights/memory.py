@@ -22,7 +22,7 @@ from headstart.native.pages import (
 )
 
 _ALIGNMENT = 4096
-_FEWEST = 32 << 20  # minimum bytes of weights for which a thread is started
+_MIN_BYTES = 32 << 20  # minimum bytes of weights for which a thread is started
 _APART = 1 << 21  # tensors closer than this may share a huge page
 
 
@@ -91,7 +91,7 @@ def move_to_huge_pages(module: nn.Module) -> threading.Thread | None:
             spans[-1] = (spans[-1][0], max(spans[-1][1], start + size))
         else:
             spans.append((start, start + size))
-    if sum(end - start for start, end in spans) < _FEWEST:
+    if sum(end - start for start, end in spans) < _MIN_BYTES:
         return None
 
     def move() -> None:

@@ -10,7 +10,7 @@ The layouts of a weight's integers. A field is an integer of 4 or 8 bits within 
                         [outputs / fields, groups]: a field is a signed value plus half of the
                         range. Or, not packed, weight int8 [outputs, inputs]
     torchao             _weight_qdata int8 [outputs, inputs], _weight_zero_point int8
-                        [outputs / rows, groups]: neighboring outputs may share a step
+                        [outputs / rows, groups]: `rows` neighboring outputs share a step
 
 Scales are `[groups, outputs]` for AWQ and GPTQ, `[outputs, groups]` for compressed-tensors, and
 `[outputs / rows, groups]` for torchao.
@@ -51,7 +51,7 @@ _TINY = 1e-30
 # start is at most 16 steps with 4 bits, or 128 steps with 8 bits, so float16 can store it.
 _STEP_EXPONENTS = {4: 11, 8: 8}
 _MIDDLE = 128
-_MOST = 512.0  # more than twice the largest distance of a value from its zero point, 255
+_MARGIN = 512.0  # more than twice the largest distance of a value from its zero point, 255
 
 
 class Grouped(NamedTuple):
@@ -278,14 +278,14 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         }
         grouped = read_grouped(self._scheme, weight, parts)
         problem = None
-        middle, most = 1 << (grouped.bits - 1), int(grouped.values.max())
+        middle, largest = 1 << (grouped.bits - 1), int(grouped.values.max())
         first_zero, last_zero = (int(end) for end in torch.aminmax(grouped.zeros))
         first_group, last_group = (int(end) for end in torch.aminmax(grouped.groups))
-        if not torch.isfinite(grouped.steps * _MOST).all():
+        if not torch.isfinite(grouped.steps * _MARGIN).all():
             problem = "scales that are not finite"
-        elif most >> grouped.bits:
+        elif largest >> grouped.bits:
             problem = (
-                f"the value {most - middle}; allowed: up to {middle - 1} in {grouped.bits} bits"
+                f"the value {largest - middle}; allowed: up to {middle - 1} in {grouped.bits} bits"
             )
         elif first_zero < 0 or last_zero >> grouped.bits:
             problem = (

@@ -19,9 +19,9 @@ FORMATS: dict[WeightKind, Callable[[Tensor], StoredValues]] = {
 }
 """The function that rounds floats `[outputs, inputs]` to a kind."""
 
-# Layers that weights="int4" stores in more bits. They are a third of the weights, and would cause
-# more than half of the error. `k_proj` and `v_proj` become int8 if grouped-query attention makes
-# them small.
+# Layers that weights="int4" stores in more bits. They are a third of the weights, and in 4 bits
+# would cause more than half of the error. `k_proj` and `v_proj` become int8 if grouped-query
+# attention makes them small.
 _KV = frozenset({"k_proj", "v_proj"})
 _FUSED = frozenset({"qkv_proj", "gate_up_proj"})  # contain one of the layers above
 _MORE_BITS = _KV | {"o_proj", "up_proj"} | _FUSED

@@ -88,7 +88,7 @@ class TorchReader:
         return tensor
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
-        """Return a module from token ids to rows `[..., width]`."""
+        """Return a module that maps token ids to rows `[..., width]`."""
         # Not checked: a row that is not finite affects only requests that use the token.
         weight = self._copy(f"{name}.weight")
         table: nn.Module = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]

@@ -303,8 +303,8 @@ class ConversationMemory:
         def is_beyond(count: int) -> bool:
             return not text.startswith(decode(count).rstrip(REPLACEMENT))
 
-        most = bisect_left(range(len(token_ids) + 1), True, key=is_beyond) - 1
-        for count in range(most, max(most - _CONTEXT, 0), -1):
+        max_count = bisect_left(range(len(token_ids) + 1), True, key=is_beyond) - 1
+        for count in range(max_count, max(max_count - _CONTEXT, 0), -1):
             decoded = decode(count)
             if text.startswith(decoded) and not decoded.endswith(REPLACEMENT):
                 return count

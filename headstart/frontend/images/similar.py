@@ -251,7 +251,7 @@ def _ranked(
     scalings: list[_Scaling], codecs: Sequence[Codec | None], limit: float
 ) -> list[_Transform]:
     """Return the transforms whose difference in the window is at most `limit`, smallest first."""
-    ranked = [(each.difference(codec), each, codec) for each in scalings for codec in codecs]
+    ranked = [(s.difference(codec), s, codec) for s in scalings for codec in codecs]
     ranked.sort(key=lambda entry: entry[0])
     return [(scaling, codec) for difference, scaling, codec in ranked if difference <= limit]
 

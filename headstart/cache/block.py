@@ -110,7 +110,7 @@ class Branches(PrefixNode):
 class RowCopy(NamedTuple):
     """A copy of the first `num_rows` rows from one block to another, made before the step.
 
-    source_window, target_window: the window blocks whose rows are copied too; -1 if there are none.
+    source_window, target_window: the window blocks between which these rows are copied; or -1.
     """
 
     source_block: int

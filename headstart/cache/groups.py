@@ -16,8 +16,8 @@ from headstart.cache.stats import MissReason
 class LayerGroup:
     """The states or window blocks of a model's layers without full attention.
 
-    miss_reason: the reason to report if K/V are cached, but no sequence can resume there because
-    of this group. num_dropped: the number of states or window blocks that were evicted.
+    miss_reason: the reason to report if K/V are cached, but no sequence can resume after them
+    because of this group. num_dropped: the number of states or window blocks that were evicted.
     """
 
     miss_reason = MissReason.STATE

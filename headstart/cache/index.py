@@ -2,7 +2,7 @@
 
 A node whose block was evicted stays as a ghost, so that a miss can be explained as an eviction. The
 latest `max_ghosts` ghosts stay. An older ghost stays only if a lookup can end there: its parent is
-cached or a root. An evicted node also stays as an ancestor of other nodes. If older ghosts and
+cached or a root. An evicted node also stays while it has descendants. If older ghosts and
 these ancestors exceed `OLD_GHOSTS * max_ghosts` nodes, older ghosts are removed, oldest first.
 
 The node of a partial block (the last block of a finished request, if it is not full) has no

@@ -213,7 +213,7 @@ def explain_end(
     """Return the reason why a lookup ended. It reveals nothing about other salts.
 
     computed: None if the sequence was not looked up. group_reason: the reason if K/V are cached but
-    the sequence cannot resume there.
+    the sequence cannot resume after them.
     """
     if computed is None:
         return MissExplanation(MissReason.NOT_READ, 0)

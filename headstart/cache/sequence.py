@@ -189,7 +189,7 @@ class TokenSequence:
     def _salt_keys(self, keys: list[BlockKey], public: PublicBlocks) -> list[BlockKey]:
         """Return the keys, with the salt added to the first private key; count the public keys.
 
-        public: the public blocks that may come first.
+        public: the public blocks that may come next.
         """
         for i, key in enumerate(keys):
             following = public.get(key)

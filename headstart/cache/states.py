@@ -133,7 +133,7 @@ class StatePool(LayerGroup):
     def find(
         self, computed: ComputedBlocks, known_tokens: int
     ) -> tuple[int, Checkpoint | None, str | None]:
-        """See `LayerGroup.find`. Ignore a writer that is not `MIN_GAIN` tokens deeper."""
+        """See `LayerGroup.find`. Return a writer only if it gains `MIN_GAIN` tokens."""
         sequence, blocks = computed.sequence, computed.blocks
         writer: str | None = None
         position_of_writer = 0

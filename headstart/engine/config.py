@@ -15,7 +15,7 @@ MAX_DRAFT = 15  # tokens
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _COUNTS = Number(int, 1)
-_THREADS = Number(int, 1, 1024)  # far more threads cannot be started, and the process aborts
+_THREADS = Number(int, 1, 1024)  # the process aborts if it cannot start all threads
 _SHARES = Number(float, 0, 1, above_low=True)
 _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 _WEIGHTS = OneOf(("auto", "int8", "int5", "int4"))
@@ -49,7 +49,7 @@ class EngineConfig(CacheOptions):
     max_num_batched_tokens: int = option(2048, "maximum tokens computed in a step", _COUNTS)
     max_num_seqs: int = option(256, "maximum number of running requests", _COUNTS)
     max_bypassed: int = option(
-        8, "maximum times that requests with better hits bypass a request", Number(int, 0)
+        8, "maximum number of times that requests with better hits bypass a request", Number(int, 0)
     )
     speculation: int | str = option(
         "auto",
@@ -111,7 +111,7 @@ def make_config(options: dict[str, Any]) -> EngineConfig:
 
 
 def count_cores() -> int:
-    """Return the number of physical cores that affinity and control group give this process.
+    """Return the number of physical cores that CPU affinity and control group allow.
 
     A second thread on a core does not make a matrix product faster, since the two share the core's
     multipliers. If more threads run than the quota allows, the system pauses all of them.

@@ -9,9 +9,8 @@ An entry is removed with its last user if all its users had `is_stored=False`.
 
 All prompts with the same salt and image share one entry, at any position. An entry of one salt is
 never found under another salt. So the time to the first token does not reveal the images of another
-tenant. If tenants share the cache, images of the tenant with the most rows per weight are evicted
-first. The rows to be added count too. So a flood of images evicts only images of its own
-tenant.
+tenant. If tenants share the cache, images of the tenant with the most rows per weight, including
+the rows to be added, are evicted first. So a flood of images evicts only images of its own tenant.
 
 A request that contains an image twice counts as two users. A user leaves when the sequence is
 computed beyond the image, when the request is preempted, and when it ends. A step computes tokens

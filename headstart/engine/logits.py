@@ -223,7 +223,7 @@ Processor = TypeVar("Processor", bound=LogitsProcessor)
 def allowed_tokens(
     processors: Sequence[Sequence[TokenMask]], size: int
 ) -> tuple[np.ndarray | None, Failures]:
-    """Return the masks of rows, uint8 `[rows, bytes]` over `size` tokens.
+    """Return the rows' masks, uint8 `[rows, bytes]` over `size` tokens, and the failures.
 
     The masks are None if no row has a processor.
     """

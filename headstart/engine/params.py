@@ -141,7 +141,7 @@ class SamplingParams:
     )
     seed: int | None = option(None, "makes the answer repeatable", SEEDS)
     stop: str | Sequence[str] | None = option(None, "end the answer before this text")
-    stop_token_ids: Sequence[int] | None = option(None, "end the answer after one of these")
+    stop_token_ids: Sequence[int] | None = option(None, "end the answer after one of these tokens")
     ignore_eos: bool = option(False, "continue after the end of the text")
     repetition_penalty: float = option(1.0, "above 1 avoids tokens of prompt and answer", _FACTORS)
     presence_penalty: float = option(0.0, "above 0 avoids tokens of the answer", _PENALTIES)

@@ -44,7 +44,7 @@ from headstart.weights.format import PREQUANTIZED_REVISION, REVISIONS, Embedding
 _LAYOUT = "layer by layer K and then V, [tokens, heads, width], 1"
 _FINGERPRINTS = "fingerprints.json"
 _MAX_FINGERPRINTS = 256
-# Environment variables that limit the instructions of torch's libraries, and so change rounding.
+# Environment variables that change rounding: they limit the CPU instructions of torch's libraries.
 _CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 
 

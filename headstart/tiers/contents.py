@@ -163,7 +163,7 @@ def _list_checks(folder: Path, index: DiskIndex | None) -> Iterator["_Check"]:
 class _Check:
     """The check of one model's records.
 
-    steps: name and slot of each listed block, then None and slot of every other record. bad:
+    steps: name and slot of each listed block, then None and slot of each other record. bad:
     unreadable blocks.
     """
 

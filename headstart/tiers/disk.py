@@ -35,7 +35,7 @@ from headstart.tiers.index import (
 )
 from headstart.tiers.store import Faults, LoadedBlock, ModelRecord, StoredBlock
 
-_MIN_FREE = 256 << 20  # bytes of the disk that saves leave free
+_MIN_FREE = 256 << 20  # bytes of the disk that a save must leave free
 _INDEX_RESERVE = 8 << 20  # bytes of the disk that a transaction of the index may need
 
 
@@ -117,7 +117,7 @@ class DiskStore:
         return saved or 0
 
     def _save(self, blocks: Sequence[StoredBlock]) -> int | None:
-        """Save blocks; return the number of new ones, or None if the folder or its index failed."""
+        """Save blocks; return the number of new blocks, or None after an error of the folder."""
         with self._guard(), self._change_lock:
             saved = 0
             self._limit = self._max_bytes
@@ -346,7 +346,7 @@ class DiskStore:
             self.faults.note("the index cannot be rebuilt", error)
 
     def _check_files(self) -> None:
-        """Describe the model; raise ValueError if the index lacks a model whose file has blocks."""
+        """Write the model's .json file; raise ValueError if the index lacks a model with blocks."""
         if self._lacks_index:
             return
         with self._change_lock:

@@ -301,7 +301,7 @@ class DiskIndex:
         was last used before the time `before`, or in the future if the clock was set back.
         """
         parents: list[tuple[int, BlockHash]] = []
-        rows = self._execute(  # only columns of the index `order_of_eviction`
+        rows = self._execute(  # reads only columns of the index `order_of_eviction`
             "SELECT name, worth, depth, EXISTS "
             "(SELECT 1 FROM blocks AS next WHERE next.parent = block.name) AS has_children "
             "FROM blocks AS block WHERE has_children OR used < ? OR used > ? "
@@ -413,7 +413,7 @@ def slot_files(folder: Path) -> set[Path]:
 
 
 def describe_model(folder: Path, record: ModelRecord) -> None:
-    """Write a description of a model's file, for `rebuild_index`. Raises OSError."""
+    """Write the model's .json file, which `rebuild_index` reads. Raises OSError."""
     path = slot_path(folder, record).with_suffix(".json")
     if _read_description(path) != record:
         replace_file(path, json.dumps(record._asdict()).encode())
@@ -456,7 +456,7 @@ def rebuild_index(folder: Path, broken: Collection[int]) -> None:
         os.close(open_file(partial, os.O_RDWR, create=True))
         records = list(described_models(folder))
         for path in slot_files(folder) - {slot_path(folder, record) for record in records}:
-            path.unlink(missing_ok=True)  # records cannot be read without a description
+            path.unlink(missing_ok=True)  # records cannot be read without the .json file
         with closing(DiskIndex(partial, create=True)) as index, index.transaction():
             for record in records:
                 if (path := slot_path(folder, record)).exists():
@@ -497,7 +497,7 @@ def _inode(folder: Path) -> int | None:
 
 
 def described_models(folder: Path) -> Iterator[ModelRecord]:
-    """Yield the models that have a readable description."""
+    """Yield the models that have a readable .json file."""
     for path in sorted(folder.glob("*.json")):
         record = _read_description(path)
         if record is not None and slot_path(folder, record).stem == path.stem:

@@ -27,7 +27,7 @@ from headstart.tiers.store import (
     read_header,
 )
 
-_TIMEOUT = 2.0  # seconds, for an answer and for a connection
+_TIMEOUT = 2.0  # seconds to wait for a connection, and for an answer
 _FIRST = 8  # names in the first query of a lookup, which is the only query for most new prompts
 _BATCH_BYTES = 8 << 20  # maximum bytes in a query
 _FIRST_BYTES = 256 << 10  # bytes in a query before the rate is known

@@ -205,7 +205,7 @@ class Loader:
     # In the threads of the workers
 
     def _pick(self) -> LoadJob | None:
-        """Return the next job to load; None if there is none, or its blocks have no space."""
+        """Return the next job to load; None if there is no job, or no space for its blocks."""
         jobs = self._loads.jobs
         if not jobs:
             return None

@@ -115,7 +115,7 @@ class AnswerDrafter:
         return [ord(token) for token in self._text[self._position : self._position + count]]
 
     def _search(self) -> bool:
-        """Move to the position after the answer's latest tokens; return False if there is none."""
+        """Move to the position after the answer's latest tokens; return False without a match."""
         if len(self._latest) < _EXPECTED:
             return False
         start = self._text.find(self._latest, self._position)

@@ -37,7 +37,7 @@ class LayerLayout:
 
     @property
     def elements(self) -> int:
-        """The elements of one token's K and V together."""
+        """The number of elements in one token's K and V."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -49,7 +49,7 @@ class StateLayout:
 
     @property
     def elements(self) -> int:
-        """The elements of all states together."""
+        """The number of elements in all states."""
         return sum(math.prod(shape) for shape in self.shapes)
 
 

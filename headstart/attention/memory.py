@@ -26,17 +26,18 @@ _PREFAULTED = 64 << 20  # maximum bytes that `prefault` allocates
 
 
 class PagedKVMemory:
-    """K and V of all blocks: `keys[layer]` is `[slots + 1, kv_heads, key_dim]`, `values` likewise.
+    """K and V of all blocks, one tensor of each per layer.
 
-    Slot `block_id * block_size + offset` holds one token. The last slot, `scratch_slot`, belongs
-    to no block and takes rows that are discarded. Memory starts as zeros.
+    `keys[layer]` is `[slots + 1, kv_heads, key_dim]`, `values[layer]` `[slots + 1, kv_heads,
+    value_dim]`. Slot `block_id * block_size + offset` holds one token. The last slot,
+    `scratch_slot`, belongs to no block and takes rows that are discarded. Memory starts as zeros.
 
     With `num_window_blocks`, layers with a sliding window have a separate pool of that many blocks,
     whose last slot is `window_scratch_slot`. Then K and V before the windows need no memory. Tiers
     are not possible, since they need blocks with the K and V of all layers.
 
-    In `torch.int8` rows are rounded when written (`quantize_rows`): `key_scales[layer]` is float32
-    `[slots + 1, kv_heads]`, `value_scales` likewise. In other dtypes there are no scales.
+    If `dtype` is int8, rows are rounded when written (`quantize_rows`): `key_scales[layer]` is
+    float32 `[slots + 1, kv_heads]`, `value_scales` likewise. Other dtypes have no scales.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class PagedKVMemory:
 
     @staticmethod
     def bytes_per_block(layouts: Sequence[LayerLayout], block_size: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one block in all of these layers together."""
+        """Return the size in bytes of one block with these layers."""
         row = sum(layout.elements for layout in layouts) * dtype.itemsize
         if dtype == torch.int8:
             row += 2 * sum(layout.kv_heads for layout in layouts) * torch.float32.itemsize
@@ -112,7 +113,7 @@ class PagedKVMemory:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all K and V and their scales, scratch rows included."""
+        """The size in bytes of all K, V and scales, including scratch rows."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
     @property
@@ -121,7 +122,7 @@ class PagedKVMemory:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of one block in all layers together."""
+        """The size in bytes of one block with all layers."""
         return self.bytes_per_block(self.layouts, self.block_size, self.dtype)
 
     def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
@@ -281,7 +282,7 @@ class StateMemory:
 
     @staticmethod
     def bytes_per_slot(layouts: Sequence[StateLayout]) -> int:
-        """Return the bytes of one slot."""
+        """Return the size in bytes of one slot."""
         return sum(layout.elements for layout in layouts) * torch.float32.itemsize
 
     def read_slot(self, slot: int) -> Tensor:
@@ -289,7 +290,7 @@ class StateMemory:
         return self.rows[slot].cpu().view(torch.uint8)
 
     def write_slot(self, slot: int, data: memoryview) -> None:
-        """Write a slot that `read_slot` returned as bytes."""
+        """Write to a slot the bytes that `read_slot` returned."""
         self.rows[slot].copy_(torch.from_numpy(np.frombuffer(data, dtype=np.float32).copy()))
 
     def is_finite(self, slot: int) -> bool:

@@ -242,7 +242,7 @@ class PoolSteps:
         step.struct.partials = self._partials[is_shared].data_ptr()
 
     def _next_step(self, plan: StepPlan, shared: SharedPlan | None, kv_splits: int) -> "NativeStep":
-        """Return the previous step if the plan only continues its decoding, else a new step."""
+        """Return the updated previous step if the plan continues its decoding, else a new step."""
         previous = self._previous.get(shared is not None)
         if previous is not None and previous.update(plan, self._tables, shared, kv_splits):
             return previous
@@ -426,10 +426,9 @@ class NativeStep:
     def update(
         self, plan: StepPlan, tables: BlockTables, shared: SharedPlan | None, kv_splits: int
     ) -> bool:
-        """Update this step to `plan`, and return True, if `plan` only continues its decoding.
+        """Update this step to `plan` if that only continues the decoding; return True if updated.
 
-        The segments must be the same, and no context may be shorter. Otherwise return False, and
-        change nothing.
+        The segments must be the same, and no context may be shorter.
         """
         contexts = _decoding_contexts(plan)
         if (

@@ -23,9 +23,9 @@ _names = map("headstart_paged_{}".format, itertools.count())
 class LayerCall(NamedTuple):
     """The arguments of a transformers layer's call to attention.
 
-    `layer` is the calling module, with a `layer_idx`. `query` is `[1, query_heads, tokens,
-    key_dim]`, `key` and `value` likewise. `mask` is the model's mask or None, `keywords` are
-    the call's other arguments.
+    `layer` is the calling module. `query` is `[1, query_heads, tokens, key_dim]`, `key` `[1,
+    kv_heads, tokens, key_dim]`, `value` `[1, kv_heads, tokens, value_dim]`. `mask` is the model's
+    mask or None, `keywords` are the call's other arguments.
     """
 
     layer: Any
@@ -57,7 +57,7 @@ class CallOrder:
         self._calls = itertools.count()
 
     def begin_pass(self, *_: object) -> None:
-        """Count from 0 again. The method may serve as a module's forward hook."""
+        """Count from 0 again. The method may serve as a forward pre-hook."""
         self._calls = itertools.count()
 
     def __call__(self, call: LayerCall) -> int:

@@ -139,7 +139,7 @@ class TorchAttention:
     def _decode_scores(
         self, layer_idx: int, query: Tensor, group: "Group", options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Return scores `[batch * kv_heads, heads, columns]` and their values."""
+        """Return a group's scores `[batch * kv_heads, heads, columns]` and values."""
         keys, values = self._gather(layer_idx, group)
         rows = query.index_select(0, group.rows).view(len(keys), -1, query.shape[2])
         scores = _scores(rows, keys, options)

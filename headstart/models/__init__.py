@@ -1,1 +1,1 @@
-"""Models of transformers, loaded and checked for paged K/V."""
+"""Model files, loading, checks, adapters, and modules that run over paged K/V."""

@@ -45,7 +45,7 @@ class PlacedImage(NamedTuple):
 
 
 class VisionFacts(NamedTuple):
-    """The properties of a vision model that a process without its weights needs for prompts.
+    """The properties of a vision model that a process without its weights needs to make prompts.
 
     fingerprint, bytes_per_row: as in `VisionModel`. extra_rows: an image's number of embeddings
     minus the number that follows from its shape, measured by encoding an image.
@@ -144,7 +144,7 @@ class DecoderModel(ABC):
 
     def __init__(self, layouts: tuple[LayerLayout, ...], folder: Path | None = None) -> None:
         self.folder = folder
-        """The folder that it was loaded from; None for a model built in memory."""
+        """The folder of the model's files; None for a model built in memory."""
         self.files: tuple[FileStamp, ...] | None = None
         """The versions of the files that the weights were read from; None if unknown."""
         self._fingerprint: str | None = None
@@ -236,7 +236,7 @@ class DecoderModel(ABC):
         """
 
     def prepare(self, num_positions: int) -> None:  # noqa: B027 (most models need nothing)
-        """Compute tables for these positions in advance. Results do not change."""
+        """Compute the rotary angles of these positions in advance. Results do not change."""
 
     @abstractmethod
     def forward(

@@ -285,7 +285,7 @@ class _Windows:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Return the attention `[tokens, heads, head_dim]` within one window."""
+    """Return the output of attention `[tokens, heads, head_dim]` within one window."""
     tokens, heads, width = query.shape
     by_head = query.reshape(tokens, key.shape[1], -1, width).permute(1, 2, 0, 3)
     keys, values = key.permute(1, 2, 0).unsqueeze(1), value.transpose(0, 1).unsqueeze(1)

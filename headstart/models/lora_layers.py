@@ -162,7 +162,7 @@ class _Piece:
 
     rows: a range of the batch, or row numbers. masks: `[rows, ranks]` for each entry of the stack's
     `owners`, True for the ranks of adapters other than the row's. The product with A is set to zero
-    there. None if all rows and ranks belong to one adapter.
+    there. `masks` is None if all rows and ranks belong to one adapter.
     """
 
     def __init__(

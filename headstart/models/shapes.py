@@ -113,7 +113,7 @@ class DecoderShape:
     value_norm: bool = False
     """The values of each head are divided by their root mean square."""
     partial_rotary: bool = False
-    """Only a part of each head may be rotated."""
+    """The configuration may rotate only a part of each head."""
     exact_angles: bool = False
     """Cosines and sines are float32, whatever the dtype of the weights."""
     softcap: float | None = None

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernels; None if they are missing, disabled or not supported here."""
+    """Return the compiled kernels; None if they are missing, disabled or unsupported by the CPU."""
     return _threaded() if is_usable() else None
 
 

@@ -43,7 +43,7 @@ def _of(kind: type, *names: str) -> list[tuple[str, type]]:
 
 
 class AttentionStep(ctypes.Structure):
-    """The arguments that are the same in all layers of a step with the same plan."""
+    """The arguments of a step that are the same in all layers with the same plan."""
 
     _fields_ = (
         *_of(c_void_p, "slots", "tables", "rows", "segments", "mergers", "parts"),

@@ -58,7 +58,7 @@ def request_huge_pages(start: int, size: int) -> None:
 def make_huge_pages(start: int, size: int) -> None:
     """Move these bytes to pages of 2 MiB now, as far as the system has memory for such pages.
 
-    Copies 2 MiB at a time, at up to 4 GB/s. Other threads may use the bytes meanwhile.
+    The system copies 2 MiB at a time, at up to 4 GB/s. Other threads may use the bytes meanwhile.
     """
     first, last = _huge_page_range(start, size)
     for page in range(first, last, _HUGE_PAGE):

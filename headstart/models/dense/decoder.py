@@ -79,7 +79,7 @@ class _Body(FamilyModule):
 
 
 class DenseModules(nn.Module):
-    """All modules with weights, with transformers' names.
+    """All modules that have weights, under transformers' names.
 
     The class names of modules are part of a model's identity; see `DecoderModel.products`.
     """

@@ -192,7 +192,7 @@ class FamilyModule(nn.Module):
 
 
 def normalize(x: Tensor, epsilon: float) -> Tensor:
-    """Return `x / sqrt(mean(x ** 2) + epsilon)`, float32."""
+    """Return `x / sqrt(mean(x ** 2) + epsilon)` in float32."""
     exact = x.float()
     return exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + epsilon)
 

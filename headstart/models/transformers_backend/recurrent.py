@@ -104,7 +104,7 @@ class _Tracer(DynamicCache):
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Record in `calls` which modules are running, in a context."""
+        """Within the context, record in `calls` which modules are running."""
 
         def enter(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self.calls.append((name, kwargs))

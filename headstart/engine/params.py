@@ -81,8 +81,8 @@ def _read_bias(bias: object) -> object:
 def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raise RequestError for a token id beyond the model's vocabulary."""
     if token_ids and max(token_ids) >= vocab_size:
-        most = describe(max(token_ids))
-        raise RequestError(f"{name} has the token id {most}; allowed: from 0 to {vocab_size - 1}")
+        text = describe(max(token_ids))
+        raise RequestError(f"{name} has the token id {text}; allowed: from 0 to {vocab_size - 1}")
 
 
 class RequestOutputKind(Enum):

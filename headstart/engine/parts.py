@@ -258,24 +258,24 @@ def _plan_windows(config: EngineConfig, decoder: DecoderModel, budget: int) -> t
     step reads and writes. Raises ConfigError if `num_window_blocks` is too few for this step.
     """
     tokens, window = config.max_num_batched_tokens, window_width(config, decoder)
-    least = -(-(tokens + window) // config.block_size) + 2
+    min_count = -(-(tokens + window) // config.block_size) + 2
     count = config.num_window_blocks
-    if count is not None and count < least:
+    if count is not None and count < min_count:
         raise ConfigError(
-            f"num_window_blocks is {count}; allowed: at least {least}, for steps of {tokens} "
+            f"num_window_blocks is {count}; allowed: at least {min_count}, for steps of {tokens} "
             f"tokens (max_num_batched_tokens) and sliding windows of {window}"
         )
     blocks = config.num_blocks
     if blocks is None:
         window_block = _window_block_bytes(config, decoder)
         block = _block_bytes(config, decoder) - window_block
-        blocks = (budget - (count or least) * window_block) // block
+        blocks = (budget - (count or min_count) * window_block) // block
         if count is None:
             blocks = min(blocks, 10 * (budget - window_block) // (10 * block + window_block))
         if config.kv_cache_memory is None:
             blocks = min(blocks, DEFAULT_MAX_BLOCKS)
     if count is None:
-        count = max(least, -(-blocks // 10))
+        count = max(min_count, -(-blocks // 10))
     return blocks, count if count < blocks else 0
 
 
@@ -424,8 +424,8 @@ def make_engine_parts(
         model = identify(decoder, memory, config, folder, rows)
         stores = open_stores(model, config)
         # Prepare for the longest load: it writes `loaded` blocks, and the next step reads them.
-        most = max(store.num_stored for store in stores)
-        loaded = min(most, -(-limit // config.block_size))
+        num_stored = max(store.num_stored for store in stores)
+        loaded = min(num_stored, -(-limit // config.block_size))
         memory.prefault(loaded)
         decoder.prepare(min(loaded * config.block_size, _MAX_PREPARED))
     cache = CacheConfig(

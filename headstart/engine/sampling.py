@@ -44,8 +44,8 @@ def apply_min_p(scores: Tensor, min_p: float) -> Tensor:
 
 def apply_top_k(scores: Tensor, count: int) -> Tensor:
     """Remove all tokens less likely than the `count` likeliest."""
-    least = scores.topk(min(count, scores.shape[-1])).values[..., -1:]
-    return scores.masked_fill(scores < least, _REMOVED)
+    threshold = scores.topk(min(count, scores.shape[-1])).values[..., -1:]
+    return scores.masked_fill(scores < threshold, _REMOVED)
 
 
 def apply_top_p(scores: Tensor, top_p: float) -> Tensor:

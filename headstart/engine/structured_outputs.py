@@ -94,10 +94,10 @@ class StructuredOutputsParams:
             )
         check_fields(self, RequestError, "structured_outputs.")
         size = check_utf8(f"structured_outputs.{kinds[0]}", self.constraint.text)
-        most = MAX_BYTES if self.choice is None else MAX_CHOICE_BYTES
-        if size > most:
+        limit = MAX_BYTES if self.choice is None else MAX_CHOICE_BYTES
+        if size > limit:
             raise RequestError(
-                f"structured_outputs.{kinds[0]} has {size:,} bytes; allowed: {most:,} at most"
+                f"structured_outputs.{kinds[0]} has {size:,} bytes; allowed: {limit:,} at most"
             )
 
     @property

@@ -91,17 +91,17 @@ class ReadBuffers:
     """Buffers of one size. A buffer is reused when no view of it is left. Thread-safe.
 
     The system clears each page of new memory at its first use, which takes longer than reading a
-    file from the page cache. most: maximum number of unused buffers that are retained.
+    file from the page cache. max_unused: number of unused buffers to retain.
     """
 
-    def __init__(self, nbytes: int, most: int) -> None:
+    def __init__(self, nbytes: int, max_unused: int) -> None:
         self._nbytes = nbytes
-        self._most = most
-        self._free: deque[mmap.mmap] = deque(maxlen=most)
+        self._max_unused = max_unused
+        self._free: deque[mmap.mmap] = deque(maxlen=max_unused)
 
     def fill(self) -> None:
         """Allocate all buffers and their pages in advance."""
-        while len(self._free) < self._most:
+        while len(self._free) < self._max_unused:
             memory = self._allocate()
             pages = (ctypes.c_char * self._nbytes).from_buffer(memory)
             ctypes.memset(pages, 0, self._nbytes)  # releases the GIL
@@ -183,9 +183,9 @@ class SlotFile:
 
     def read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[memoryview | None]:
         """Yield the payload of each (name, slot); None if the slot does not contain this block."""
-        most = max(1, _READ_BYTES // self.slot_bytes)
-        for offset in range(0, len(blocks), most):
-            batch = blocks[offset : offset + most]
+        batch_size = max(1, _READ_BYTES // self.slot_bytes)
+        for offset in range(0, len(blocks), batch_size):
+            batch = blocks[offset : offset + batch_size]
             buffer = _buffers.take(len(batch) * self.slot_bytes)
             for first, stop in _runs([slot for _, slot in batch]):
                 if not 0 <= batch[first][1] < self.num_slots:

@@ -153,10 +153,10 @@ class Loader:
         self._lookups.submit(job)
         return job
 
-    def take(self, job: LoadJob, most: int) -> list[LoadedBlock]:
-        """Return up to `most` of the blocks that have arrived, in order."""
+    def take(self, job: LoadJob, limit: int) -> list[LoadedBlock]:
+        """Return up to `limit` of the blocks that have arrived, in order."""
         with self._changed:
-            taken = [job.arrived.popleft() for _ in range(min(most, len(job.arrived)))]
+            taken = [job.arrived.popleft() for _ in range(min(limit, len(job.arrived)))]
             self._release(taken)
         return taken
 

@@ -25,7 +25,7 @@ def address(view: memoryview) -> int:
 
 
 def test_a_buffer_is_reused_once_no_view_of_it_exists() -> None:
-    buffers = ReadBuffers(SIZE, most=4)
+    buffers = ReadBuffers(SIZE, max_unused=4)
     first = buffers.take(SIZE)
     place, part = address(first), first[100:200]
     part[:] = b"x" * 100
@@ -40,7 +40,7 @@ def test_a_buffer_is_reused_once_no_view_of_it_exists() -> None:
 
 def test_prepared_buffers_are_used_first() -> None:
     """Their pages are allocated before the first request of a new process looks up its prefix."""
-    buffers = ReadBuffers(SIZE, most=3)
+    buffers = ReadBuffers(SIZE, max_unused=3)
     for _ in range(2):
         buffers.fill()
     ready = unused(buffers)
@@ -53,7 +53,7 @@ def test_prepared_buffers_are_used_first() -> None:
 
 def test_much_larger_or_smaller_blocks_get_separate_memory() -> None:
     """A block of 16 KB that waits to be taken does not hold 2 MB."""
-    buffers = ReadBuffers(SIZE, most=4)
+    buffers = ReadBuffers(SIZE, max_unused=4)
     for nbytes in (SIZE + 1, SIZE // 4 - 1):
         view = buffers.take(nbytes)
         assert len(view) == memoryview(view.obj).nbytes == nbytes
@@ -62,7 +62,7 @@ def test_much_larger_or_smaller_blocks_get_separate_memory() -> None:
 @given(orders=st.lists(st.integers(0, 5), max_size=30))
 def test_views_in_use_never_share_bytes(orders: list[int]) -> None:
     """Order 0 takes a buffer; another order releases the view of that number."""
-    buffers = ReadBuffers(SIZE, most=2)
+    buffers = ReadBuffers(SIZE, max_unused=2)
     views: list[tuple[int, memoryview]] = []
     for number, order in enumerate(orders):
         if order and order <= len(views):
@@ -81,7 +81,7 @@ def test_a_store_with_blocks_prepares_its_buffers(
 ) -> None:
     with closing(disk(tmp_path)) as store:
         store.save(blocks(range(0 if is_empty else 3)))
-    buffers = ReadBuffers(SIZE, most=2)
+    buffers = ReadBuffers(SIZE, max_unused=2)
     monkeypatch.setattr("headstart.tiers.files._buffers", buffers)
     with closing(disk(tmp_path)):
         for thread in threading.enumerate():

@@ -43,7 +43,7 @@ _LENGTHS = (1, 3, 7, 15)
 # is lost later: requests with drafts finish first, and the steps of the remaining requests take
 # almost as long as before.
 _GAIN = 1.1
-_LIKELIEST = 0.97  # the highest acceptance that is expected of any draft
+_MAX_ACCEPTANCE = 0.97  # the highest acceptance that is expected of any draft
 _ANSWER_PRIOR, _REPETITION_PRIOR = 0.9, 0.6  # expected acceptance of a new request's first drafts
 
 
@@ -125,7 +125,7 @@ class Drafting:
         """Prepare drafts for a step. running: its requests, with one row each before drafts."""
         self._num_rows, self._num_tokens = len(running), len(running)
         self._gain = _GAIN if len(running) > 1 else 1.0
-        self._may_gain = self._choose_length(_LIKELIEST, self._max_tokens) > 0
+        self._may_gain = self._choose_length(_MAX_ACCEPTANCE, self._max_tokens) > 0
         if self._may_gain and self._excludes_shared:
             sequences = [request.sequence for request in running]
             self._may_gain = not self._manager.share_prefix(sequences, _SHARED)
@@ -164,13 +164,13 @@ class Drafting:
 
     def _choose_length(self, acceptance: float, limit: int) -> int:
         """Return the draft length that gives the most tokens per second; 0 for no draft."""
-        best, most = 0, self._gain * self._num_tokens / self.row_cost.seconds(self._num_rows)
+        best, best_rate = 0, self._gain * self._num_tokens / self.row_cost.seconds(self._num_rows)
         for length in _LENGTHS:
             count = min(length, limit)
             tokens = self._num_tokens + expect_accepted(acceptance, count)
             rate = tokens / self.row_cost.seconds(self._num_rows + count)
-            if rate > most:
-                best, most = count, rate
+            if rate > best_rate:
+                best, best_rate = count, rate
             if count == limit:
                 break
         return best

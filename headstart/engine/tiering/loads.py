@@ -315,8 +315,8 @@ class Loads:
     def _begin(self, request: Request, num_tokens: int) -> Load | None:
         """Start a load of a request's first tokens; return None if there is nothing to load."""
         sequence = request.sequence
-        most = num_tokens // self.manager.block_size
-        if not request.reads_cache or most == 0:
+        num_blocks = num_tokens // self.manager.block_size
+        if not request.reads_cache or num_blocks == 0:
             return None
         computed = self.manager.get_computed_blocks(sequence)
         if computed.writer is not None:
@@ -324,9 +324,9 @@ class Loads:
         if self.states is not None:
             return self._begin_state(request, num_tokens, computed)
         first = len(computed.blocks)
-        if first >= most:
+        if first >= num_blocks:
             return None
-        names = self.manager.block_hashes(sequence)[first:most]
+        names = self.manager.block_hashes(sequence)[first:num_blocks]
         load = self._loads.get(names[0])
         if load is None or len(load.job.names) < len(names):
             size = self.payload.nbytes

@@ -203,7 +203,7 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
 @click.option("--repair", is_flag=True, help="Drop blocks that are damaged or lost.")
 @_folder()
 def verify(repair: bool, folder: str | None) -> None:
-    """Read every block and report damaged ones; exit status 1 if a listed block is damaged."""
+    """Read every block, and report damaged blocks; exit status 1 if the index has one of them."""
     with _opened(folder, writes=repair) as path, progress_bar("blocks") as advance:
         report = verify_folder(path, repair=repair, progress=advance)
     for model, counts in report.models:
@@ -218,7 +218,7 @@ def verify(repair: bool, folder: str | None) -> None:
                 "overwritten: a process ended while it saved these blocks; they are not used"
             )
         elif any(total):
-            click.echo("all listed blocks are intact")
+            click.echo("all blocks in the index are intact")
         else:
             click.echo("no blocks are stored")
         return
@@ -296,7 +296,7 @@ def _find_models(path: Path, name: str) -> list[ModelState]:
     """
     states, name = read_models(path), decode_argument(name)
     titles = [state.model.record.title for state in states]
-    begins = (f"{name} (", f"{name}, ")  # a pipeline's stage may follow, after a comma
+    begins = (f"{name} (", f"{name}, ")  # a comma and a pipeline stage may follow
     if any(is_named := [f"{title}, ".startswith(begins) for title in titles]):
         return list(compress(states, is_named))
     fingerprints = sorted({state.model.record.fingerprint for state in states})
@@ -432,7 +432,7 @@ def _show_age(used: float) -> str:
 
 
 def _align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return the rows with aligned columns: the first `left` columns to the left, others right.
+    """Return the rows with the first `left` columns aligned left, the others right.
 
     If the rows are wider than the terminal, put the other columns on separate, indented lines.
     """

@@ -173,8 +173,8 @@ def main() -> None:
 def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> None:
     """Answer prompts, or questions about files.
 
-    Each of PROMPTS is answered separately, after the text of --file. Without PROMPTS, the files are
-    the prompt. Without both, standard input is the prompt. As a prompt or a file, - stands for
+    Each prompt follows the text of --file and is answered separately. Without PROMPTS, the files
+    are the prompt. Without both, standard input is the prompt. As a prompt or a file, - stands for
     standard input. Without --temperature, the likeliest tokens are generated.
     """
     if prompts and names_model(prompts[0]):

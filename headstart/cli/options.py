@@ -202,7 +202,7 @@ def take_options(options: dict[str, Any], kind: type[OptionsOfKind]) -> OptionsO
 
 
 def sort_options(options: Mapping[str, Any], defaults: Mapping[str, Any] = RUN_SAMPLING) -> Options:
-    """Separate the engine's options from the options of sampling, and check both.
+    """Separate the engine's options from the sampling options, and check both.
 
     Raises ConfigError or RequestError.
     """

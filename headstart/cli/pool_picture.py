@@ -76,7 +76,7 @@ class PoolPicture:
         Rows with only empty blocks are left out. For an empty pool, the first row is drawn.
         """
         per_cell = max(1, -(-len(self._states) // MAX_CELLS))
-        cells = []  # a state (held before cached before empty), and the owner of its first block
+        cells = []  # held if any block is, else cached or empty; the owner of the first such block
         for start in range(0, len(self._states), per_cell):
             states = self._states[start : start + per_cell]
             state = min(states, key=(HELD, CACHED, EMPTY).index)

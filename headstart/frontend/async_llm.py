@@ -117,7 +117,7 @@ class AsyncLLM(Facade):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Stream the answer to a conversation; its tokens are cached for the next turn."""
+        """Stream the answer to a conversation, and store its token ids for the next turn."""
         template = TemplateOptions.pick(locals())
         return self._stream(
             lambda: self.prepare(

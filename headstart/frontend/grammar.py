@@ -5,10 +5,10 @@ step, a matcher returns the tokens that may come next. Compiling a constraint us
 milliseconds, in the worst case seconds. It is done once, in the thread that prepares a request,
 never in a step. Each answer gets a copy of the compiled matcher, which takes microseconds.
 
-Two kinds of schemas are refused. For `multipleOf`, llguidance makes a state for each remainder:
-100,003 states take a second, 982,451,653 states hours, and the computation cannot be stopped. If
-every value of a schema must contain another value of this schema (a required property with
-`{"$ref": "#"}`), an answer would open objects until `max_tokens`.
+Two kinds of schemas are refused. One has a large `multipleOf`: llguidance makes a state for each
+remainder. 100,003 states take a second, 982,451,653 states hours, and the computation cannot be
+stopped. In the other, every value must contain another value of the schema (a required property
+with `{"$ref": "#"}`), so an answer would open objects until `max_tokens`.
 """
 
 from __future__ import annotations
@@ -401,7 +401,7 @@ def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
 
 
 class GrammarMask(TokenMask):
-    """The position of one answer in its grammar. Applied after all other processors.
+    """A mask of the tokens that one answer's grammar allows. Applied after all other processors.
 
     end_ids: tokens that end the answer where the grammar allows both the end and further text.
     Where it allows no further text, the model's end-of-text tokens end the answer. special: the

@@ -162,7 +162,7 @@ class LLM(SyncFacade):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one or several conversations; their tokens are cached for the next turn.
+        """Answer one or several conversations, and store the token ids for the next turns.
 
         messages: dicts with "role" and "content", for the model's chat template. A content is a
         text or a list of OpenAI's parts, with images if the model has vision. In a later turn, the

@@ -282,8 +282,8 @@ class OutputText:
 
     An answer ends at an end-of-text or stop token, at a stop string, or at its maximum length.
     `stop_reason` is the stop string or the id of the stop token. Text that may be the beginning of
-    a stop string is held back. Tokens are decoded when the text is read; with stop strings, as they
-    arrive. max_total_tokens: maximum number of tokens of prompt and answer together.
+    a stop string is held back. Tokens are decoded when the text is read, or on arrival if there are
+    stop strings. max_total_tokens: maximum number of tokens of prompt and answer together.
     """
 
     def __init__(

@@ -474,7 +474,7 @@ class SchedulerView:
 
 @dataclass(frozen=True)
 class SpeculativeView:
-    """Drafts: their maximum length, and the method of vLLM whose drafts are most similar."""
+    """Drafts: their maximum length, and the most similar method of vLLM."""
 
     num_speculative_tokens: int
     method: str = "suffix"

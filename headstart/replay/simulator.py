@@ -1,4 +1,4 @@
-"""The simulator: a trace, a router and many replicas, in discrete events.
+"""A discrete-event simulation of a trace, a router and many replicas.
 
 There are three kinds of events: a request arrives, a replica's step ends, and a prompt's K/V arrive
 at another replica. A request is routed when it arrives. At the end of a step, the router's index

@@ -263,7 +263,8 @@ def test_blocks_of_an_unknown_model_are_refused(cache: Cache, tmp_path: Path) ->
 
 def test_damage_is_reported_and_repaired(cache: Cache, folder: Path) -> None:
     assert (
-        cache("verify").output == "tiny-model (float32)  7 intact\nall listed blocks are intact\n"
+        cache("verify").output
+        == "tiny-model (float32)  7 intact\nall blocks in the index are intact\n"
     )
     file = max(folder.glob("*.kv"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())

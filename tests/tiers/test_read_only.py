@@ -84,7 +84,7 @@ def test_commands_that_read_work(folder: Path) -> None:
 
         assert "a model" in run("ls")[1] and "0 to 144" in run("ls", "a model")[1]
         assert "144 tokens in 9 blocks" in run("stat")[1]
-        assert run("verify") == (0, "a model  9 intact\nall listed blocks are intact\n")
+        assert run("verify") == (0, "a model  9 intact\nall blocks in the index are intact\n")
         for arguments in (["drop", "--all"], ["verify", "--repair"]):
             status, output = run(*arguments)
             assert status == 2 and "cannot be written" in output

@@ -163,7 +163,7 @@ class ChatPrompt(NamedTuple):
 class ConversationMemory:
     """Renderer of chats that remembers the token ids of earlier turns. Not thread-safe.
 
-    tokenizer: None for a model without one, which cannot chat. limit: the longest conversation.
+    tokenizer: None for a model without one, which cannot chat. limit: on the text of a chat.
     max_texts: the maximum number of stored texts, up to three for each turn. Stored texts take up
     to `MAX_BYTES`: 4 bytes for each token of a turn's prompt and reply, and `ENTRY_BYTES` for each
     text.

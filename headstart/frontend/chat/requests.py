@@ -62,7 +62,7 @@ class ImagePromptCodec(PromptCodec):
         self.images = images
 
     def mark(self, text: str, loaded: Sequence[LoadedImage]) -> str:
-        """Replace each placeholder of a rendered text by a mark. Raises RequestError."""
+        """Replace each placeholder of a rendered text with a mark. Raises RequestError."""
         unescaped = text.replace(_ESCAPED, "")
         if _OPEN in unescaped or _CLOSE in unescaped:
             raise RequestError("the conversation has U+FDD0 or U+FDD1, which are not characters")

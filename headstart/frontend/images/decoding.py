@@ -1,4 +1,4 @@
-"""Decoding of images to pixels, with limits of size and cost. Needs no torch."""
+"""Decoding of images to pixels, with limits on size and cost. Needs no torch."""
 
 from __future__ import annotations
 

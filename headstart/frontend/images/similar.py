@@ -33,7 +33,7 @@ from PIL import Image, ImageChops, ImageFilter
 from headstart.engine.image_cache import EncoderKey
 from headstart.frontend.images.prompt import LoadedImage
 
-CAPACITY = 1 << 28  # bytes: hundreds of screenshots, or 12 photographs of 4K
+CAPACITY = 1 << 28  # bytes: hundreds of screenshots, or 12 photographs in 4K
 MAX_IMAGES = 4096  # images of all tenants; comparing this many thumbnails takes about a millisecond
 ENTRY_BYTES = 2048  # Python objects of an entry (1.7 to 2.0 kB) without pixels and thumbnail
 MAX_COMPARED = 3  # earlier images to examine
@@ -41,7 +41,7 @@ THUMBNAIL = 16  # pixels on each side
 MAX_DIFFERENCE = 32  # of 255, between two thumbnails, in each color of each pixel
 ZLIB_LEVEL = 1  # the fastest
 MAX_SCALE = 1.025
-WINDOW = 128  # pixels, a multiple of the 16 of a JPEG macroblock
+WINDOW = 128  # pixels, a multiple of the side of a JPEG macroblock, 16
 BORDER = 8  # pixels at a window's edge that are not compared, because pixels outside affect them
 FILTERS = ("BICUBIC", "LANCZOS", "BILINEAR", "HAMMING", "BOX", "NEAREST")
 TRIED_SCALINGS = 4  # scalings to try with all codecs, chosen with `ROUGH_CODECS`

@@ -368,7 +368,7 @@ class ReplicaIndex:
                     replicas, high = replicas ^ mask, middle
                 else:
                     high = middle
-            while replicas and low:  # `depths` already has 0
+            while replicas and low:  # depths of 0 are already set
                 bit = replicas & -replicas
                 depths[self._owners[bit.bit_length() - 1]] = low
                 replicas ^= bit

@@ -45,8 +45,8 @@ class ReplicaConfig:
                 )
         if self.most < self.least:
             raise ConfigError(
-                f"max_replicas is {self.max_replicas}; allowed: at least replicas, which is "
-                f"{self.least}"
+                f"max_replicas is {self.max_replicas}; allowed: at least {self.least} "
+                "(the value of replicas)"
             )
 
     @property
@@ -56,10 +56,10 @@ class ReplicaConfig:
 
     @property
     def least(self) -> int:
-        """The smallest number of replicas."""
+        """The minimum number of replicas."""
         return self.replicas or 1
 
     @property
     def most(self) -> int:
-        """The largest number of replicas."""
+        """The maximum number of replicas."""
         return self.max_replicas or self.least

@@ -346,9 +346,7 @@ class Router:
         Raises RequestError if no replica is alive.
         """
         if not self._alive:
-            raise RequestError(
-                f"0 of {len(self.loads)} replicas are alive; allowed: at least 1, so start one"
-            )
+            raise RequestError(f"0 of {len(self.loads)} replicas are alive; at least one must be")
         self.catch_up()
         alive = self._alive
         if avoid:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _LONG = 1 << 15  # bytes; longer bodies are parsed in a thread
 _MAX_VALUES = 1 << 20  # in a body; parsing delays all threads by up to 0.1 s
-# Limit for the objects and for the lists in a body. Some APIs process them in the event loop.
+# Maximum number of objects, and of lists, in a body. Some APIs process them in the event loop.
 _MAX_OBJECTS = 20_000
 
 
@@ -237,7 +237,7 @@ class _Application(FastAPI):
         self._routes = AsyncExitStackMiddleware(self.router)
         self._entry: ASGIApp = RequestMiddleware(self._dispatch, service)
         if (origin := service.options.cors_origin) is not None:
-            self._entry = CORSMiddleware(  # first, as browsers send preflights without a key
+            self._entry = CORSMiddleware(  # outermost, as browsers send preflights without a key
                 self._entry,
                 allow_origins=[name.strip() for name in origin.split(",")],
                 allow_methods=["GET", "POST", "DELETE"],

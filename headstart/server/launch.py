@@ -67,9 +67,7 @@ def listen(options: ServerOptions) -> socket.socket:
         certificate, key = options.tls_cert, options.tls_key
         for path in (certificate, key):
             if not os.path.isfile(path):
-                raise ConfigError(
-                    f"there is no file {path!r}; allowed for tls_cert and tls_key: existing files"
-                )
+                raise ConfigError(f"there is no file {path!r}, which is set as tls_cert or tls_key")
         try:
             # The empty password prevents OpenSSL's prompt if the key is encrypted.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -97,13 +97,13 @@ async def time_limit(
 class Calls:
     """The calls in progress, in one event loop.
 
-    most: number of slots. most_of_tenant: maximum number of slots of one tenant. seconds: time
+    max_slots: number of slots. max_of_tenant: maximum number of slots of one tenant. seconds: time
     limit of a call.
     """
 
-    def __init__(self, most: int, most_of_tenant: int, seconds: float) -> None:
-        self._most = most
-        self._most_of_tenant = most_of_tenant
+    def __init__(self, max_slots: int, max_of_tenant: int, seconds: float) -> None:
+        self._max_slots = max_slots
+        self._max_of_tenant = max_of_tenant
         self._seconds = seconds
         self._slots: Counter[str] = Counter()  # by tenant
 
@@ -139,9 +139,10 @@ class Calls:
 
     def _take(self, tenant: Tenant) -> None:
         num_taken = self.num_slots
-        if num_taken >= self._most:
-            raise _too_many_requests(f"{num_taken} requests are in progress; allowed: {self._most}")
-        num_own, most = self._slots[tenant.key], self._most_of_tenant
+        if num_taken >= self._max_slots:
+            text = f"{num_taken} requests are in progress; allowed: {self._max_slots}"
+            raise _too_many_requests(text)
+        num_own, most = self._slots[tenant.key], self._max_of_tenant
         if tenant is not EVERYBODY and num_own >= most:
             raise _too_many_requests(
                 f"{num_own} requests of {tenant.name!r} are in progress; allowed: {most}"

@@ -142,6 +142,6 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.body_iterator):
-            # Either may be raised while an event is sent.
+            # Sending an event may raise either error.
             with suppress(ClientDisconnected, OSError):
                 await cancel_on_disconnect(receive, self.stream_response(send))

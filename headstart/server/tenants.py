@@ -73,9 +73,9 @@ class Tenants:
         key = self._ring.find(token) if token else None
         if key is None:
             text = (
-                "the API key is unknown; allowed: a key from the server's operator"
+                "the API key is unknown; get a key from the server's operator"
                 if token
-                else "the request has no API key; allowed: a key in the header "
+                else "the request has no API key; send it in the header "
                 "'Authorization: Bearer' or 'x-api-key'"
             )
             raise ApiError(401, text, code="invalid_api_key")

@@ -55,7 +55,7 @@ _STARTING = ("NOT_STARTED", "DEPLOYING", "UNHEALTHY")  # states that may become 
 _START_TIMEOUT = 600.0  # seconds to wait for replicas that another server starts
 _START_POLL = 0.5  # seconds between checks of their state
 _WAIT_POLL = 5.0  # seconds between checks of the reason why replicas do not start
-_STOP_TIMEOUT = 75.0  # seconds that deleting the replicas may take; Ray Serve itself takes 60
+_STOP_TIMEOUT = 75.0  # seconds that deleting the replicas may take; Ray Serve's own limit is 60
 _FEEDS = 1  # streams of events per replica, which Ray counts as requests
 _LOG = logging.getLogger("headstart.server")
 

@@ -43,16 +43,16 @@ def dispatcher_of(application: str) -> Dispatcher | None:
 class Dispatcher:
     """Routing of requests over a changing set of replicas. Thread-safe."""
 
-    def __init__(self, policy: str, most: int, *, shares_store: bool = False) -> None:
-        """Allow `most` replicas, and twice as many while replicas are replaced.
+    def __init__(self, policy: str, max_replicas: int, *, shares_store: bool = False) -> None:
+        """Allow `max_replicas` replicas, and twice as many while replicas are replaced.
 
         shares_store: each replica can load the blocks that another replica has saved.
         """
         self._lock = threading.Lock()
-        self._router = Router(2 * most, make_policy(policy), shares_store=shares_store)
+        self._router = Router(2 * max_replicas, make_policy(policy), shares_store=shares_store)
         self._numbers: dict[str, int] = {}
         self._silent: set[str] = set()  # running replicas that do not answer
-        self._free = list(reversed(range(2 * most)))
+        self._free = list(reversed(range(2 * max_replicas)))
         for number in self._free:
             self._router.set_alive(number, False)
         # By request id: a request, and how often it was sent to each replica.

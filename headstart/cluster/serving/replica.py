@@ -269,7 +269,7 @@ class EngineReplica:
             kv_cache_bytes=facts.kv_cache_bytes,
             model_name=facts.hasher.model,
             silence=self._servers.silence,
-            # Reads all weights now, so that the first image does not wait for that.
+            # The fingerprint reads all weights; compute it now, not at the first image.
             vision=await asyncio.to_thread(images.vision.facts) if images is not None else None,
         )
 
@@ -358,7 +358,7 @@ class EngineReplica:
                 await self._llm.unload_adapter(adapter.name)
 
     async def follow(self, subscription: Follow) -> AsyncGenerator[Report]:
-        """Yield the cached blocks and all changes, with heartbeats, until the caller leaves."""
+        """Yield the cached blocks and all changes, with heartbeats, until the caller cancels."""
         self._servers.beat(subscription.follower)
         reports = self._publisher.follow(subscription.follower)
         async with aclosing(with_heartbeats(reports)) as with_beats:

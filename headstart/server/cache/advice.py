@@ -290,7 +290,7 @@ def _word(before: str, after: str) -> str:
 
 
 def _find_order(before: str, here: str, there: str) -> str | None:
-    """Return the kind of the entries if they differ only in their order; otherwise None."""
+    """Return the likely cause if the texts differ only in the order of entries; otherwise None."""
     line = before.rsplit("\n", 1)[-1]
     mine, theirs = line + here[:_FAR], line + there[:_FAR]
     if _is_moved(_NAMES.findall(mine), _NAMES.findall(theirs)):

@@ -149,7 +149,7 @@ async def show_advice(request: Request) -> Response:
 async def read_advice(request: Request) -> dict[str, Any]:
     """Return the advice that the caller may see. Raises ApiError (429) for a busy tenant."""
     service, tenant = service_of(request), tenant_of(request)
-    # Count this as a request of the tenant, so that a busy tenant does not use more threads.
+    # Count this as a request of the tenant, so that the tenant's limit applies.
     with nullcontext() if tenant.is_admin else service.calls.call(tenant):
         return await asyncio.to_thread(service.watch.advise, tenant)
 

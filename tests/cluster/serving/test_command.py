@@ -60,7 +60,7 @@ def test_without_any_extra_one_command_to_install_is_named(
         (["--replicas", "0"], "replicas is 0; allowed: a whole number from 1 to 4096"),
         (
             ["--replicas", "3", "--max-replicas", "2"],
-            "max_replicas is 2; allowed: at least replicas, which is 3",
+            "max_replicas is 2; allowed: at least 3 (the value of replicas)",
         ),
         (["--replicas", "2", "--model", "/nowhere"], "there is no folder /nowhere"),
     ],

@@ -151,7 +151,7 @@ def test_a_change_of_replicas_is_reported_once() -> None:
         ({"replicas": 0}, "replicas is 0"),
         (
             {"replicas": 4, "max_replicas": 2},
-            "max_replicas is 2; allowed: at least replicas, which is 4",
+            "max_replicas is 2; allowed: at least 4 .the value of replicas.",
         ),
         ({"replicas": 1, "routing": "by-magic"}, "routing is 'by-magic'"),
         ({"replicas": 1, "replica_cpus": 0.0}, "replica_cpus is 0.0"),

@@ -104,7 +104,7 @@ class Allocation(NamedTuple):
 
 
 def _nearest_children(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> list[PrefixNode]:
-    """Return the written children next to the key in sorted order, at most one on each side."""
+    """Return the written children adjacent to the key in sort order, at most one on each side."""
     child = parent.child
     if isinstance(child, Branches):
         i = bisect_left(child.order, key)

@@ -101,9 +101,9 @@ class AlignmentDetector:
     """Detects from shapes which undeclared outputs of a stage have one row per token.
 
     An output is a candidate if the length of its first axis equals the number of tokens in the
-    pass. One match may be chance, so a candidate is accepted only after passes with two different
-    numbers of tokens, one of them greater than the number of requests. A pass without a match
-    excludes the candidate.
+    pass. One match may be a coincidence, so a candidate is accepted only after passes with two
+    different numbers of tokens, one of them greater than the number of requests. A pass without a
+    match excludes the candidate.
     """
 
     def __init__(self, declared: Mapping[str, Alignment]) -> None:

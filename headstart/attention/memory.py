@@ -95,7 +95,7 @@ class PagedKVMemory:
         if self.has_windows(layer_idx) and not 0 < (window or 0) <= self.window:
             raise EngineError(
                 f"layer {layer_idx} attends to a window of {window} tokens; allowed: 1 to "
-                f"{self.window}, since K and V before it are released"
+                f"{self.window}, since earlier K and V are released"
             )
 
     @staticmethod

@@ -318,7 +318,7 @@ def test_a_pointer_of_git_lfs_is_reported_as_such(folder: Path) -> None:
 
 def test_missing_parameters_are_not_initialized(folder: Path) -> None:
     edit_weights(folder, lambda w: w.__delitem__("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(DamagedModelError, match=r"1 parameters are missing, model\.layers\.1\.mlp"):
+    with pytest.raises(DamagedModelError, match=r"1 parameters are missing: model\.layers\.1\.mlp"):
         load_model(folder)
 
 
@@ -330,7 +330,7 @@ def test_a_setting_that_fails_when_the_model_is_built(folder: Path) -> None:
 
 def test_weights_of_another_width(folder: Path) -> None:
     edit_config(folder, intermediate_size=96)
-    with pytest.raises(DamagedModelError, match=r"have another shape, .* is \[80, 48\] and not"):
+    with pytest.raises(DamagedModelError, match=r"have another shape: .* is \[80, 48\] and not"):
         load_model(folder)
 
 

@@ -90,7 +90,7 @@ def _check_experts(folder: Path, names: Iterable[str]) -> None:
     )
     if first := list(islice(missing, 4)):
         raise DamagedModelError(
-            f"{_unfit(folder)}: parameters of experts are missing, {_some(first)}"
+            f"{_unfit(folder)}: parameters of experts are missing: {_some(first)}"
         )
 
 
@@ -110,7 +110,7 @@ def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]
     ):
         if names:
             raise DamagedModelError(
-                f"{_unfit(folder)}: {len(names)} parameters {problem}, {_some(names)}"
+                f"{_unfit(folder)}: {len(names)} parameters {problem}: {_some(names)}"
             )
 
 

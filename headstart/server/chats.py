@@ -260,9 +260,9 @@ class Dialect:
     hidden: tuple[str, ...] | None = None
 
     def parser(self) -> AnswerParser:
-        most = None if self.tools.parallel else 1
+        max_calls = None if self.tools.parallel else 1
         forced = self.tools.is_forced
-        return AnswerParser(self._read, self.hidden or (), max_calls=most, only_calls=forced)
+        return AnswerParser(self._read, self.hidden or (), max_calls=max_calls, only_calls=forced)
 
     def _read(self, source: CharacterSource) -> Reading[None]:
         if self.reasoning != "none":

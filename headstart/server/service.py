@@ -142,10 +142,10 @@ class Calls:
         if num_taken >= self._max_slots:
             text = f"{num_taken} requests are in progress; allowed: {self._max_slots}"
             raise _too_many_requests(text)
-        num_own, most = self._slots[tenant.key], self._max_of_tenant
-        if tenant is not EVERYBODY and num_own >= most:
+        num_own, limit = self._slots[tenant.key], self._max_of_tenant
+        if tenant is not EVERYBODY and num_own >= limit:
             raise _too_many_requests(
-                f"{num_own} requests of {tenant.name!r} are in progress; allowed: {most}"
+                f"{num_own} requests of {tenant.name!r} are in progress; allowed: {limit}"
             )
         self._slots[tenant.key] += 1
 
@@ -202,9 +202,9 @@ class BaseService(ABC, Generic[Work, Output]):
         self.options = options
         self.tenants = tenants
         self.is_draining = False
-        most = max_running + options.max_waiting
-        of_tenant = options.max_requests_per_tenant or max(1, most // 2)
-        self.calls = Calls(most, of_tenant, options.request_timeout)
+        max_slots = max_running + options.max_waiting
+        max_of_tenant = options.max_requests_per_tenant or max(1, max_slots // 2)
+        self.calls = Calls(max_slots, max_of_tenant, options.request_timeout)
         self.started = int(time.time())
         self._streams: set[AsyncOutputStream[Output]] = set()  # of calls in progress
 

@@ -78,7 +78,7 @@ class WeightFormat(ABC):
         """The tensors that store the matrix."""
 
     def unpack(self) -> Tensor:
-        """Return the matrix `[outputs, inputs]` by which rows are multiplied."""
+        """Return the matrix `[outputs, inputs]` as floats."""
         return self.rows(torch.arange(self.outputs))
 
     def struct(self, dtype: torch.dtype) -> Weight | None:

@@ -129,9 +129,9 @@ class GreedyHead:
     def choose(self, hidden: Tensor, allowed: np.ndarray | None = None) -> list[int]:
         """Return the greedy token of each row of `hidden` bfloat16 `[rows, inputs]`.
 
-        Equal to `greedy_tokens` of `weight.multiply(hidden)`, including -1 for rows that are not
-        finite. allowed: masks of the tokens to choose from, as in `mask_logits`; logits of other
-        tokens are ignored, even NaN.
+        The result equals `greedy_tokens` of `weight.multiply(hidden)`, including -1 for rows that
+        are not finite. allowed: masks of the tokens to choose from, as in `mask_logits`; logits of
+        other tokens are ignored, even NaN.
         """
         self.weight.product.check_rows(hidden)
         if not len(hidden):

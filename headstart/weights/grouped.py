@@ -8,9 +8,9 @@ Weights that are rounded here take 4.5 or 5.5 bits each. Their steps and starts 
 multiples of a unit for each output. `scales` includes this unit. Steps and starts from files are
 float16, so weights from files take 5, 6 or 9 bits each.
 
-`scales` has a factor for each output, `columns` for each input. A weight is
-divided by both before rounding, so that inputs with small weights do not get their neighbors' step.
-This halves the error of 4 bits. SINQ (arXiv 2509.22944) also uses scales in both dimensions.
+`scales` has a factor for each output, `columns` for each input. A weight is divided by
+both before rounding, so that inputs with small weights do not get the step of their neighbors. This
+halves the error of 4 bits. SINQ (arXiv 2509.22944) also uses scales in both dimensions.
 
 `native/narrow/integers.h` describes the bytes and the integer product. For this product, each group
 of 32 elements of an input row is rounded to 8 bits. On a CPU with AMX, bfloat16 rows are not
@@ -58,7 +58,7 @@ class PackedForm(NamedTuple):
 
     @property
     def start_unit(self) -> float:
-        """The factor of a stored start."""
+        """The factor by which a stored start is multiplied."""
         return -float(1 << (self.bits - 1)) if self.in_bytes else 1.0
 
     @property

@@ -98,7 +98,7 @@ class Int8Weight(WeightFormat):
     name = "Int8Linear"
     rounding = 1 / 127
     values: Tensor | None = None
-    """The values int8 `[outputs, inputs]`, unless only `product` or FBGEMM has them."""
+    """The values int8 `[outputs, inputs]`; None if only `product` or FBGEMM has them."""
 
     def __init__(
         self,

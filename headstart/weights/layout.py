@@ -233,7 +233,7 @@ def find_torchao_weights(
 
 
 def _read_description(name: str, text: str) -> dict[str, Any]:
-    """Return the description of a tensor in a header."""
+    """Return the JSON object that describes a tensor in a header."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

@@ -88,7 +88,7 @@ class CompiledProduct:
             )
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Return `x` `[..., inputs]` times the weight plus the bias: `[..., outputs]`, `dtype`."""
+        """Return `x` (`[..., inputs]` in `dtype`) times the weight plus the bias."""
         self.check_rows(x)
         x = x.contiguous()
         out = torch.empty((*x.shape[:-1], self._outputs), dtype=self.dtype)
@@ -101,7 +101,7 @@ class CompiledProduct:
 
 _DIGIT = 63  # the largest digit
 _ZERO_POINT = 64
-_TINY = 1e-30  # least scale, for rows of zeros
+_TINY = 1e-30  # minimum scale, for rows of zeros
 
 
 def fbgemm_pack(values: Tensor, scales: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """Readers of a checkpoint's tensors, which make the modules of a dense decoder.
 
-No weight is in memory twice: a tensor is copied, converted or packed out of its mapped file,
-and the file is unmapped after every layer.
+No weight is in memory twice: a tensor is copied, converted or packed out of its mapped file, and
+the file is unmapped after every layer.
 """
 
 import torch
@@ -134,9 +134,8 @@ class WeightReader(TorchReader):
 
     With a `kind`, each linear layer is rounded to the kind that `kind_of_layer` returns for it, and
     the LM head to int8. Without a kind, floats stay floats, and quantized matrices keep their
-    values if a format can store them. Otherwise they are rounded again.
-    An embedding that shares a quantized LM head's weight uses the same matrix. Other embeddings are
-    float.
+    values if a format can store them. Otherwise they are rounded again. An embedding that shares a
+    quantized LM head's weight uses the same matrix. Other embeddings are float.
     """
 
     def __init__(
@@ -277,5 +276,5 @@ def _torch_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
 def _is_finite(weight: Tensor) -> bool:
     """Return False for a weight with infinities or NaN."""
     sample = weight.sum() if weight.dtype == torch.float32 else torch.stack(torch.aminmax(weight))
-    # A sum of finite numbers may overflow, so each number is checked then.
+    # If the sum is not finite, it may have overflowed, so each number is checked.
     return bool(torch.isfinite(sample).all() or torch.isfinite(weight).all())

@@ -67,12 +67,12 @@ def check_utf8(name: str, text: str, error: type[HeadstartError] = RequestError)
     """Return the length of a string in UTF-8, in bytes. Raises `error` for a lone surrogate."""
     try:
         return len(text.encode())
-    except UnicodeEncodeError as wrong:
-        code = ord(text[wrong.start])
+    except UnicodeEncodeError as cause:
+        code = ord(text[cause.start])
         raise error(
-            f"{name} has the lone surrogate U+{code:04X} at character {wrong.start}; allowed: "
+            f"{name} has the lone surrogate U+{code:04X} at character {cause.start}; allowed: "
             "text that UTF-8 can encode"
-        ) from wrong
+        ) from cause
 
 
 Name = str | None
@@ -205,8 +205,8 @@ def check_fields(options: Any, error: type[Exception], prefix: str = "") -> None
     kind: Any = type(options)
     for name, (allowed, is_optional, default) in _allowed_values(kind).items():
         value = getattr(options, name)
-        is_right = value is default or (is_optional and value is None) or value in allowed
-        if not is_right:
+        is_allowed = value is default or (is_optional and value is None) or value in allowed
+        if not is_allowed:
             or_none = " or None" if is_optional else ""
             raise error(f"{prefix}{name} is {describe(value)}; allowed: {allowed}{or_none}")
 

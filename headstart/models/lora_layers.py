@@ -291,8 +291,8 @@ class LoraLayers:
         assert stack is not None
         if set(owners) == {0} and not is_mixed:
             return _Piece(stack, rows)
-        of_rows = torch.tensor(owners, device=self._model.device).unsqueeze(1)
-        return _Piece(stack, rows, [ranks != of_rows for ranks in stack.owners])
+        row_owners = torch.tensor(owners, device=self._model.device).unsqueeze(1)
+        return _Piece(stack, rows, [ranks != row_owners for ranks in stack.owners])
 
     def _unhook(self) -> None:
         for handle in self._hooks.values():
@@ -301,9 +301,9 @@ class LoraLayers:
 
     def _add(self, layer: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
         """Add the adapters' updates to a layer's output; called as a forward hook."""
-        of_head = layer == self._model.output_layer
+        is_head = layer == self._model.output_layer
         x = inputs[0]
-        if x.numel() != self._counts[of_head] * x.shape[-1]:
+        if x.numel() != self._counts[is_head] * x.shape[-1]:
             raise UnsupportedAdapterError(f"{layer} does not receive all rows of the batch")
-        for piece in self._head if of_head else self._body:
+        for piece in self._head if is_head else self._body:
             piece.add_to(out, layer, x)

@@ -95,9 +95,9 @@ def _mix_experts(experts: Any, hidden_states: Tensor, *routing: Tensor, **named:
     for expert in torch.unique(chosen).tolist():
         if not 0 <= expert < experts.num_experts:  # other ids mean no expert
             continue
-        rows, ranks = torch.where(chosen == expert)
+        rows, choices = torch.where(chosen == expert)
         outputs = compute(experts, hidden_states, chosen.new_full((len(ones), 1), expert), ones)
-        weighted = outputs[rows] * weights[rows, ranks, None]
+        weighted = outputs[rows] * weights[rows, choices, None]
         output.index_add_(0, rows, weighted.to(output.dtype))
     return output
 

@@ -12,8 +12,8 @@
    on its index in the batch, which holds rows of many sequences. For example, Llama 4 scales the
    queries of layers without rotary positions. It computes the scale from the row's index plus the
    length of transformers' cache. The scale differs from 1 only from about position 8,192 on. The
-   reference is transformers' own decoding, with a cache that reports all earlier tokens. Each row
-   attends only to itself, so the earlier tokens need not exist.
+   reference is transformers' own decoding, with a cache whose length includes all earlier tokens.
+   Each row attends only to itself, so the earlier tokens need not exist.
 
 The tolerance depends on depth, width and dtype, so it is measured: one step runs again, with the
 results of attention changed by two units in the last place.
@@ -328,10 +328,10 @@ def _check_mask(model: PreTrainedModel, call: _Call) -> None:
             f"the mask of {layer} depends on more than positions: {error}"
         ) from error
     if not torch.equal(actual.cpu(), expected):
-        differs = (actual.cpu() != expected).nonzero()[0].tolist()
+        query, key = (actual.cpu() != expected).nonzero()[0].tolist()
         raise UnsupportedModelError(
             f"the mask of {layer} does not fit its call of attention (window: {window}): it is "
-            f"wrong for query position {rows[differs[0]]} and key position {columns[differs[1]]}"
+            f"wrong for query position {rows[query]} and key position {columns[key]}"
         )
 
 

@@ -203,7 +203,7 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
 @click.option("--repair", is_flag=True, help="Drop blocks that are damaged or lost.")
 @_folder()
 def verify(repair: bool, folder: str | None) -> None:
-    """Read every block, and report damaged blocks; exit status 1 if the index has one of them."""
+    """Read every block, and report damaged blocks; exit status 1 if the index lists any."""
     with _opened(folder, writes=repair) as path, progress_bar("blocks") as advance:
         report = verify_folder(path, repair=repair, progress=advance)
     for model, counts in report.models:

@@ -221,8 +221,8 @@ class Chat:
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         oldest = f"{stop - start} oldest turns are" if stop - start > 1 else "oldest turn is"
         note(
-            f"[the context of {limit:,} tokens is full: the {oldest} left out, with the documents "
-            f"in them; {len(stream.prompt_token_ids) - num_same:,} tokens must be computed again]"
+            f"[the context of {limit:,} tokens is full: the {oldest} left out, including "
+            f"documents; {len(stream.prompt_token_ids) - num_same:,} tokens must be computed again]"
         )
         return stream
 

@@ -51,7 +51,7 @@ EXTRAS = {
 }
 
 
-@click.command(cls=GroupedCommand, short_help="Show this machine's hardware and what is used.")
+@click.command(cls=GroupedCommand, short_help="Show the hardware, and what headstart uses of it.")
 def doctor() -> None:
     """Show this machine's hardware, which parts of it are used, and how to make headstart faster.
 

@@ -43,9 +43,9 @@ _WORKLOAD_REQUESTS = 2000
 _option = partial(click.option, cls=GroupedOption)
 
 
-@click.command(cls=GroupedCommand, short_help="Simulate many engines on a trace.")
+@click.command(cls=GroupedCommand, short_help="Simulate many replicas on a trace.")
 @click.argument("trace")
-@_option("--replicas", default=1, show_default=True, help="Number of engines.")
+@_option("--replicas", default=1, show_default=True, help="Number of replicas.")
 @_option(
     "--router",
     "routers",

@@ -105,7 +105,7 @@ def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
             count = int("".join(map(str, digits)) + "0" * exponent)
         remainders = lcm(remainders, count) if together else count
         if remainders > MAX_REMAINDERS:
-            others = ", and its least common multiple with others is too large"
+            others = ", and its least common multiple with other values is too large"
             raise ValueError(
                 f'"multipleOf" is {value}{others if count != remainders else ""}; allowed: up to '
                 f"{MAX_REMAINDERS:,}, ignoring the decimal point"

@@ -86,7 +86,9 @@ def test_a_name_with_escapes_is_the_same_name() -> None:
 
 def test_combined_multiples_are_limited() -> None:
     parts = [{"multipleOf": value} for value in (997, 991)]
-    assert "least common multiple with others" in refusal(json={"type": "integer", "allOf": parts})
+    assert "least common multiple with other values" in refusal(
+        json={"type": "integer", "allOf": parts}
+    )
     apart = {"type": "object", "properties": dict(zip("ab", parts, strict=True))}
     check_constraint(StructuredOutputsParams(json=apart).constraint)
 

@@ -61,9 +61,7 @@ _option = partial(click.option, cls=GroupedOption)
     show_default=True,
     help="Number of replicas that only compute prompts; other replicas only decode.",
 )
-@_option(
-    "--kv-tokens", default=2_000_000, show_default=True, help="KV memory per replica, in tokens."
-)
+@_option("--kv-tokens", default=2_000_000, show_default=True, help="KV cache per replica (tokens).")
 @_option("--block-size", type=int, help="Tokens in a block; default: as in the trace, at least 16.")
 @_option("--requests", type=int, help="Number of requests to replay.")
 @_option("--copies", default=1, show_default=True, help="Multiply the number of users by this.")

@@ -231,7 +231,7 @@ class Facade:
 
     @property
     def takes_images(self) -> bool:
-        """True if the model sees images."""
+        """True if the model accepts images."""
         return self.frontend.images is not None
 
     def check_length(self, name: str, text: str) -> None:

@@ -214,8 +214,8 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         if is_torchao and (pickles := [file for file in files if file.suffix != ".safetensors"]):
             raise UnsupportedModelError(
                 f"{pickles[0]} is a pickle of torchao's tensors, which is not supported: load the "
-                "model with the torchao that wrote it, or quantize it again, and let "
-                "save_pretrained of transformers 5 or later write it as safetensors"
+                "model with the torchao version that wrote it, and call save_pretrained of "
+                "transformers 5 or later, or quantize the model again"
             )
         super().__init__(files)
         self._folder = folder = files[0].parent
@@ -227,7 +227,7 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         self._parts = {part for weight in self._weights.values() for part in weight.parts.values()}
 
     def rename(self, names: Mapping[str, str]) -> None:
-        # The tensors of a weight keep the names that `QuantizedWeight.parts` has.
+        # Tensors that store quantized weights keep their names: `QuantizedWeight.parts` has them.
         super().rename({name: new for name, new in names.items() if name not in self._parts})
         self._weights = {names.get(name, name): weight for name, weight in self._weights.items()}
 

@@ -240,15 +240,15 @@ class ConversationMemory:
         if not head:
             return codec.encode(text)
         context = head[-_CONTEXT:]
-        wanted = codec.decode(context) + codec.normalize(rest)
+        expected = codec.decode(context) + codec.normalize(rest)
         candidates = [codec.encode(rest), *codec.encode_anchored(rest)]
         for tail in candidates:
-            if codec.decode([*context, *tail]) == wanted:
+            if codec.decode([*context, *tail]) == expected:
                 return head + tail
         token_ids = codec.encode(text)
-        wanted = codec.decode(token_ids)
+        expected = codec.decode(token_ids)
         for tail in candidates:
-            if codec.decode(head + tail) == wanted:
+            if codec.decode(head + tail) == expected:
                 return head + tail
         return token_ids
 

@@ -58,9 +58,7 @@ _SHORT_SPAN = 17
 class NativeAttention:
     """The `AttentionBackend` of the compiled kernels in `library`, for a memory that they support.
 
-    With `share`, decoding rows attend once to the prefix that their sequences share. Without it,
-    and always with `contiguous_gather`, a row's result does not depend on the other rows of the
-    batch.
+    With `share`, decoding rows attend once to the prefix that their sequences share.
 
     Raises `EngineError` for a step or rows that do not fit the memory, since kernels do not check.
     """

@@ -139,8 +139,8 @@ class DecoderModel(ABC):
     state_layouts: tuple[StateLayout, ...] = ()
     """The states of one sequence, per recurrent layer; empty for a model without such layers."""
     without_adapters: tuple[str, ...] = ()
-    """Name prefixes of layers that take no adapters: recurrent mixers that compute one sequence at
-    a time. An adapter needs the rows of all sequences."""
+    """Name prefixes of layers that take no adapters: recurrent mixers that do not compute the rows
+    of all sequences in one call."""
 
     def __init__(self, layouts: tuple[LayerLayout, ...], folder: Path | None = None) -> None:
         self.folder = folder
@@ -230,9 +230,8 @@ class DecoderModel(ABC):
     def fix_rows(self) -> None:  # noqa: B027 (most models need nothing)
         """Prepare for deterministic mode, in which each pass computes one KV block of one request.
 
-        Each row's results become independent of the other rows in its block, bit for bit, until
-        `detach`. The current backend is detached. Raises `UnsupportedModelError` if this is not
-        possible.
+        Until `detach`, the bits of a row's results do not depend on later rows in its block. The
+        current backend is detached. Raises `UnsupportedModelError` if this is not possible.
         """
 
     def prepare(self, num_positions: int) -> None:  # noqa: B027 (most models need nothing)

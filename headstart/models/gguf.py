@@ -399,7 +399,7 @@ def gguf_folder(file: Path) -> Path:
     `ModelError` if the cache cannot be written.
     """
     gguf = import_gguf(file)
-    # Links are not resolved: in the hub's cache, the target of a link is named by its digest.
+    # The folder is named after the link: in the hub's cache, its target is named by a digest.
     file = file.absolute()
     stat = file.stat()
     stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)

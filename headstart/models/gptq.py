@@ -24,7 +24,7 @@ OLMo 2 has no norms before its projections, so only o and down have units.
 The result is a checkpoint of compressed-tensors, with one file per layer and one for all other
 tensors. Weights `[outputs, inputs]` are "pack-quantized":
 `weight_packed` int32 `[outputs, inputs / 8]`, `weight_scale` `[outputs, groups]`,
-`weight_zero_point` int32 `[outputs / 8, groups]`. The lowest 4 bits of a word come first.
+`weight_zero_point` int32 `[outputs / 8, groups]`. The lowest 4 bits of a word are its first value.
 """
 
 import json

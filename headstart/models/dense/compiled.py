@@ -68,8 +68,8 @@ class CompiledLayers:
     operations per layer, but with so many rows the products take most of the time.
 
     If the attention of any layer is not compiled, steps with float32 products run the modules. With
-    bfloat16 products, every layer then runs as two compiled calls, before and after attention. The
-    last layer also does so if only some rows are needed after it, since it writes K and V of all.
+    bfloat16 products, every layer then runs as two compiled calls, before and after attention. So
+    does the last layer if only some rows are needed after it, since it writes K and V of all rows.
     """
 
     def __init__(

@@ -268,7 +268,7 @@ class Attention(FamilyModule):
         if self._is_source:
             step.shared[self.layer_idx] = key, value
         if step.row_numbers is not None:
-            # Attention takes a query for every row; the queries of other rows are not used.
+            # Attention takes a query for every row. Rows outside `row_numbers` get zeros.
             queries = query.new_zeros((len(key), *query.shape[1:]))
             query, output_rows = queries.index_copy(0, step.row_numbers, query), step.row_numbers
         attended = step.backend.attend(self.layer_idx, query, key, value, self.options)

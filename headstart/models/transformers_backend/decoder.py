@@ -1,9 +1,9 @@
 """A transformers causal language model as a decoder over paged K/V.
 
-In deterministic mode, the bits of a row must not depend on other rows. In transformers' modules an
+In deterministic mode, the bits of a row must not depend on later rows. In transformers' modules an
 expert computes only the rows that chose it, and the number of these rows changes the last bits of
-its products. In this mode, every chosen expert computes all rows, and the results of the other rows
-are discarded. This reads no additional weights, since only chosen experts compute.
+its products. In this mode, a chosen expert computes all rows, and the results of rows that did not
+choose it are discarded. This reads no additional weights, since only chosen experts compute.
 """
 
 import hashlib

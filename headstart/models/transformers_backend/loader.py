@@ -95,7 +95,7 @@ def _check_experts(folder: Path, names: Iterable[str]) -> None:
 
 
 def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Raise `DamagedModelError` if a parameter is random, or a weight was not loaded.
+    """Raise `DamagedModelError` if a parameter or a needed weight was not loaded.
 
     report: transformers' loading info.
     """

@@ -33,7 +33,7 @@ from headstart.errors import EngineError
 from headstart.native.bindings import AttentionCall, AttentionStep, Merger, Segment
 
 _MAX_DIM = 256  # the kernel's widest head
-_MOST_POSITIONS = (1 << 31) - 1  # the kernel's positions have 32 bits
+_MAX_POSITIONS = (1 << 31) - 1  # the kernel's positions have 32 bits
 
 # Break-even points in tokens, measured by `bench/kernels/attention.py`. They are higher in float32,
 # which is limited by arithmetic more than by memory. K/V in 8 bits are computed in float32.
@@ -168,7 +168,7 @@ class NativeAttention:
         step = pool.step(window)
         step.struct.nonfinite = self._nonfinite_address
         call.heads = heads
-        call.window = min(window or 0, _MOST_POSITIONS)
+        call.window = min(window or 0, _MAX_POSITIONS)
         call.scaling = options.scaling
         call.softcap = abs(options.softcap or 0.0)  # the sign has no effect
         if step.num_partials:

@@ -34,7 +34,7 @@ from headstart.native.bindings import (
 
 CHUNK = 64  # positions
 _DTYPES = (torch.float32, torch.bfloat16)  # of rows that the kernels support
-_MOST_TAPS = 4  # the widest convolution that the kernels support
+_MAX_TAPS = 4  # the widest convolution that the kernels support
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def causal_conv(
     """
     kernels = _find_kernels(recurrence, rows)
     channels, width = weight.shape
-    if kernels is None or not 1 < width <= _MOST_TAPS:
+    if kernels is None or not 1 < width <= _MAX_TAPS:
         return _convolve(rows, weight, bias, states, recurrence, silu)
     out = rows.new_empty(rows.shape)
     weights = {"weight": weight.t(), "bias": bias}

@@ -19,7 +19,7 @@ _LENGTH_NAMES = (
 _UNKNOWN_LENGTH = 2048
 # Largest number of tokens. Rotary scaling beyond it is ignored, since the factor in a damaged file
 # may be infinite.
-_MOST_TOKENS = 1 << 31
+_MAX_TOKENS = 1 << 31
 
 
 def context_length(config: Any) -> int:
@@ -64,13 +64,13 @@ def _extended_lengths(rope: object) -> list[float]:
         return []
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor", 1.0)
     is_scaled = isinstance(original, int) and isinstance(factor, (int, float))
-    lengths = [original * factor] if is_scaled and original * factor < _MOST_TOKENS else []
+    lengths = [original * factor] if is_scaled and original * factor < _MAX_TOKENS else []
     return lengths + [length for value in rope.values() for length in _extended_lengths(value)]
 
 
-_MOST_LAYERS = 100_000
-_MOST_HEADS = 1 << 16
-_MOST_WIDTH = 1 << 24
+_MAX_LAYERS = 100_000
+_MAX_HEADS = 1 << 16
+_MAX_WIDTH = 1 << 24
 
 LAYER_COUNTS = frozenset(
     {
@@ -99,16 +99,16 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts
 _FREE_NAMES = frozenset({"label2id", "id2label", "task_specific_params"})
 
 _RANGES: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(LAYER_COUNTS, (1, _MOST_LAYERS)),
-    **dict.fromkeys(_HEADS, (1, _MOST_HEADS)),
-    **dict.fromkeys(WIDTHS, (1, _MOST_WIDTH)),
-    **dict.fromkeys(_EXPERTS, (0, _MOST_HEADS)),
-    **dict.fromkeys(("moe_intermediate_size", "hidden_size_per_layer_input"), (0, _MOST_WIDTH)),
-    "num_kv_shared_layers": (0, _MOST_LAYERS),
-    "eos_token_id": (-1, _MOST_TOKENS),  # -1: none
-    "vocab_size": (1, _MOST_TOKENS),
-    "max_position_embeddings": (1, _MOST_TOKENS),
-    "n_positions": (1, _MOST_TOKENS),
+    **dict.fromkeys(LAYER_COUNTS, (1, _MAX_LAYERS)),
+    **dict.fromkeys(_HEADS, (1, _MAX_HEADS)),
+    **dict.fromkeys(WIDTHS, (1, _MAX_WIDTH)),
+    **dict.fromkeys(_EXPERTS, (0, _MAX_HEADS)),
+    **dict.fromkeys(("moe_intermediate_size", "hidden_size_per_layer_input"), (0, _MAX_WIDTH)),
+    "num_kv_shared_layers": (0, _MAX_LAYERS),
+    "eos_token_id": (-1, _MAX_TOKENS),  # -1: none
+    "vocab_size": (1, _MAX_TOKENS),
+    "max_position_embeddings": (1, _MAX_TOKENS),
+    "n_positions": (1, _MAX_TOKENS),
 }
 
 

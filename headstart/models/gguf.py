@@ -323,7 +323,7 @@ CUT_OFF = "; was it downloaded or copied only in part?"
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)  # version 1 has counts of 32 bits
-_MOST_ELEMENTS = 1 << 22  # in an array; 16 times the size of the largest vocabularies
+_MAX_ELEMENTS = 1 << 22  # in an array; 16 times the size of the largest vocabularies
 
 
 def _check_header(file: Path) -> None:
@@ -359,8 +359,8 @@ def _skip_value(data: BinaryIO, size: int, kind: int) -> None:
     """Skip a value of this type in a file of `size` bytes."""
     if kind == _ARRAY:
         kind, count = _read_numbers(data, "<IQ")
-        if count > _MOST_ELEMENTS:
-            raise ValueError(f"an array has {count} elements, more than {_MOST_ELEMENTS}")
+        if count > _MAX_ELEMENTS:
+            raise ValueError(f"an array has {count} elements, more than {_MAX_ELEMENTS}")
         if kind not in _SIZES:
             for _ in range(count):
                 _skip_value(data, size, kind)

@@ -171,8 +171,8 @@ def _divide_outputs(linear: nn.Linear, units: Tensor) -> None:
 
 
 LENGTH = 512  # tokens in a window
-_MOST_WINDOWS = 32
-_LEAST_WINDOWS = 4
+_MAX_WINDOWS = 32
+_MIN_WINDOWS = 4
 _CHARACTERS = 4_000_000
 
 
@@ -209,11 +209,11 @@ def cut_windows(text: str, name: str, tokenizer: PreTrainedTokenizerBase, longes
         lead = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
         tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
     length = max(1, min(LENGTH, longest) - len(lead))
-    minimum = _LEAST_WINDOWS * LENGTH
+    minimum = _MIN_WINDOWS * LENGTH
     if len(tokens) < minimum:
         raise ConfigError(f"{name} has {len(tokens):,} tokens; allowed: at least {minimum:,}")
     available = len(tokens) // length
-    count = min(available, _MOST_WINDOWS * LENGTH // length)
+    count = min(available, _MAX_WINDOWS * LENGTH // length)
     starts = [number * available // count * length for number in range(count)]
     cut = torch.stack([tokens[start : start + length] for start in starts])
     return torch.cat((torch.tensor(lead, dtype=torch.int64).expand(count, -1), cut), dim=1)

@@ -25,7 +25,7 @@ Angles = tuple[Tensor, Tensor]
 """Cosines and sines, each `[rows, width]`, `width` at most the head dim."""
 
 _FIRST_POSITIONS = 1024
-_MOST_POSITIONS = 1 << 17  # two tables of 128 columns in float32 take 128 MiB
+_MAX_POSITIONS = 1 << 17  # two tables of 128 columns in float32 take 128 MiB
 _FACTORS = ("short_factor", "long_factor")  # lists of one factor for each pair
 
 
@@ -95,7 +95,7 @@ class AngleTable:
     def __call__(self, positions: Tensor) -> Angles:
         """Return the angles of positions int64 `[rows]`, with at least one row."""
         needed = int(positions.max()) + 1
-        if needed > _MOST_POSITIONS:
+        if needed > _MAX_POSITIONS:
             return self._angles(positions.to(torch.float32).cpu())
         self.extend(needed)
         cos, sin = self._table
@@ -103,7 +103,7 @@ class AngleTable:
 
     def extend(self, num_positions: int) -> None:
         """Extend the table to the first `num_positions` positions, up to its largest size."""
-        needed = min(num_positions, _MOST_POSITIONS)
+        needed = min(num_positions, _MAX_POSITIONS)
         if needed > len(self._table[0]):
             size = max(_FIRST_POSITIONS, 1 << (needed - 1).bit_length())
             with torch.inference_mode(False):  # normal tensors: the table outlives the step

@@ -263,7 +263,7 @@ class AsyncMailbox(Generic[Output]):
 
 
 class _Waker:
-    """Waker of the readers of one event loop, called in the threads of engines.
+    """Waker of the readers of one event loop. The threads of engines call `add`.
 
     Waking the loop is expensive for an engine's thread: it takes a system call, which releases the
     interpreter's lock. So `add` wakes the loop once for many updates. After the loop has woken

@@ -24,7 +24,7 @@ from headstart.weights.grouped import GROUP
 from headstart.weights.prequantized import Grouped
 
 BITS = 4
-_MAX_VALUE = (1 << BITS) - 1
+_MAX = (1 << BITS) - 1
 _BLOCK = 4 * GROUP  # inputs whose errors are distributed to later blocks in one product
 _DAMPING = 0.05  # share of the mean diagonal that is added to the diagonal, against overfitting
 _SHIFT = 0.5  # share of the correction by `shifts` that is applied; a larger share overfits
@@ -44,7 +44,7 @@ class _Grid(NamedTuple):
 
     def values(self, elements: Tensor) -> Tensor:
         """Return the integers nearest to elements `[..., outputs]`."""
-        return (elements / self.steps).add_(self.zeros).round_().clamp_(0, _MAX_VALUE)
+        return (elements / self.steps).add_(self.zeros).round_().clamp_(0, _MAX)
 
     def elements(self, values: Tensor) -> Tensor:
         """Return the floats that integers `[..., outputs]` stand for."""
@@ -155,14 +155,10 @@ def _choose_grid(elements: Tensor, sizes: Tensor, stored_dtype: torch.dtype) -> 
     low, high = elements.amin(dim=0).clamp_max_(0), elements.amax(dim=0).clamp_min_(0)
     best_loss, best = None, None
     for span in _SPANS:
-        steps = (
-            ((high - low) * (span / _MAX_VALUE))
-            .clamp_(*_limits(stored_dtype))
-            .to(stored_dtype)
-            .float()
-        )
+        steps = ((high - low) * (span / _MAX)).clamp_(*_limits(stored_dtype))
+        steps = steps.to(stored_dtype).float()
         begin = low - (high - low) * ((span - 1) / 2)
-        grid = _Grid(steps, (-begin / steps).round_().clamp_(0, _MAX_VALUE))
+        grid = _Grid(steps, (-begin / steps).round_().clamp_(0, _MAX))
         errors = grid.elements(grid.values(elements)).sub_(elements).square_()
         loss = errors.mul_(sizes.unsqueeze(1)).sum(dim=0)
         if best_loss is None or best is None:

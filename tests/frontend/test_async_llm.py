@@ -30,7 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[AsyncLLM]:
-    llm = AsyncLLM(folder, num_blocks=64, debug=True)
+    # Without drafts, so that each step of a stream has one token.
+    llm = AsyncLLM(folder, num_blocks=64, debug=True, speculation="off")
     yield llm
     llm.close()
 
@@ -300,7 +301,8 @@ def test_other_streams_continue_while_an_image_is_decoded(
     Here the image waits until the loop has read another stream to its end.
     """
     folder = save_tiny_vision("llava", tmp_path_factory.mktemp("llava"))
-    llm = AsyncLLM(folder, num_blocks=64, debug=True)
+    # Without drafts, so that each step of a stream has one token.
+    llm = AsyncLLM(folder, num_blocks=64, debug=True, speculation="off")
     image = _slow_image()
 
     def ask() -> AsyncIterator[RequestOutput]:

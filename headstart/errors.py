@@ -56,7 +56,7 @@ class DamagedModelError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture cannot run over paged K/V; the error's text has the reason."""
+    """headstart cannot run the model's architecture; the message has the reason."""
 
 
 class AdapterError(HeadstartError):

@@ -129,5 +129,5 @@ def register(function: AttentionFunction) -> str:
 
 
 def unregister(name: str) -> None:
-    """Remove the function from transformers, so that it and its memory can be freed."""
+    """Remove the function from transformers, so that the function can be freed."""
     AttentionInterface._global_mapping.pop(name, None)

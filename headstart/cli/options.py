@@ -4,10 +4,10 @@ A field `max_num_seqs: int = 64` becomes `--max-num-seqs INTEGER`. A bool field 
 flags, `--deterministic / --no-deterministic`. Flags have no defaults, so that each default is
 defined only in its dataclass. `--help` shows the flags in groups, the most common first.
 
-`headstart serve` also accepts the flags of `vllm serve` and reads their values as vLLM does (`4k`,
-JSON, `--no-…`, dots, underscores). click reads headstart's flags and the environment. An option on
-the command line takes precedence over the file of `--config`, and the file over the environment,
-even if they use different names for the option.
+`headstart serve` also accepts the flags of `vllm serve` and reads them as vLLM does (`--no-…`,
+dots, underscores, values such as `4k` and JSON). click reads headstart's flags and the environment.
+An option on the command line takes precedence over the file of `--config`, and the file over the
+environment, even if they use different names for the option.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def model_option(command: Command) -> Command:
         default=BUILT_IN,
         show_default=True,
         help="Folder of a Hugging Face model, its name on the hub, or a GGUF file (on the hub: "
-        "OWNER/NAME:Q4_K_M); demo is a larger model with random weights, to measure times.",
+        "OWNER/NAME:Q4_K_M); demo is a larger model than the default, with random weights, to "
+        "measure times.",
     )(command)
 
 
@@ -229,9 +230,9 @@ def chat_sampling(values: Mapping[str, Any], folder: Path) -> SamplingParams:
     """Return sampling parameters for a chat. Raises RequestError.
 
     `values` take precedence over the model's generation_config.json, and this file over
-    CHAT_SAMPLING. A file with do_sample false only sets temperature to 0. If any other file
-    sets a sampling field besides repetition_penalty, its temperature and top_p default to 1. The
-    loader of the model has checked the file.
+    CHAT_SAMPLING. With do_sample false, the file only sets temperature to 0. Otherwise, if it
+    sets a sampling field other than repetition_penalty, its temperature and top_p default to 1.
+    The loader of the model has checked the file.
     """
     file = folder / "generation_config.json"
     content = read_json(file) if file.is_file() else {}

@@ -86,8 +86,8 @@ class EngineCore:
         self._runner = Runner(parts, backend, self.adapters, deterministic=config.deterministic)
         self._sampler = Sampler(self.model.vocab_size)
         self._fair_share = FairShare(self.manager, config)
-        # Hooks and loads come first: while a request waits for its inputs, they return None, and
-        # any number of requests may bypass it. Another limit before them could restrict this.
+        # Hooks and loads come first. While a request waits for its inputs, they return None, and
+        # any number of requests may bypass it. If another limit came first, only a few could.
         loads = self.tiers.loads if self.tiers is not None else None
         limits: list[Limit | None] = [hooks, loads, self.adapters, self.images, self._fair_share]
         self.drafting: Drafting | None = None
@@ -249,7 +249,7 @@ class EngineCore:
     def _compute(
         self, batch: Batch
     ) -> tuple[list[Choice], dict[Any, EngineError], StepLogits | None]:
-        """Return each part's token or error, the errors by failed request, and the logits.
+        """Return a token or an error for each scheduled part, errors by failed request, the logits.
 
         If a request failed, there are no tokens and no logits. If an image cannot be encoded, the
         requests with this image fail before the model runs. If the model, a logits processor or the
@@ -352,7 +352,7 @@ class EngineCore:
         number: int,
         now: float,
     ) -> None:
-        """Accept drafted tokens that the sampler also chooses; append its choice after each.
+        """Accept drafted tokens that the sampler also chooses, and append the sampler's tokens.
 
         token: the last token of the request. number: the part's index in the step. If K or V of
         drafted tokens are not finite, the draft is rejected without an error. If the sampler then

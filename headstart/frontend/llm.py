@@ -387,7 +387,7 @@ class LLMEngine(SyncFacade):
         if not self._pending:
             self.driver.call(self._advance)
         results = list(self._pending[0].values())
-        del self._pending[0]  # after Ctrl-C, the results of a `popleft` would be lost
+        del self._pending[0]  # only now, so that Ctrl-C before it loses nothing
         for result in results:
             if isinstance(result, EngineError):
                 raise result

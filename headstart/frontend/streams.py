@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Output = TypeVar("Output", bound="AnyOutput")
 
 PACE = 0.005
-"""Minimum seconds between two deliveries of paced updates."""
+"""Minimum seconds between two deliveries to a paced reader (`AsyncMailbox`)."""
 # Seconds. A reader takes 0.1 ms for an update, so 32 paced readers take 5 % of the loop's time.
 _PACE_PER_READER, _MAX_PACE = 0.002, 0.064
 _MAX_UNREAD = 256  # updates; more may be dropped, because each has the whole text so far
@@ -177,7 +177,7 @@ class OutputStream(Generator[Output, None, None]):
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The token ids of the prompt, also before the request is submitted."""
+        """The token ids of the prompt. They are known before the request is submitted."""
         ids: list[int] = self._group.prompt_token_ids
         return ids
 

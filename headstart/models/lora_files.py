@@ -275,8 +275,8 @@ def _read_matrices(file: Path, model: DecoderModel) -> dict[str, dict[str, Tenso
     return matrices
 
 
-# Name prefixes of decoder layers: in models with other parts, in old files of these models, and in
-# text models. The first prefix that occurs is used.
+# Name prefixes of decoder layers. The first two are those of models with several parts, in new and
+# old files; the last is that of text models. The first prefix that occurs is used.
 _BODIES = ("model.language_model.", "language_model.model.", "model.")
 
 
@@ -311,8 +311,8 @@ def _check_layers(
     unknown = layers - linear
     if within := {name for name in unknown if name.startswith(model.without_adapters)}:
         raise UnsupportedAdapterError(
-            f"{file} changes {_some(within)}: adapters are not applied to recurrent layers in "
-            "transformers' modules; allowed: adapters of other layers"
+            f"{file} changes {_some(within)}: adapters are not applied to recurrent layers that "
+            "transformers computes; allowed: adapters of other layers"
         )
     if unknown:
         raise UnsupportedAdapterError(

@@ -124,11 +124,11 @@ class StageRows:
         on. Later blocks are usable up to the first block without stored rows. If all outputs are
         declared, the next blocks that other requests compute in this step are usable too.
 
-        With undeclared outputs, blocks of this step are not usable: an output that first appears in
-        this step has no rows for tokens of earlier steps. Stored rows are usable only if all
-        alignments are decided, or if this request's pass will decide them before the rows are
-        passed on. The pass will decide them if the request runs alone and computes fewer tokens
-        than every earlier pass.
+        With undeclared outputs, blocks that end in this step are not usable: an output that first
+        appears now has no rows for the tokens that earlier steps computed. Stored rows are usable
+        only if all alignments are decided, or if this request's pass will decide them before the
+        rows are passed on. The pass will decide them if the request runs alone and computes fewer
+        tokens than every earlier pass.
         """
         count = len(computed.blocks)
         if not self._gives_rows:

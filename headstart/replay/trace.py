@@ -135,7 +135,7 @@ class Trace:
 
 
 def private_units() -> Iterator[int]:
-    """Yield unit ids that no trace has."""
+    """Yield ids for units that occur once. No trace has these ids."""
     return iter(range(MAX_TOKEN_ID, MAX_TOKEN_ID // 2, -1))
 
 
@@ -227,7 +227,7 @@ def _number(location: str, line: dict[str, Any], key: str, minimum: int) -> Any:
 
 
 def _read_sessions(path: Path) -> Trace:
-    """Read an npz of sessions. Raises ConfigError, or numpy's exceptions for other files."""
+    """Read an npz of sessions. Raises ConfigError, or numpy's exceptions if it is no npz."""
     numpy = load_module("numpy")  # here, so that `headstart --help` does not import it
     with numpy.load(path) as file:
         if missing := [name for name in _SESSION_ARRAYS if name not in file.files]:
@@ -265,7 +265,7 @@ def _make_trace(path: Path, grain: int, num_units: int, requests: list[TraceRequ
 
 GRAIN = 16
 RATE = 4.0
-_QUESTION = 12  # private units at the end of a prompt
+_QUESTION = 12  # units at the end of a prompt that no other prompt has
 
 
 class _Ids:

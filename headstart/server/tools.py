@@ -38,8 +38,9 @@ class HostedTool(BaseModel):
 def tag_tool(tool: Any, tags: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return "HostedTool" for a tool that OpenAI or Anthropic runs, or else the tag of its type.
 
-    tags: the tags of client tools by type; other types have "OwnTool". Tags begin with a capital,
-    like class names. Error messages leave such names out of the paths of fields.
+    A tag names the model that validates the tool. tags: the tags of client tools by type; a tool of
+    any other type has "OwnTool". Error messages leave tags out of the paths of fields, which they
+    recognize by the capital.
     """
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     if not isinstance(kind, str):

@@ -1,6 +1,6 @@
 """The protocol of a tier: a store of blocks outside the pool, keyed by their hashes.
 
-    pool ──offer──▶ saver's thread ──save──▶ store          a block is filled, or will be evicted
+    pool ──offer──▶ saver's thread ──save──▶ store          a block is full, or soon evicted
     pool ◀──bytes── loader's thread ◀──load── store         a lookup continues after the pool's hit
 
 A store holds bytes, not tensors. It may lose any block at any time; a lost block is computed again.
@@ -9,9 +9,10 @@ It returns a block exactly as it was saved, or not at all.
 A block is stored as a record: a header with the block's name (the hash of its prefix), and the
 payload. Both have a checksum.
 
-    magic 8 | depth 4 | seconds 4 | length 8 | name 32 | parent 32 | payload's 8 | header's 8
+    magic 8 | depth 4 | seconds 4 | length 8 | name 32 | parent 32
+    | payload checksum 8 | header checksum 8
 
-The last two fields are checksums, XXH3 with 64 bits, which miss one in 2^64 accidental changes.
+The checksums are XXH3 with 64 bits, which miss one in 2^64 accidental changes.
 They are not signatures, so a process that can write to a store can change its blocks.
 """
 

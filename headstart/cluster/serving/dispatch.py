@@ -3,9 +3,9 @@
     Ray Serve's thread    set_replicas, choose
     the driver's thread   expect, first_token, finish, apply
 
-Ray Serve identifies a replica by a name, the router by a number. When a replica is removed, a new
-replica may get its number. Ray Serve creates the request router inside the server's process and
-passes it only JSON, so the request router finds its dispatcher by the application's name.
+Ray Serve identifies a replica by a name, `Router` by a number. When a replica is removed, a new
+replica may get its number. Ray Serve creates its own request router inside the server's process and
+passes it only JSON. So the request router finds its dispatcher by the application's name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Ray waits up to a second before each further attempt.
 def dispatcher_of(application: str) -> Dispatcher | None:
     """Return an application's dispatcher; None in a process that is not its server.
 
-    The class of the request router is pickled, so it cannot refer to `DISPATCHERS` itself.
+    The request router calls this function. Its class is pickled, and `DISPATCHERS` cannot be.
     """
     return DISPATCHERS.get(application)
 
@@ -62,7 +62,7 @@ class Dispatcher:
         self.on_change: Callable[[], object] = lambda: None
         """Callback, in any thread, after replicas started or stopped."""
         self.on_route: Callable[[], object] = lambda: None
-        """Callback, in any thread, after a replica was chosen. It must soon call `catch_up`."""
+        """Callback, in any thread, after a replica was chosen. `catch_up` must follow."""
 
     @property
     def replicas(self) -> list[str]:
@@ -163,7 +163,7 @@ class Dispatcher:
             self._router.finish(request_id)
 
     def apply(self, replica: str, batch: EventBatch) -> bool:
-        """Apply a batch like `ReplicaIndex.apply`; other threads may route between its steps.
+        """Apply a batch as `ReplicaIndex.apply` does, but let other threads route in between.
 
         One thread at a time may call this for one replica.
         """

@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
   compiled emulate sanitize figures bench curves clean
 
 help:
-	@echo "make demo    two questions about one long document, the second from the cache"
+	@echo "make demo    three questions about one long document, two of them from the cache"
 	@echo "make serve   the embedded model behind OpenAI's API, and a page that shows its cache"
 	@echo "make test    style, types, then all tests"
 	@echo "make lint | types | unit | unit-portable | unit-compiled    one part of make test"

@@ -123,7 +123,7 @@ def read_names(
             plain == other and isinstance(plain, bool) == isinstance(other, bool)
             for other in allowed
         ):
-            others = ", ".join(map(describe, values))
+            others = ", ".join(describe(v) for v in values if v not in ("", [], {}))
             reason = f"allowed: {others}; see docs/vllm.md" if others else NOT_AN_OPTION
             raise ConfigError(f"{spell(name)} is {describe(value)}; {reason}")
     return effective

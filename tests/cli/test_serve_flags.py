@@ -164,7 +164,8 @@ def test_the_command_line_overrides_the_environment(served: Served) -> None:
     ("line", "says"),
     [
         ("-tp 2", "--tensor-parallel-size is 2; allowed: 1; see docs/vllm.md"),
-        ("--offload-params x", "--offload-params is ['x']; allowed: []; see docs/vllm.md"),
+        ("--offload-params x", "--offload-params is ['x']; not an option of headstart; "
+         "see docs/vllm.md"),
         ("--enable-sleep-mode", "--enable-sleep-mode is True; allowed: False; see docs/vllm.md"),
         ("--spec-method ngram", "--spec-method is 'ngram'; not an option of headstart; "
          "see docs/vllm.md"),

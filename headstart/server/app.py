@@ -162,10 +162,13 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, request: Request) -> Response:
     """Show the model, or an adapter."""
+    if not name:  # a slash after "models"
+        return await list_models(request)
     service = base_service_of(request)
     service.adapter(name)  # raises ApiError for an unknown name
     cards = {card["id"]: card for card in _cards(service)}
-    return JsonResponse(cards.get(name) or {**cards[service.name], "id": name})  # with `any_model`
+    any_model = {**cards[service.name], "id": name, "display_name": name}
+    return JsonResponse(cards.get(name, any_model))
 
 
 _ROUTERS = (  # the first router with a matching path is used

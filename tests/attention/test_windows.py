@@ -169,7 +169,7 @@ def test_steps_that_do_not_fit_window_blocks_are_refused(path: str) -> None:
     backend.begin_step(StepPlan(slots, plan.spans, window=window))
     rows = [torch.randn(1, heads, 16).to(row_dtype(dtype)) for heads in (HEADS, 2, 2)]
     for seen in (None, 10):
-        with pytest.raises(EngineError, match=r"layer 1 .* allowed: 1 to 9, since K and V before"):
+        with pytest.raises(EngineError, match=r"layer 1 .* allowed: 1 to 9, since earlier K and V"):
             backend.attend(1, *rows, AttentionOptions(0.3, seen))
     for layer, seen in ((1, 9), (1, 5), (0, None), (0, 10)):
         assert torch.isfinite(backend.attend(layer, *rows, AttentionOptions(0.3, seen))).all()

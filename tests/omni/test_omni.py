@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ def test_the_cache_is_not_reset_while_a_request_runs(omni: Omni) -> None:
 
 def test_after_close_every_call_raises(tmp_path: Path) -> None:
     omni = Omni(save_qwen25(tmp_path), options={"num_blocks": 64})
-    stream = omni.stream(PROMPTS[0], PARAMS)
+    long = replace(PARAMS.speech, max_tokens=900, ignore_eos=True)
+    stream = omni.stream(PROMPTS[0], replace(PARAMS, speech=long))
     next(stream)
     omni.close()
     omni.close()

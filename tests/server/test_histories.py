@@ -133,7 +133,8 @@ def test_any_model_name_and_max_tokens_are_accepted() -> None:
     names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
     with running(any_model=True, max_model_len=16) as small:
         card = httpx.get(small.url + "/v1/models/claude-haiku-4-5").json()
-        assert card["id"] == "claude-haiku-4-5" and card["max_tokens"] == 15
+        assert card["id"] == card["display_name"] == "claude-haiku-4-5" and card["max_tokens"] == 15
+        assert httpx.get(small.url + "/v1/models/").json()["object"] == "list"
         for path, field in (
             ("/v1/chat/completions", "max_tokens"),
             ("/v1/chat/completions", "max_completion_tokens"),

@@ -110,7 +110,7 @@ def test_running_requests_are_answered_before_the_shutdown(
 
 def test_a_draining_server_is_not_ready_and_refuses_requests(tmp_path: Path) -> None:
     with process(tmp_path, "--port", "0", "--drain-seconds", "600") as server:
-        with server.stream(300) as lines:
+        with server.stream(2000) as lines:
             assert httpx.get(f"{server.url}/ready").status_code == 200
             server.signal(signal.SIGTERM)
             while (ready := httpx.get(f"{server.url}/ready")).status_code == 200:

@@ -97,6 +97,9 @@ class ServerOptions:
                 "only one of tls_cert (or ssl_certfile) and tls_key (or ssl_keyfile) is set; "
                 "allowed: both or none"
             )
+        for name in ("model_alias", "public_prefix", "api_key"):
+            if isinstance(getattr(self, name), str):  # each character would be a value
+                raise ConfigError(f"{name} is a string; allowed: a tuple of strings")
         if not all(key and key == key.strip() for key in self.api_key):
             raise ConfigError(
                 "api_key is empty or has white space around it, which HTTP headers drop; "

@@ -214,6 +214,13 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
     assert "trail" not in str(error.value) and "lead" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["api_key", "model_alias", "public_prefix"])
+def test_a_string_is_not_a_tuple_of_strings(name: str) -> None:
+    """Regression: each character of the string was accepted as a key."""
+    with pytest.raises(ConfigError, match=f"^{name} is a string; allowed: a tuple of strings$"):
+        ServerOptions(**{name: "secret"})
+
+
 def test_the_folder_of_keys_may_be_in_the_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

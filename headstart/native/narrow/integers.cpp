@@ -62,6 +62,7 @@ struct Avx2 : Avx2Vectors {
             const __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(first, low),
                                                       _mm256_maddubs_epi16(second, high));
             narrow = _mm256_add_epi16(narrow, products);
+            asm("" : "+x"(narrow));  // otherwise the compiler stores all products, and adds later
         }
         void widen() {
             exact = _mm256_add_epi32(exact, _mm256_madd_epi16(narrow, _mm256_set1_epi16(1)));

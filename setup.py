@@ -7,7 +7,9 @@ variable nothing here changes anything, and mypy is not needed.
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -68,6 +70,18 @@ class BuildExtensions(build_ext):
             kernels = self.distribution.ext_modules or []
             self.distribution.ext_modules = [*kernels, *compiled_cache()]
         super().finalize_options()
+
+    def build_extensions(self) -> None:
+        """Compile several sources of an extension at the same time."""
+        compile_sources = self.compiler.compile
+
+        def compile_each(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                results = pool.map(lambda source: compile_sources([source], **options), sources)
+                return [path for paths in results for path in paths]
+
+        self.compiler.compile = compile_each
+        super().build_extensions()
 
 
 setup(

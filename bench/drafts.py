@@ -1,15 +1,17 @@
 """Drafts: output tokens per second with and without them, side by side.
 
-    python bench/drafts.py SmolLM2-135M-Instruct.Q4_1.gguf [--threads 1] [--rounds 3]
+    python bench/drafts.py SmolLM2-135M-Instruct.Q4_1.gguf [--threads 1] [--rounds 4]
     python bench/drafts.py SmolLM2-135M-Instruct.Q4_1.gguf --dtype float32 \\
         --llama-server build/bin/llama-server
     python bench/drafts.py qwen2.5-0.5b
 
 The model is a chat model, or a shape with random weights, for which only repeated, fresh and
-concurrent requests are meaningful. Engines with and without drafts answer alternately. Each line
-has the median speedup, the tokens per second with drafts, and the tokens per step. With one thread,
-CPU time is measured, which other processes change little. llama.cpp's server answers the same chats
-once for each kind of its n-gram drafts, with that kind's own settings.
+concurrent requests are meaningful. The engines with and without drafts answer in turn; which one is
+first alternates. Each round starts with an empty cache, and with the acceptance of drafts that
+earlier rounds and loads measured. Each line has the median speedup, the tokens per second with
+drafts, and the tokens per step. With one thread, CPU time is measured, which other processes change
+little. llama.cpp's server answers the same chats once for each kind of its n-gram drafts, with that
+kind's own settings.
 """
 
 import argparse
@@ -92,12 +94,14 @@ class Pair:
     def compare(self, name: str, load: Load, rounds: int, count: int) -> None:
         """Print the results of a load, which both engines run in turn with empty caches."""
         answers: list[list[Answer]] = [[] for _ in self.engines]
+        order = list(zip(self.engines, answers, strict=True))
         for _ in range(rounds):
-            for llm, results in zip(self.engines, answers, strict=True):
+            for llm, results in order:
                 llm.reset_prefix_cache()
                 if load.before:
                     self.answer(llm, load.before, count)
                 results.append(self.answer(llm, load.chats, count))
+            order.reverse()
         print(f"{name}\n  headstart {median_ratio(*answers):5.2f}x  {format_speed(answers[1])}")
 
 
@@ -134,7 +138,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="auto", help="dtype of activations, K and V")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--llama-server", help="llama.cpp's program, to compare with")
     options = parser.parse_args()

@@ -154,7 +154,7 @@ def find_continuation(index: PrefixIndex, sequence: TokenSequence, count: int) -
     node = sequence.node or index.root(sequence.root)
     size, length = sequence.block_size, len(sequence.token_ids)
     tail = length - sequence.num_indexed * size
-    if node is None or not size or not 0 < tail <= size:
+    if node is None or node.child is None or not size or not 0 < tail <= size:
         return []
     key = sequence.cut_partial(length, size)
     near = _nearest_children(index, node, key)

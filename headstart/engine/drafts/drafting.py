@@ -75,10 +75,14 @@ class RowCost:
     def note(self, rows: int, seconds: float) -> None:
         """Record the seconds of a step that only decodes."""
         current = (2 * rows // 3).bit_length()
-        self._recent.setdefault(current, deque(maxlen=8)).append(seconds)
+        recent = self._recent.setdefault(current, deque(maxlen=8))
+        shortest = min(recent, default=0.0)
+        recent.append(seconds)
         self._num_steps += 1
         if self._num_steps % self._NUM_STEPS == 0:
             self._recent = {size: r for size, r in self._recent.items() if size <= current}
+        elif len(recent) > self._MIN_STEPS and min(recent) == shortest:
+            return  # the estimates stay the same
         smallest = min(self._recent)
         estimate = min(self._recent[smallest]) / self._PRIOR ** (smallest + 1)
         for size in range(self._NUM_SIZES):

@@ -99,7 +99,8 @@ class Scheduler:
             self._leave_limits(request)  # stops loading its prefix from a tier
             self.waiting.remove(request)
         self._limited.pop(request, None)
-        request.drafts.clear()  # megabytes for a long prompt; the caller may retain the request
+        if self._drafting is not None:
+            self._drafting.end(request)
 
     def restart(self) -> None:
         """Queue the requests of a failed step again, after the manager has freed their blocks.

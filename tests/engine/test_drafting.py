@@ -514,24 +514,55 @@ def test_costs_of_rows_are_those_of_measured_steps() -> None:
     for _ in range(600):
         cost.note(1, 0.1)
     assert cost.seconds(8) == pytest.approx(0.1 * 1.25**3)  # it is tried again
+    for seconds in (0.12, *[0.15] * 7):
+        cost.note(2, seconds)
+    assert cost.seconds(2) == pytest.approx(0.12)
+    cost.note(2, 0.15)
+    assert cost.seconds(2) == pytest.approx(0.15)
+
+
+class LinearCost(RowCost):
+    """Costs by which each row after the first takes `slope` times as long as the first."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self._slope = slope
+
+    def seconds(self, rows: int) -> float:
+        return 1 + self._slope * (rows - 1)
 
 
 @pytest.mark.parametrize(("cost_of_row", "is_drafted"), [(0.0, True), (0.5, True), (1.0, False)])
 def test_drafts_have_the_most_profitable_length(
     folder: Path, cost_of_row: float, is_drafted: bool
 ) -> None:
-    class Linear(RowCost):
-        def seconds(self, rows: int) -> float:
-            return 1 + cost_of_row * (rows - 1)
-
     llm = LLM(folder, num_threads=1, num_blocks=64)
     assert llm.engine.drafting is not None
-    llm.engine.drafting.row_cost = Linear()
+    llm.engine.drafting.row_cost = LinearCost(cost_of_row)
     params = SamplingParams(max_tokens=40, ignore_eos=True, logit_bias={5: 100.0})
     [output] = llm.generate([[5, 6, 7] * 6], params, use_tqdm=False)
     llm.close()
     assert output.metrics is not None
     assert (output.metrics.num_drafted_tokens > 0) == is_drafted
+
+
+def test_requests_learn_from_drafts_of_earlier_requests_of_their_tenant(folder: Path) -> None:
+    llm = LLM(folder, num_threads=1, num_blocks=64)
+    assert llm.engine.drafting is not None
+    llm.engine.drafting.row_cost = LinearCost(0.5)  # helps if half of the tokens are right
+
+    def count_drafted(first: int, salt: str) -> int:
+        # The prompt repeats that 8 follows 9 and 5. The answer is 5 and 5, so the draft is wrong.
+        params = SamplingParams(max_tokens=3, ignore_eos=True, logit_bias={5: 100.0})
+        prompt = [first, *[9, 5, 8, 9] * 6]
+        [output] = llm.generate([prompt], params, cache_salt=salt, use_tqdm=False)
+        assert output.metrics is not None and output.metrics.num_accepted_tokens == 0
+        return output.metrics.num_drafted_tokens
+
+    drafted = [count_drafted(first, "a") for first in range(20, 40)]
+    assert drafted[0] > 0 and drafted[-10:] == [0] * 10
+    assert count_drafted(40, "b") == drafted[0]
+    llm.close()
 
 
 @pytest.mark.skipif(native.avx2_library() is None, reason="needs the compiled kernels")
@@ -540,7 +571,7 @@ def test_greedy_answers_have_the_bits_of_single_rows_by_default() -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=2)
     answers = []
     for speculation in ("off", 15):
-        llm = LLM(demo_model_path(), speculation=speculation, num_threads=1, num_blocks=64)
+        llm = LLM("headstart-tiny", speculation=speculation, num_threads=1, num_blocks=64)
         draft_always(llm)
         for _ in range(2):
             [output] = llm.generate(["The numbers are 1 2 3" * 4], params, use_tqdm=False)

@@ -149,27 +149,39 @@ class DraftSource:
     later, even if no step verifies the draft. So a drafter whose drafts are not verified any more,
     because too many were wrong, is used again when its proposals become right.
 
-    acceptance: this probability, with a prior that counts as one token.
+    prior: the probability that is expected at first. acceptance: the measured probability; the
+    prior counts as one token, and earlier tokens count less. num_compared: number of compared
+    tokens.
     """
 
     def __init__(self, drafter: Drafter, prior: float) -> None:
-        self.acceptance = prior
-        self._drafter = drafter
-        self._prior = prior
+        self.drafter = drafter
+        self.acceptance = self.prior = prior
+        self.num_compared = self._num_right = 0
         self._right = self._all = 0.0
         self._proposed: Sequence[int] = ()
         self._position = 0
 
+    @property
+    def overall_acceptance(self) -> float:
+        """The measured probability, with the same weight for all tokens of the request."""
+        return (self._num_right + self.prior) / (self.num_compared + 1)
+
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
         """Return up to `count` tokens that may follow, after measuring the previous draft."""
-        for expected, token in zip(
-            self._proposed, sequence.token_ids[self._position :], strict=False
-        ):
+        self.measure(sequence)
+        self._position = len(sequence.token_ids)
+        self._proposed = self.drafter.propose(sequence, count)
+        return self._proposed
+
+    def measure(self, sequence: TokenSequence) -> None:
+        """Compare the latest draft with the sequence's tokens. Call once for each draft."""
+        new = sequence.token_ids[self._position : self._position + len(self._proposed)]
+        for expected, token in zip(self._proposed, new, strict=False):
             self._right = _DECAY * self._right + (expected == token)
             self._all = _DECAY * self._all + 1
+            self.num_compared += 1
+            self._num_right += expected == token
             if expected != token:
                 break
-        self.acceptance = (self._right + self._prior) / (self._all + 1)
-        self._position = len(sequence.token_ids)
-        self._proposed = self._drafter.propose(sequence, count)
-        return self._proposed
+        self.acceptance = (self._right + self.prior) / (self._all + 1)

@@ -17,13 +17,14 @@ draft of k tokens, each right with probability p, gives 1 + p + p^2 + ... + p^k 
 (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023). But each
 drafted token adds a row, and rows make the step longer for all of its requests. So the draft gets
 the length that gives the most tokens per second. The estimate uses the measured acceptance of the
-source's drafts, and the measured seconds of steps by number of rows (`RowCost`).
+source's drafts, in this request and in the tenant's earlier requests, and the measured seconds of
+steps by number of rows (`RowCost`).
 """
 
 from collections import deque
 from collections.abc import Sequence
 
-from headstart.cache import KVCacheManager
+from headstart.cache import KVCacheManager, Namespace
 from headstart.engine.config import EngineConfig
 from headstart.engine.drafts.drafters import (
     AnswerDrafter,
@@ -43,8 +44,16 @@ _LENGTHS = (1, 3, 7, 15)
 # is lost later: requests with drafts finish first, and the steps of the remaining requests take
 # almost as long as before.
 _GAIN = 1.1
-_MAX_ACCEPTANCE = 0.97  # the highest acceptance that is expected of any draft
-_ANSWER_PRIOR, _REPETITION_PRIOR = 0.9, 0.6  # expected acceptance of a new request's first drafts
+_MAX_ACCEPTANCE = 0.97  # highest expected acceptance; `expect_accepted` needs less than 1
+# Expected acceptance of a tenant's first drafts. Later requests start with a decaying average of
+# the acceptance that earlier requests measured.
+_PRIORS: dict[type[Drafter], float] = {
+    AnswerDrafter: 0.9,
+    TreeDrafter: 0.9,
+    RepetitionDrafter: 0.6,
+}
+_SMOOTHING = 0.2  # weight of the latest request in this average
+_MAX_AVERAGES = 4096  # averages that are kept; those that were updated longest ago are removed
 
 
 class RowCost:
@@ -124,6 +133,9 @@ class Drafting:
         self._num_tokens = 0.0  # tokens that the next step is expected to give
         self._gain = 1.0  # factor by which a draft must raise the tokens per second
         self._may_gain = False  # True if a draft may raise the next step's tokens per second
+        # Average acceptance by kind of drafter. Each namespace has its own, so that the speed of a
+        # tenant's requests reveals nothing about other tenants.
+        self._averages: dict[tuple[Namespace, type[Drafter]], float] = {}
 
     def begin_step(self, running: Sequence[Request]) -> None:
         """Prepare drafts for a step. running: its requests, with one row each before drafts."""
@@ -161,10 +173,27 @@ class Drafting:
             drafters.insert(0, AnswerDrafter(group.prediction, num_prompt_tokens))
         if group.reply is not None:
             drafters.append(AnswerDrafter(group.reply.tokens, num_prompt_tokens))
-        request.drafts = [DraftSource(drafter, _ANSWER_PRIOR) for drafter in drafters]
         earlier = self._manager.branch(request.sequence, _EARLIER)
-        request.drafts.append(DraftSource(RepetitionDrafter(earlier), _REPETITION_PRIOR))
+        drafters.append(RepetitionDrafter(earlier))
+        for drafter in drafters:
+            kind = type(drafter)
+            prior = self._averages.get((group.namespace, kind), _PRIORS[kind])
+            request.drafts.append(DraftSource(drafter, prior))
         return request.drafts
+
+    def end(self, request: Request) -> None:
+        """Remove the sources of a request that ended, and learn from their acceptance."""
+        for source in request.drafts:
+            source.measure(request.sequence)
+            if not source.num_compared:
+                continue
+            key = request.group.namespace, type(source.drafter)
+            average = self._averages.pop(key, source.prior)
+            average += _SMOOTHING * (source.overall_acceptance - average)
+            self._averages[key] = min(_MAX_ACCEPTANCE, average)
+        while len(self._averages) > _MAX_AVERAGES:
+            del self._averages[next(iter(self._averages))]
+        request.drafts.clear()  # megabytes for a long prompt; the caller may retain the request
 
     def _choose_length(self, acceptance: float, limit: int) -> int:
         """Return the draft length that gives the most tokens per second; 0 for no draft."""
